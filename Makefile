@@ -1,0 +1,67 @@
+# Two commands matter: `make run` and `make test`. Both set everything up first, in .venv, and touch nothing outside.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+CONFS  := $(foreach name,sandblaster allreduce downpour hogwild,examples/conf/$(name).conf)
+CODE   := topotrain tests examples
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test check format clean
+
+help:
+	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
+	@echo "make test    run the tests (make test ARGS='-k hogwild' runs some of them)"
+	@echo "make check   formatting, lint, types, floors"
+	@echo "make format  put the code in the usual form"
+	@echo "make setup   only the environment"
+	@echo "make clean   remove what the others made"
+
+setup: $(READY)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is older than 3.11: say make PYTHON=/path/to/a/newer/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# What is said to pip, in its environment variables or its configuration files, holds for uv too, which reads neither.
+# pip takes the best version of all indexes, and that is the meaning its users know; uv separates folders by commas.
+# (`pip config list` and not `get`, which overlooks all but one of several files.)
+said_to_pip = $$($(BIN)/python -m pip config list 2>/dev/null | sed -n "s/^\(global\|install\)\.$(1)='\(.*\)'$$/\2/p" \
+  | sed 's/\\n/ /g' | xargs)
+
+$(READY): pyproject.toml constraints.txt $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	@links=$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-$(call said_to_pip,find-links)}}; \
+	links=$$(echo $$links | tr ' ' ','); \
+	index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$(call said_to_pip,index-url)}}; \
+	extra=$${UV_EXTRA_INDEX_URL:-$${PIP_EXTRA_INDEX_URL:-$(call said_to_pip,extra-index-url)}}; \
+	cert=$${SSL_CERT_FILE:-$${PIP_CERT:-$(call said_to_pip,cert)}}; \
+	echo "uv pip install -c constraints.txt -e '.[dev]'"; \
+	env $${links:+"UV_FIND_LINKS=$$links"} $${index:+"UV_DEFAULT_INDEX=$$index"} \
+	  $${extra:+"UV_EXTRA_INDEX_URL=$$extra" UV_INDEX_STRATEGY=unsafe-best-match} $${cert:+"SSL_CERT_FILE=$$cert"} \
+	  $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
+	@touch $@
+
+run: setup
+	$(BIN)/topotrain compare --out workspace/compare $(CONFS) examples/digits.py
+
+# The table of sizes is there to be looked at; nothing is enforced.
+test: setup
+	@find topotrain -name '*.py' -exec wc -l {} + | sort -n
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy --strict
+	$(BIN)/python -m pytest -q tests/test_floors.py
+
+format: setup
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+clean:
+	rm -rf $(VENV) workspace build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,208 @@
+"""What the launch tests call in place of topotrain.host, how they start a launcher, and how they look for survivors.
+
+A child plays the part that the job's args give it: "worker 0/1=raise"; the others finish.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from topotrain.events import Event, Failed, Notice, Serving, to_json
+from topotrain.job import Cluster, ConfigError, Job
+from topotrain.launch.child import Control
+from topotrain.launch.children import Calls
+from topotrain.launch.local import LocalLauncher
+from topotrain.topology import layout
+
+PLAY = "tests.launch_targets:play"
+CALLS = Calls(PLAY, PLAY, ())
+MARK = "TOPOTRAIN_TEST"
+
+
+def play(spec, channel, fds):
+    parts = dict(arg.split("=", 1) for arg in spec["args"])
+    control = Control(channel)
+    control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
+    return PARTS[parts.get(spec["who"], "finish")](spec, control, fds)
+
+
+def finish(spec, control, fds):
+    return 0
+
+
+def raises(spec, control, fds):
+    raise RuntimeError("boom")
+
+
+def misconfigured(spec, control, fds):
+    raise ConfigError("seed", 3, "must be 4")
+
+
+def program(spec, control, fds):
+    control.emit(Failed(spec["who"], "program", "ZeroDivisionError: division by zero", "Traceback: line 7"))
+    return 1
+
+
+def exit_3(spec, control, fds):
+    print("last words")
+    sys.exit(3)
+
+
+def killed(spec, control, fds):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stay(spec, control, fds):
+    while True:
+        signal.pause()
+
+
+def deaf(spec, control, fds):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    control.emit(Notice(spec["who"], "deaf"))
+    return stay(spec, control, fds)
+
+
+def brood(spec, control, fds):
+    """Has a child in its own process group, and one that went away from it."""
+    subprocess.Popen(["sleep", "600"])
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    control.emit(Notice(spec["who"], "brood"))
+    return stay(spec, control, fds)
+
+
+def group(spec, control, fds):
+    subprocess.Popen(["sleep", "600"])
+    control.emit(Notice(spec["who"], "brood"))
+    return stay(spec, control, fds)
+
+
+def lost_peer(spec, control, fds):
+    control.emit(Failed(spec["who"], "peer", "lost somebody", ""))
+    return stay(spec, control, fds)
+
+
+def late_program(spec, control, fds):
+    """Fails only after somebody else was heard to have lost a peer."""
+    done = Path(spec["run_dir"], "peer-was-heard")
+    wait_for(done.exists)
+    return program(spec, control, fds)
+
+
+def talk(spec, control, fds):
+    print("one\ntwo")
+    print("warned", file=sys.stderr)
+    print("input", repr(sys.stdin.read()))
+    os.write(1, b"\xff half")
+    return 0
+
+
+def share(spec, control, fds):
+    """Two workers meet in shared memory: each writes its own byte and waits for the other's."""
+    assert spec["shared_memfd"] and len(fds) == 1
+    os.ftruncate(fds[0], 4096)
+    with mmap.mmap(fds[0], 4096) as memory:
+        mine = spec["workers"][0][0]
+        memory[mine] = 1
+        wait_for(lambda: memory[1 - mine] == 1)
+    return 0
+
+
+def world(spec, control, fds):
+    """What a child finds around itself."""
+    assert os.getsid(0) == os.getpgrp() == os.getpid()
+    assert sys.stdin.read() == ""
+    assert os.environ["OMP_NUM_THREADS"] == "1" and os.environ["GREETING"] == "hello"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    print("cwd", os.getcwd())
+    print("fds", [os.read(fd, 10).decode() for fd in fds])
+    sys.exit(7)
+
+
+def torch_world(spec, control, fds):
+    """torch is there, single-threaded, and DataLoader workers can be started."""
+    assert "torch" in sys.modules
+    import torch
+    from torch.utils.data import DataLoader
+
+    assert torch.get_num_threads() == 1
+    loader = DataLoader(list(range(8)), batch_size=4, num_workers=1)
+    assert sum(int(batch.sum()) for batch in loader) == 28
+    return 0
+
+
+PARTS: dict[str, Any] = {
+    "finish": finish,
+    "raise": raises,
+    "misconfigured": misconfigured,
+    "program": program,
+    "exit 3": exit_3,
+    "killed": killed,
+    "stay": stay,
+    "deaf": deaf,
+    "brood": brood,
+    "group": group,
+    "lost peer": lost_peer,
+    "late program": late_program,
+    "talk": talk,
+    "share": share,
+    "world": world,
+    "torch world": torch_world,
+}
+
+
+def wait_for(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Return when the condition holds; a condition that does not come to hold is an error."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {within_s} s: {condition}")
+        select.select([], [], [], 0.01)
+
+
+def marked(mark: str) -> list[int]:
+    """Pids whose environment at their start, or at that of the process they are a fork of, had our mark."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
+def parts(**roles: str) -> tuple[str, ...]:
+    """parts(worker_0_1="stay") -> ("worker 0/1=stay",)"""
+    return tuple("{} {}/{}={}".format(*who.split("_"), part) for who, part in roles.items())
+
+
+def small_job(workspace: Path, args: Sequence[str] = (), **counts: Any) -> Job:
+    """Two workers and a server in two units, unless told otherwise."""
+    counts = {"nworkers_per_group": 2, "poll_time": 20, **counts}
+    return Job(program="play.py", args=tuple(args), cluster=Cluster(workspace=str(workspace), **counts))
+
+
+def main(workspace: str, *args: str) -> None:
+    """A launcher process of its own: prints each event, ends with the outcome's code."""
+
+    def show(event: Event) -> None:
+        print(to_json(event), flush=True)
+
+    job = small_job(Path(workspace), args)
+    try:
+        outcome = LocalLauncher(CALLS).start(job, layout(job.cluster), show)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit(outcome.code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""Every event survives its line; a line that is no event is refused with a reason."""
+
+import dataclasses
+import json
+import math
+import typing
+
+import pytest
+
+from topotrain import events
+from topotrain.events import Event, Failed, StepDone, from_json, to_json
+
+EXAMPLES: list[Event] = [
+    events.Serving("server 0/1", ("shm:///x", "tcp://127.0.0.1:6723"), 12),
+    events.Started("worker 0/1", 12),
+    StepDone("worker 0/1", 1.5, 7, 320, 0.25, 0.5, 3, 1000, 2000),
+    StepDone("worker 0/1", 1.5, 7, 320, None, 0.0, 0, 1000, 2000),
+    events.Metrics({"accuracy": 0.97, "loss": 1.0}),
+    Failed("worker 1/0", "program", 'ValueError: "x"', "Traceback\n  line\n"),
+    events.Finished("worker 0/1", 7, 320, 0.5, 3, 1000, 2000),
+    events.Notice("unit 3", "line one\nline two ü"),
+    events.Output("worker 0/1", "stderr", "a\r\nb\n"),
+    events.Exited("worker 0/1", 12, -9),
+    events.Final("workspace/final.safetensors", 12.5),
+]
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda e: type(e).__name__)
+def test_an_event_is_one_line_and_comes_back(event: Event) -> None:
+    line = to_json(event)
+    assert "\n" not in line
+    assert from_json(line) == event
+    assert from_json(line + "\n") == event
+
+
+def test_every_kind_of_event_is_in_the_examples() -> None:
+    assert {type(event) for event in EXAMPLES} == set(typing.get_args(Event))
+
+
+def test_a_loss_that_is_no_number_travels() -> None:
+    back = from_json(to_json(dataclasses.replace(typing.cast(StepDone, EXAMPLES[2]), loss=math.nan)))
+    assert isinstance(back, StepDone)
+    assert back.loss is not None
+    assert math.isnan(back.loss)
+
+
+GOOD = json.loads(to_json(EXAMPLES[2]))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", "no event"),
+        ("[1]", "no event"),
+        ("[" * 100_000, "no event"),
+        ('{"event":["x"]}', "no event"),
+        ('{"event":"Missile"}', "no event"),
+        (json.dumps({**GOOD, "more": 1}), "more"),
+        (json.dumps({k: v for k, v in GOOD.items() if k != "step"}), "must have"),
+        (json.dumps({**GOOD, "step": "7"}), "StepDone.step"),
+        (json.dumps({**GOOD, "step": True}), "StepDone.step"),
+        (json.dumps({**GOOD, "time": None}), "StepDone.time"),
+        ('{"event":"Metrics","values":{"a":"b"}}', "Metrics.values"),
+        ('{"event":"Serving","who":"w","urls":[1],"pid":1}', "Serving.urls"),
+        ('{"event":"Failed","who":"w","kind":"weather","text":"","traceback":""}', "must be one of program"),
+    ],
+)
+def test_what_is_no_event_is_refused(line: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        from_json(line)

@@ -1,0 +1,160 @@
+"""A Job checks itself, field by field and across fields, and its digest is what processes must agree on."""
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from topotrain.job import (
+    Agreement,
+    Cluster,
+    ConfigError,
+    FixedStep,
+    Job,
+    LRGen,
+    OnFailure,
+    Param,
+    Pull,
+    Reduce,
+    RMSProp,
+    Shard,
+    Slicing,
+    Updater,
+)
+
+
+def test_errors_name_field_value_and_what_would_be_accepted() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Cluster(nworker_groups=0)
+    error = caught.value
+    assert (error.field, error.value, error.accepted) == ("cluster.nworker_groups", 0, "must be a whole number >= 1")
+    assert str(error) == "cluster.nworker_groups = 0: must be a whole number >= 1"
+    assert str(error.at("job.conf:3:5")) == f"job.conf:3:5: {error}"
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Cluster(nserver_groups=-1), "cluster.nserver_groups = -1: must be a whole number >= 0"),
+        (lambda: Cluster(nworkers_per_group=True), "nworkers_per_group = true: must be a whole"),
+        (lambda: Cluster(nworkers_per_group=2.0), "nworkers_per_group = 2.0: must be a whole"),  # type: ignore[arg-type]
+        (lambda: Cluster(nworkers_per_group=2**31), "must be a whole number >= 1"),
+        (lambda: Cluster(start_port=70000), "start_port = 70000: must be a whole number, 1 to 65535"),
+        (lambda: Cluster(share_memory=1), "share_memory = 1: must be true or false"),  # type: ignore[arg-type]
+        (lambda: Cluster(workspace=None), "workspace: must be a text"),  # type: ignore[arg-type]
+        (lambda: Cluster(agreement="kMasters"), "agreement = 'kMasters': must be one of kMaster, kRingAverage"),  # type: ignore[arg-type]
+        (lambda: Cluster(shares="12"), "shares = '12': must be a list"),  # type: ignore[arg-type]
+        (lambda: Cluster(nworkers_per_group=2, shares=(1, -1)), r"shares\[1\] = -1: must be a number >= 0"),
+        (lambda: Cluster(shares=(float("nan"),)), "must be a number >= 0"),
+        (lambda: Job(name=""), "name = '': must be a text that is not empty"),
+        (lambda: Job(seed=2**63), "seed = "),
+        (lambda: Job(cluster=None), "cluster: must be a Cluster"),  # type: ignore[arg-type]
+        (lambda: Job(args="x"), "args = 'x': must be a list"),  # type: ignore[arg-type]
+        (lambda: Updater(clip_norm=0), "updater.clip_norm = 0: must be a number > 0"),
+        (lambda: Updater(param=(Param(match="("),)), "updater.param.match = '\\(': must be a regular expression"),
+        (lambda: RMSProp(rho=1.0), "updater.rmsprop_conf.rho = 1.0: must be a number >= 0 and < 1"),
+        (lambda: LRGen(base_lr=-0.1), "updater.learning_rate.base_lr = -0.1: must be"),
+    ],
+)
+def test_a_value_that_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# The table of combinations that are refused, with a neighbor of each that is allowed.
+@pytest.mark.parametrize(
+    ("cls", "refused", "allowed", "field"),
+    [
+        (Cluster, {"n_push": 2, "nworkers_per_group": 2}, {"n_push": 2}, "cluster.n_push"),
+        (Cluster, {"n_fetch": 2, "nworkers_per_group": 2}, {"n_fetch": 2}, "cluster.n_fetch"),
+        (Cluster, {"shares": (1, 1)}, {"shares": (1, 1), "nworkers_per_group": 2}, "cluster.shares"),
+        (Cluster, {"shares": (0.0,)}, {"shares": (0.5,)}, "cluster.shares"),
+        (
+            Cluster,
+            {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
+            {"max_staleness": 0, "nworker_groups": 2},
+            "cluster.max_staleness",
+        ),
+        (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}, "updater.clip_low"),
+        (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}, "updater.learning_rate.fixedstep_conf.step"),
+        (
+            FixedStep,
+            {"step": (5, 5), "step_lr": (1, 1)},
+            {"step": (5, 6), "step_lr": (1, 1)},
+            "updater.learning_rate.fixedstep_conf.step",
+        ),
+        (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}, "updater.learning_rate.fixedstep_conf.step_lr"),
+    ],
+)
+def test_fields_that_exclude_each_other(
+    cls: type, refused: dict[str, Any], allowed: dict[str, Any], field: str
+) -> None:
+    cls(**allowed)
+    with pytest.raises(ConfigError) as caught:
+        cls(**refused)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("settings", "accepted"),
+    [({"apply": "kOnArrival"}, "kAtStep"), ({"pull": Pull.kLazy}, "kStep"), ({"on_failure": "kContinue"}, "kStop")],
+)
+def test_what_is_not_there_yet_is_refused_with_what_is(settings: dict[str, Any], accepted: str) -> None:
+    with pytest.raises(ConfigError, match=f"not available yet, accepted now: {accepted}$"):
+        Job(**settings)
+
+
+def test_names_and_lists_become_enums_and_tuples() -> None:
+    job = Job(reduce="kSum", args=["a"], cluster=Cluster(shares=[1, 3], nworkers_per_group=2))  # type: ignore[arg-type]
+    assert job.reduce is Reduce.kSum
+    assert job.args == ("a",)
+    assert job.cluster.shares == (1.0, 3.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job.seed = 3  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(job)) == job
+
+
+def test_workspace_is_named_after_the_job_unless_given() -> None:
+    assert Job(name="a/b").workspace == "./workspace/a_b"
+    assert Job(name="a", cluster=Cluster(workspace="w")).workspace == "w"
+
+
+SAME = [
+    Job(name="other"),
+    Job(program="x.py", args=("1",)),
+    Job(disp_freq=3, disp_after=2, test_freq=1),
+    Job(cluster=Cluster(workspace="w", start_port=9000, poll_time=5)),
+]
+OTHER = [
+    Job(seed=1),
+    Job(reduce=Reduce.kSum),
+    Job(shard=Shard.kLease),
+    Job(per_worker_batch=True),
+    Job(warmup_steps=1),
+    Job(updater=Updater()),
+    Job(updater=Updater(momentum=0.9)),
+    Job(cluster=Cluster(nworker_groups=2)),
+    Job(cluster=Cluster(slicing=Slicing.kTensor)),
+    Job(cluster=Cluster(agreement=Agreement.kRingAverage)),
+    Job(cluster=Cluster(max_staleness=0)),
+]
+
+
+def test_the_digest_follows_what_decides_results_and_nothing_else() -> None:
+    assert {job.digest() for job in SAME} == {Job().digest()}
+    assert len({job.digest() for job in [Job(), *OTHER]}) == len(OTHER) + 1
+
+
+def test_the_digest_is_the_same_in_another_process() -> None:
+    code = "from topotrain.job import Job; print(Job(seed=1).digest())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == Job(seed=1).digest()
+
+
+def test_every_enum_value_is_its_name() -> None:
+    assert all(member.value == member.name for kind in (Shard, Reduce, OnFailure, Slicing) for member in kind)

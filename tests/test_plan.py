@@ -1,0 +1,99 @@
+"""The planner: the layout of the four named frameworks, and what a model adds to it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from topotrain.job import Cluster, ConfigError, Grads, Job
+from topotrain.plan import Plan, Schema, plan
+from topotrain.slices import Parameter
+
+FRAMEWORKS = {
+    "Sandblaster": (Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True), 5),
+    "AllReduce": (Cluster(nworkers_per_group=3, nservers_per_group=3), 3),
+    "Downpour": (
+        Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True),
+        6,
+    ),
+    "Distributed Hogwild": (Cluster(nworker_groups=3, nserver_groups=3), 3),
+}
+MODEL = Schema(
+    (
+        Parameter("embedding.weight", (1000, 10), (10, 1), "float32", True),
+        Parameter("head.weight", (100, 10), (10, 1), "float32", True),
+        Parameter("frozen", (64,), (1,), "float64", False),
+    ),
+    state_factor=2,
+)
+FLOAT32, FLOAT64 = 11_000, 64
+
+
+def planned(cluster: Cluster) -> Plan:
+    return plan(Job(cluster=cluster), MODEL)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_named_frameworks(name: str) -> None:
+    cluster, units = FRAMEWORKS[name]
+    found = plan(Job(cluster=cluster))
+    assert found.as_data()["nprocs"] == units
+    assert set(found.as_data()) == {"nprocs", "units", "server_group_of_worker_group"}
+    assert name in found.explain()
+    assert "elements" not in found.explain()
+
+
+def test_counts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="nworkers_per_procs"):
+        plan(Job(cluster=Cluster(nworkers_per_group=3, nworkers_per_procs=2)))
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_server_group_owns_every_element(name: str) -> None:
+    cluster, _ = FRAMEWORKS[name]
+    data = planned(cluster).as_data()
+    for group in range(cluster.nserver_groups):
+        owned = [share for share in data["slices"] if share["server"][0] == group]
+        assert sum(share["elements"] for share in owned) == FLOAT32 + FLOAT64
+        assert sum(share["value_bytes"] for share in owned) == 4 * FLOAT32 + 8 * FLOAT64
+        assert len(owned) == cluster.nservers_per_group
+    assert data["tensors"] == 3
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_without_servers_the_homes_are_shown() -> None:
+    data = planned(Cluster(nserver_groups=0, nworkers_per_group=2)).as_data()
+    assert [share["server"] for share in data["slices"]] == [[0, 0]]
+    assert data["slices"][0]["elements"] == FLOAT32 + FLOAT64
+
+
+def test_memory_of_a_worker() -> None:
+    job = Job(cluster=FRAMEWORKS["Sandblaster"][0])
+    visible = plan(job, MODEL).memory[0]
+    hidden = plan(replace(job, grads=Grads.kHidden), MODEL).memory[0]
+    assert visible.values == 4 * FLOAT32 + 8 * FLOAT64
+    assert visible.gradients == 4 * FLOAT32  # a frozen parameter has none
+    assert visible.staging == 2 * 4 * FLOAT32  # its own part, and the mean that p.grad shows
+    assert hidden.staging == 4 * FLOAT32
+    assert visible.state == 0
+    assert visible.total == visible.values + visible.gradients + visible.staging
+
+
+def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
+    found = planned(FRAMEWORKS["Downpour"][0])
+    server = next(memory for memory in found.memory if str(memory.resident) == "server 0/1")
+    assert server.unit == 5
+    assert server.staging == 4 * server.values  # two groups of two workers
+    assert server.state == 2 * server.values  # Adam
+    hogwild = planned(FRAMEWORKS["Distributed Hogwild"][0])
+    assert hogwild.memory[-1].staging == 3 * hogwild.memory[-1].values  # one worker, and two copies for the master
+
+
+def test_the_tables_name_everybody() -> None:
+    text = planned(FRAMEWORKS["Downpour"][0]).explain()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    for who in ("worker 0/0", "worker 1/1", "server 0/0", "server 0/1"):
+        assert any(line.startswith(who) for line in lines)
+    assert "3 tensors" in text
+    assert "imbalance" in text

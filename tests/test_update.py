@@ -1,0 +1,394 @@
+"""An optimizer on slices is the optimizer on whole tensors, bit for bit; what cannot be so is refused by name."""
+
+import json
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from topotrain import schedule
+from topotrain.job import Adam, ConfigError, LRGen, Param, RMSProp, Slicing, Step, Updater
+from topotrain.update import (
+    ELEMENTWISE,
+    OptimizerSpec,
+    SliceUpdate,
+    UnsupportedOptimizer,
+    build,
+    describe,
+    hyper,
+    set_lr,
+)
+
+SHAPES = [(37, 11), (130,), (5, 3, 3, 3), (700,)]
+HARD: dict[str, dict[str, Any]] = {  # settings that reach the branches of each class
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"weight_decay": 0.1},
+    "Adagrad": {"initial_accumulator_value": 0.5, "weight_decay": 0.1, "lr_decay": 0.1},
+    "RMSprop": {"momentum": 0.9, "centered": True, "weight_decay": 0.1},
+    "Adadelta": {"weight_decay": 0.1},
+    "Adamax": {"weight_decay": 0.1},
+    "NAdam": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {"weight_decay": 0.1},
+    "ASGD": {"t0": 2, "weight_decay": 0.1},
+    "Rprop": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
+
+
+def cuts(values: list[torch.Tensor], every: int) -> list[tuple[int, int, torch.Tensor, int, int]]:
+    """(key, parameter, 1-D view, start, end) with cuts at multiples of `every` from each parameter's start."""
+    out = []
+    for index, value in enumerate(values):
+        flat = value.detach().view(-1)
+        for start in range(0, flat.numel(), every):
+            end = min(start + every, flat.numel())
+            out.append((len(out) * 3 + 1, index, flat[start:end], start, end))
+    return out
+
+
+def grads(step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
+    g = torch.Generator().manual_seed(100 + step)
+    out: list[torch.Tensor | None] = [torch.randn(shape, generator=g).to(dtype) for shape in SHAPES]
+    if step in (0, 3):
+        out[1] = None  # skipped, in the first step too
+    return out
+
+
+def step_whole(optimizer: torch.optim.Optimizer) -> None:
+    """step(), one parameter at a time: torch's fused SGD fails on a first gradient that comes later than others."""
+    held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    for parameter, _ in held:
+        for p, grad in held:
+            p.grad = grad if p is parameter else None
+        optimizer.step()
+
+
+def same_kernels(optimizer: torch.optim.Optimizer, update: SliceUpdate) -> None:
+    """The reference takes the kernel choice of the adapter, which is the point of 'same kernels'."""
+    chosen = update._optimizer
+    assert chosen is not None
+    for mine, theirs in zip(optimizer.param_groups, chosen.param_groups, strict=True):
+        mine.update({name: theirs[name] for name in ("fused", "foreach") if name in theirs})
+
+
+@pytest.mark.parametrize("kernels", ["chosen", "single"])
+@pytest.mark.parametrize("every", [64, 192])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_slices_are_the_whole_bit_for_bit(name: str, every: int, kernels: str) -> None:
+    whole, sliced = parameters(), parameters()
+    cls = getattr(torch.optim, name)
+    groups = [{"params": whole[:2]}, {"params": whole[2:], "lr": 0.003}]
+    choice = {"foreach": False} if kernels == "single" else {}
+    optimizer = cls(groups, lr=0.01, **HARD[name], **choice)
+    spec = OptimizerSpec.from_text(describe(optimizer, whole).to_text())
+    pieces = cuts(list(sliced), every)
+    update = SliceUpdate(spec, [piece[:3] for piece in pieces])
+    same_kernels(optimizer, update)
+    for step in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        now = grads(step)
+        for p, grad in zip(whole, now, strict=True):
+            p.grad = None if grad is None else grad.clone()
+        parts = {k: None if (g := now[i]) is None else g.view(-1)[a:b] for k, i, _, a, b in pieces}
+        step_whole(optimizer)
+        update.apply(hyper(optimizer), parts)
+        for left, right in zip(whole, sliced, strict=True):
+            assert torch.equal(left, right), f"step {step}"
+    assert not torch.equal(whole[0], parameters()[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_other_dtypes_too(name: str, dtype: torch.dtype) -> None:
+    whole, sliced = parameters(dtype=dtype), parameters(dtype=dtype)
+    optimizer = getattr(torch.optim, name)(whole, lr=0.01, **HARD[name])
+    pieces = cuts(list(sliced), 64)
+    update = SliceUpdate(describe(optimizer, whole), [piece[:3] for piece in pieces])
+    same_kernels(optimizer, update)
+    for step in range(3):
+        now = grads(step, dtype)
+        for p, grad in zip(whole, now, strict=True):
+            p.grad = grad
+        step_whole(optimizer)
+        parts = {k: None if (g := now[i]) is None else g.view(-1)[a:b] for k, i, _, a, b in pieces}
+        update.apply(hyper(optimizer), parts)
+    assert all(map(torch.equal, whole, sliced))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_state_round_trip_continues_with_the_same_bits(name: str) -> None:
+    values, copies = parameters(), parameters()
+    optimizer = getattr(torch.optim, name)(parameters(), lr=0.01, **HARD[name])
+    spec = describe(optimizer, list(optimizer.param_groups[0]["params"]))
+    first = SliceUpdate(spec, [piece[:3] for piece in cuts(list(values), 128)])
+
+    def step(update: SliceUpdate, number: int, owner: list[torch.nn.Parameter]) -> None:
+        now = grads(number)
+        parts = {k: None if (g := now[i]) is None else g.view(-1)[a:b] for k, i, _, a, b in cuts(list(owner), 128)}
+        update.apply(hyper(optimizer), parts)
+
+    for number in range(4):
+        step(first, number, values)
+    for value, copy in zip(values, copies, strict=True):
+        copy.data.copy_(value.data)
+    second = SliceUpdate(spec, [piece[:3] for piece in cuts(list(copies), 128)])
+    for key, entry, value in first.state():
+        second.load_state(key, entry, value)
+    for number in range(4, 7):
+        step(first, number, values)
+        step(second, number, copies)
+    assert all(map(torch.equal, values, copies))
+    left, right = list(first.state()), list(second.state())
+    assert [(k, n) for k, n, _ in left] == [(k, n) for k, n, _ in right]
+    assert all(torch.equal(torch.as_tensor(a[2]), torch.as_tensor(b[2])) for a, b in zip(left, right, strict=True))
+
+
+def test_loaded_state_is_a_copy() -> None:
+    value = torch.zeros(64)
+    update = SliceUpdate(OptimizerSpec("torch.optim.SGD", ({"lr": 1.0, "momentum": 0.9},), (0,)), [(0, 0, value)])
+    buffer = torch.ones(64)
+    update.load_state(0, "momentum_buffer", buffer)
+    buffer.zero_()
+    assert torch.equal({n: v for _, n, v in update.state()}["momentum_buffer"], torch.ones(64))  # type: ignore[arg-type]
+
+
+def test_fused_where_the_user_chose_nothing_and_only_there() -> None:
+    def kernels(**choice: bool | None) -> tuple[bool | None, bool | None]:
+        spec = describe(torch.optim.Adam(own := [torch.nn.Parameter(torch.zeros(64))], **choice), own)  # type: ignore[arg-type]
+        made = SliceUpdate(spec, [(0, 0, torch.zeros(64))])._optimizer
+        assert made is not None
+        return made.param_groups[0]["fused"], made.param_groups[0]["foreach"]
+
+    assert kernels() == (True, None)
+    assert kernels(fused=False) == (False, None)
+    assert kernels(foreach=True) == (None, True)
+    assert kernels(foreach=False) == (None, False)
+
+
+def test_hyper_parameters_of_a_later_step_do_not_undo_the_kernel_choice() -> None:
+    own = [torch.nn.Parameter(torch.zeros(64))]
+    optimizer = torch.optim.Adam(own)
+    update = SliceUpdate(describe(optimizer, own), [(0, 0, torch.zeros(64))])
+    optimizer.param_groups[0]["lr"] = 0.5
+    update.apply(hyper(optimizer), {0: torch.ones(64)})
+    assert update._optimizer is not None
+    assert update._optimizer.param_groups[0]["fused"] is True
+    assert update._optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_key_without_gradient_is_skipped_and_gradients_are_not_kept_or_changed() -> None:
+    a, b = torch.ones(64), torch.ones(64)
+    spec = OptimizerSpec("torch.optim.SGD", ({"lr": 1.0, "weight_decay": 0.5},), (0, 0))
+    update = SliceUpdate(spec, [(7, 0, a), (9, 1, b)], clip=(-0.5, 0.5))
+    grad = torch.full((64,), 2.0)
+    update.apply(json.dumps([{"lr": 1.0, "weight_decay": 0.0}]).encode(), {7: grad})
+    assert torch.equal(a, torch.full((64,), 0.5))
+    assert torch.equal(b, torch.ones(64))
+    assert torch.equal(grad, torch.full((64,), 2.0))
+    assert all(value.grad is None for value in update._values.values())
+    with pytest.raises(KeyError):
+        update.apply(b"[{}]", {8: grad})
+
+
+def test_parameters_without_a_group_and_owners_without_work() -> None:
+    spec = OptimizerSpec("torch.optim.SGD", ({"lr": 1.0}, {"lr": 2.0}), (-1, 1))
+    frozen, value = torch.ones(64), torch.ones(64)
+    update = SliceUpdate(spec, [(0, 0, frozen), (1, 1, value)])
+    update.apply(b'[{"lr":1.0},{"lr":2.0}]', {0: torch.ones(64), 1: torch.ones(64)})
+    assert torch.equal(frozen, torch.ones(64))
+    assert torch.equal(value, torch.full((64,), -1.0))  # the lr of its own group, though group 0 has nothing here
+    idle = SliceUpdate(spec, [(0, 0, frozen)])
+    idle.apply(b"[{},{}]", {0: torch.ones(64)})
+    assert list(idle.state()) == []
+    with pytest.raises(ConfigError, match="2 groups"):
+        update.apply(b"[{}]", {})
+
+
+def test_whole_tensors_for_those_that_need_them() -> None:
+    whole, copy = torch.nn.Parameter(torch.randn(8, 16)), torch.zeros(8, 16)
+    copy.copy_(whole.detach())
+    optimizer = torch.optim.Adafactor([whole], lr=0.1)
+    with pytest.raises(UnsupportedOptimizer, match="kTensor"):
+        describe(optimizer, [whole])
+    update = SliceUpdate(describe(optimizer, [whole], Slicing.kTensor), [(0, 0, copy)])
+    for seed in range(3):
+        whole.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        update.apply(hyper(optimizer), {0: whole.grad.reshape(-1)})  # flat gradients take the value's shape
+    assert torch.equal(whole, copy)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Muon"])
+def test_refused_by_name(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    own = [torch.nn.Parameter(torch.zeros(8, 8))]
+    with pytest.raises(UnsupportedOptimizer, match=name) as caught:
+        describe(getattr(torch.optim, name)(own), own)
+    assert "kTensor" in caught.value.accepted
+
+
+class OwnRule(torch.optim.SGD):
+    """Stands for a user's class."""
+
+
+def test_a_users_class_comes_only_from_the_jobs_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("my_rules")
+    module.OwnRule = OwnRule  # type: ignore[attr-defined]
+    module.other = 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_rules", module)
+    own = [torch.nn.Parameter(torch.zeros(64))]
+    optimizer = OwnRule(own, lr=1.0)
+    with pytest.raises(UnsupportedOptimizer, match="import"):
+        describe(optimizer, own)
+    spec = describe(optimizer, own, import_module="my_rules")
+    assert spec.name == "my_rules:OwnRule"
+    value = torch.zeros(64)
+    SliceUpdate(spec, [(0, 0, value)], import_module="my_rules").apply(hyper(optimizer), {0: torch.ones(64)})
+    assert torch.equal(value, -torch.ones(64))
+    for name, module_name in [
+        ("my_rules:OwnRule", ""),
+        ("os:system", "my_rules"),
+        ("my_rules:other", "my_rules"),
+        ("torch.optim.LBFGS", ""),
+    ]:
+        with pytest.raises(UnsupportedOptimizer):
+            SliceUpdate(OptimizerSpec(name, ({},), (0,)), [(0, 0, value)], import_module=module_name)
+
+
+def test_a_tensor_that_is_no_parameter_is_refused() -> None:
+    stranger = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigError, match="no parameter of the model"):
+        describe(torch.optim.SGD([stranger], lr=0.1), [])
+
+
+def test_hyper_is_canonical_and_takes_what_schedulers_leave() -> None:
+    own = [torch.nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.Adam(own, lr=torch.tensor(0.5))
+    before = hyper(optimizer)
+    assert json.loads(before)[0]["lr"] == 0.5
+    assert json.loads(before)[0]["betas"] == [0.9, 0.999]
+    group = optimizer.param_groups[0]
+    group["lr"] = 0.5
+    optimizer.param_groups[0] = dict(reversed(group.items()))
+    assert hyper(optimizer) == before
+    optimizer.param_groups[0]["note"] = object()
+    assert hyper(optimizer) == before
+    optimizer.param_groups[0]["eps"] = object()
+    with pytest.raises(UnsupportedOptimizer, match="eps"):
+        hyper(optimizer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"name":"torch.optim.SGD","groups":[]}',
+        '{"name":"os.system(1)","groups":[{}],"assignment":[0]}',
+        '{"name":"torch.optim.SGD","groups":[{}],"assignment":[1]}',
+        '{"name":"torch.optim.SGD","groups":[{}],"assignment":[true]}',
+        '{"name":"torch.optim.SGD","groups":[{"lr":{}}],"assignment":[0]}',
+        '{"name":"torch.optim.SGD","groups":[{"betas":[[1]]}],"assignment":[0]}',
+        '{"name":"torch.optim.SGD","groups":[{"params":1}],"assignment":[0]}',
+    ],
+)
+def test_a_text_that_is_no_spec_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        OptimizerSpec.from_text(text)
+
+
+FIXED = LRGen(type="kFixed", base_lr=0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("updater", "cls", "settings"),
+    [
+        (Updater(type="kSGD", momentum=0.9), "SGD", {"momentum": 0.9, "nesterov": False}),  # type: ignore[arg-type]
+        (Updater(type="kNesterov", momentum=0.9), "SGD", {"momentum": 0.9, "nesterov": True}),  # type: ignore[arg-type]
+        (Updater(type="kAdaGrad", delta=1e-4), "Adagrad", {"eps": 1e-4}),  # type: ignore[arg-type]
+        (Updater(type="kRMSProp", rmsprop_conf=RMSProp(0.8)), "RMSprop", {"alpha": 0.8, "eps": 1e-8}),  # type: ignore[arg-type]
+        (Updater(type="kAdaDelta"), "Adadelta", {"rho": 0.9}),  # type: ignore[arg-type]
+        (Updater(type="kAdam", adam_conf=Adam(0.8, 0.9)), "Adam", {"betas": (0.8, 0.9)}),  # type: ignore[arg-type]
+        (Updater(type="kAdamMax"), "Adamax", {"betas": (0.9, 0.999)}),  # type: ignore[arg-type]
+    ],
+)
+def test_an_updater_block_builds_its_optimizer(updater: Updater, cls: str, settings: dict[str, Any]) -> None:
+    block = Updater(
+        type=updater.type,
+        momentum=updater.momentum,
+        delta=updater.delta,
+        rmsprop_conf=updater.rmsprop_conf,
+        adam_conf=updater.adam_conf,
+        learning_rate=FIXED,
+        weight_decay=0.01,
+    )
+    own = [("w", torch.nn.Parameter(torch.ones(4)))]
+    optimizer = build(block, own)
+    group = optimizer.param_groups[0]
+    assert type(optimizer) is getattr(torch.optim, cls)
+    assert group["lr"] == 0.1
+    assert group["weight_decay"] == 0.01
+    assert {name: group[name] for name in settings} == settings
+    describe(optimizer, [p for _, p in own])
+
+
+def test_defect_11_adam_corrects_its_bias() -> None:
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = build(Updater(type="kAdam", learning_rate=FIXED), [("w", p)])  # type: ignore[arg-type]
+    p.grad = torch.full((4,), 1e-3)
+    optimizer.step()
+    assert torch.allclose(
+        p, torch.full((4,), -0.1), rtol=1e-3
+    )  # a full step at once; uncorrected it would be 0.32 of it
+
+
+def test_scales_make_groups_and_follow_the_schedule() -> None:
+    rate = LRGen(type="kStep", base_lr=1.0, step_conf=Step(change_freq=10, gamma=0.5))  # type: ignore[arg-type]
+    scales = (Param(match="bias$", lr_scale=2, wd_scale=0), Param(match="b", lr_scale=7))
+    updater = Updater(type="kSGD", weight_decay=0.5, learning_rate=rate, param=scales)  # type: ignore[arg-type]
+    named = [(n, torch.nn.Parameter(torch.zeros(2))) for n in ("a.weight", "a.bias", "c.weight", "b.weight")]
+    optimizer = build(updater, named)
+    groups = optimizer.param_groups
+    assert [[id(p) for p in g["params"]] for g in groups] == [
+        [id(named[0][1]), id(named[2][1])],
+        [id(named[1][1])],
+        [id(named[3][1])],
+    ]
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.5), (2.0, 0.0), (7.0, 0.5)]
+    for step in (25, 3):  # back again, too
+        set_lr(optimizer, updater, step)
+        assert [g["lr"] for g in groups] == [schedule.lr(updater, step) * scale for scale in (1, 2, 7)]
+
+
+@pytest.mark.parametrize(
+    ("updater", "field"),
+    [
+        (Updater(learning_rate=FIXED), "updater.type"),
+        (Updater(type="kSGD"), "updater.learning_rate"),  # type: ignore[arg-type]
+        (Updater(type="kNesterov", learning_rate=FIXED), "updater.momentum"),  # type: ignore[arg-type]
+        (Updater(type="kRMSProp", learning_rate=FIXED), "updater.rmsprop_conf"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_block_that_builds_nothing_says_which_field(updater: Updater, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(updater, [("w", torch.nn.Parameter(torch.zeros(1)))])
+    assert caught.value.field == field

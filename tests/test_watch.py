@@ -1,0 +1,356 @@
+"""The windows: fed with events that no job has sent."""
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from topotrain.events import Event, Exited, Failed, Final, Finished, Metrics, Notice, Output, Serving, Started, StepDone
+from topotrain.job import Cluster, Job
+from topotrain.launch import Outcome
+from topotrain.topology import layout
+from topotrain.watch import plot
+from topotrain.watch.compare import Entry, Result, compare, entries
+from topotrain.watch.progress import LINE_EVERY, Lines, LiveTable, Rows, Silent, describe, progress
+from topotrain.watch.report import Curve, Report, merge, story
+from topotrain.watch.table import comparison, console, summary
+
+DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
+JOB = Job(name="digits", program="train.py", args=("--lr", "0.1"), cluster=DOWNPOUR)
+TOPOLOGY = layout(DOWNPOUR)
+WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
+PNG = b"\x89PNG\r\n"
+
+
+def step(who: str, number: int, loss: float | None = 0.5, stale: int = 0) -> StepDone:
+    """The event of step `number`, a tenth of a second and 8 samples each."""
+    return StepDone(who, number / 10, number, 8 * number, loss, stale / 2, stale, 1000 * number, 500 * number)
+
+
+def a_job(steps: int = 20) -> Iterator[Event]:
+    """What a healthy job tells."""
+    for number, who in enumerate(WORKERS):
+        yield Started(who, 100 + number)
+    for number, who in enumerate(("server 0/0", "server 0/1")):
+        yield Serving(who, (f"tcp://127.0.0.1:{6723 + number}",), 200 + number)
+    for number in range(1, steps + 1):
+        for who in WORKERS:
+            yield step(who, number, 1 / number, stale=4 if who == "worker 1/0" else 0)
+    for who in WORKERS:
+        stale = 4 if who == "worker 1/0" else 0
+        yield Finished(who, steps, 8 * steps, stale / 2, stale, 1000 * steps, 500 * steps)
+    yield Finished("server 0/0", steps, 0, 0.0, 0, 70, 7)
+    yield Metrics({"accuracy": 0.975})
+    yield Final("workspace/final.safetensors", 2.5)
+
+
+def a_report(job: Job = JOB, steps: int = 20) -> Report:
+    report = Report(job, layout(job.cluster))
+    for event in a_job(steps):
+        report(event)
+    return report
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_of_the_job() -> None:
+    data = a_report().as_data(Outcome(0, 3.5))
+    assert (data["code"], data["cause"], data["job"], data["program"], data["args"]) == (
+        0,
+        None,
+        "digits",
+        "train.py",
+        ["--lr", "0.1"],
+    )
+    assert data["layout"] == TOPOLOGY.as_data()
+    assert data["seconds"] == pytest.approx(2.0)
+    assert data["wall_seconds"] == 3.5
+    assert data["samples"] == 4 * 160
+    assert data["samples_per_s"] == pytest.approx(320)
+    assert data["steps"] == 20
+    assert data["last_loss"] == pytest.approx(1 / 20)
+    assert data["metrics"] == {"accuracy": 0.975}
+    assert data["final"] == "workspace/final.safetensors"
+    assert data["bytes_out"] == 4 * 20_000 + 70
+    assert data["bytes_in"] == 4 * 10_000 + 7
+    assert data["staleness_max"] == 4
+    assert data["staleness_mean"] == pytest.approx(0.5)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_report_of_the_processes() -> None:
+    processes = a_report().as_data(Outcome(0, 3.5))["processes"]
+    assert [process["unit"] for process in processes] == [0, 1, 2, 3, 4, 5]
+    assert processes[2] == {
+        "unit": 2,
+        "rank": 2,
+        "pid": 102,
+        "workers": [[1, 0]],
+        "servers": [],
+        "steps": 20,
+        "samples": 160,
+        "bytes_out": 20_000,
+        "bytes_in": 10_000,
+        "staleness_mean": 2.0,
+        "staleness_max": 4,
+    }
+    assert (processes[4]["rank"], processes[4]["pid"], processes[4]["servers"]) == (None, 200, [[0, 0]])
+
+
+def test_residents_with_one_pid_are_one_process() -> None:
+    cluster = Cluster(nworkers_per_group=2, nservers_per_group=2, nservers_per_procs=2)
+    report = Report(Job(cluster=cluster), layout(cluster))
+    for who, pid in (("worker 0/0", 7), ("server 0/0", 8), ("server 0/1", 8), ("worker 0/1", 9)):
+        report(Started(who, pid))
+    processes = report.as_data(Outcome(0, 1))["processes"]
+    assert [(p["unit"], p["pid"], p["workers"], p["servers"]) for p in processes] == [
+        (0, 7, [[0, 0]], []),
+        (0, 8, [], [[0, 0], [0, 1]]),
+        (1, 9, [[0, 1]], []),
+    ]
+
+
+def test_a_job_that_said_nothing_has_a_report() -> None:
+    cause = Failed("worker 0/1", "program", "ValueError: no", "Traceback\n  boom\n")
+    data = Report(JOB, TOPOLOGY).as_data(Outcome(1, 0.2, cause))
+    assert data["processes"] == []
+    assert data["samples_per_s"] == 0
+    assert data["last_loss"] is None
+    assert data["cause"]["who"] == "worker 0/1"
+    assert "0 steps" in summary(data)
+
+
+def test_a_loss_that_is_no_number_becomes_null() -> None:
+    report = Report(JOB, TOPOLOGY)
+    report(step("worker 0/0", 1, 1.0))
+    report(step("worker 0/0", 2, math.nan))
+    report(Metrics({"accuracy": math.inf}))
+    data = report.as_data(Outcome(0, 1))
+    assert data["last_loss"] is None
+    assert data["metrics"] == {"accuracy": None}
+    assert report.curve() == [(0.1, 1.0)]
+    assert "–" in summary(data)
+
+
+def test_the_story_of_a_failure() -> None:
+    boom = Failed(
+        "worker 1/0", "program", "ValueError: no", "Traceback (most recent call last):\n  ...\nValueError: no"
+    )
+    assert story(boom, JOB, TOPOLOGY).splitlines() == [
+        "worker 1/0 (unit 2) failed: ValueError: no",
+        "Traceback (most recent call last):",
+        "  ...",
+        "ValueError: no",
+        "log: ./workspace/digits/logs/worker-1-0.log",
+    ]
+    died = Failed("server 0/1", "died", "server 0/1 (pid 7) was killed by SIGKILL", "")
+    assert story(died, JOB, TOPOLOGY).splitlines() == [
+        "server 0/1 (pid 7) was killed by SIGKILL",
+        "log: ./workspace/digits/logs/servers-unit-5.log",
+    ]
+    assert "unit 3 died: gone" in story(Failed("unit 3", "died", "gone", ""), JOB, TOPOLOGY)
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_stays_small_and_keeps_its_mean() -> None:
+    curve = Curve(limit=16)
+    for number in range(1000):
+        curve.add(number, float(number))
+    assert len(curve.points) <= 16
+    assert all(time == loss for time, loss in curve.points)
+    assert curve.points == sorted(curve.points)
+    assert curve.points[0][0] < 100
+    assert curve.points[-1][0] > 850
+
+
+def test_merge_takes_means_per_time_bin() -> None:
+    fast = [(0.0, 4.0), (1.0, 2.0), (2.0, 2.0), (3.0, 0.0)]
+    slow = [(0.5, 6.0), (4.0, 2.0)]
+    assert merge([fast, slow], bins=2) == [(0.5, 4.5), (3.25, 1.5)]
+    assert merge([]) == []
+    assert merge([[], [(0.0, 1.0)]]) == [(0.0, 1.0)]
+
+
+def test_the_curve_of_a_job() -> None:
+    points = a_report().curve(bins=10)
+    assert len(points) == 10
+    assert [time for time, _ in points] == sorted(time for time, _ in points)
+    assert points[0][1] > points[-1][1]
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_follow_the_events() -> None:
+    rows = Rows(TOPOLOGY)
+    assert [row.state for row in rows.all()] == ["starting"] * 4
+    rows(Started("worker 0/0", 1))
+    rows(step("worker 0/1", 3, 0.25, stale=2))
+    rows(step("worker 0/1", 4, None, stale=2))
+    rows(Finished("worker 1/0", 9, 72, 0.0, 0, 1, 1))
+    rows(Exited("worker 1/0", 5, 0))
+    rows(Failed("worker 1/1", "died", "was killed by SIGKILL", ""))
+    rows(Exited("worker 1/1", 6, -9))
+    rows(step("server 0/0", 1))
+    first, second, third, fourth = rows.all()
+    assert first.state == "preparing"
+    assert (second.state, second.unit, second.step, second.loss, second.staleness_max) == ("training", 1, 4, 0.25, 2)
+    assert second.samples_per_s == pytest.approx(80)
+    assert (third.state, third.step) == ("finished", 9)
+    assert fourth.state == "failed"
+    line = describe(rows.all())
+    assert line.startswith("steps 0 to 9  loss 0.2500  80 samples/s")
+    assert "1 failed" in line
+    rows(Exited("worker 0/0", 1, -15))
+    assert rows.all()[0].state == "stopped"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
+    text, clock = io.StringIO(), Clock()
+    with Lines(TOPOLOGY, Console(file=text, width=80), clock=clock) as window:
+        for number in range(1, 4 * int(LINE_EVERY) + 1):
+            clock.now = number / 2
+            window(step("worker 0/0", number))
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 3
+    assert [line.split(" s")[0].strip() for line in lines] == ["5.0", "10.0", "10.0"]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_only_the_main_worker_reaches_the_terminal() -> None:
+    text, out = io.StringIO(), io.StringIO()
+    with Silent(TOPOLOGY, Console(file=text, width=20), out) as window:
+        window(Output("worker 0/0", "stdout", "[bold]a long line of the program[/bold]"))
+        window(Output("worker 0/0", "stderr", "careful, this is longer than twenty\n"))
+        window(Output("worker 0/1", "stdout", "not me"))
+        window(Notice("worker 0/1", "no tt.epochs"))
+        for event in a_job():
+            window(event)
+    assert out.getvalue() == "[bold]a long line of the program[/bold]\n"
+    assert text.getvalue() == "careful, this is longer than twenty\ntopotrain: worker 0/1: no tt.epochs\n"
+
+
+def live(text: io.StringIO) -> Console:
+    return Console(file=text, force_terminal=True, width=100, height=30, color_system=None, legacy_windows=False)
+
+
+def test_the_live_table_shows_every_worker_and_gives_the_terminal_back() -> None:
+    text = io.StringIO()
+    with LiveTable(TOPOLOGY, live(text)) as window:
+        for event in a_job():
+            window(event)
+        window(Output("worker 0/0", "stdout", "epoch 1 done"))
+    shown = text.getvalue()
+    assert "epoch 1 done" in shown
+    last = shown[shown.rindex("worker") :]
+    for worker in ("0/0", "0/1", "1/0", "1/1"):
+        assert worker in last
+    assert last.count("finished") == 4
+    assert "80" in last
+    assert shown.index("\x1b[?25l") < shown.rindex("\x1b[?25h")  # the cursor, hidden and shown again
+
+
+def test_the_live_table_gives_the_terminal_back_on_ctrl_c() -> None:
+    text = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), LiveTable(TOPOLOGY, live(text)):
+        raise KeyboardInterrupt
+    assert text.getvalue().rindex("\x1b[?25h") > text.getvalue().rindex("\x1b[?25l")
+
+
+def test_the_window_fits_the_console() -> None:
+    plain = Console(file=io.StringIO())
+    assert type(progress(TOPOLOGY, live(io.StringIO()))) is LiveTable
+    assert type(progress(TOPOLOGY, plain)) is Lines
+    assert type(progress(TOPOLOGY, live(io.StringIO()), quiet=True)) is Silent
+
+
+# ---- table and picture -----------------------------------------------------------------------------------------------
+
+
+def printed(table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=160).print(table)
+    return text.getvalue()
+
+
+def test_the_comparison_has_the_columns_of_the_four_frameworks() -> None:
+    done = {**a_report().as_data(Outcome(0, 3.5)), "label": "Downpour"}
+    failed = {**Report(JOB, TOPOLOGY).as_data(Outcome(1, 1.0)), "label": "AllReduce"}
+    text = printed(comparison([done, failed]))
+    for title in ("framework", "units", "samples/s", "time", "held-out accuracy", "staleness mean", "max", "MB sent"):
+        assert title in text
+    downpour, allreduce = (next(line for line in text.splitlines() if name in line) for name in ("Downp", "AllRe"))
+    assert downpour.split() == ["Downpour", "6", "320", "2.0", "s", "97.5%", "0.50", "4", "0.1"]
+    assert "AllReduce: failed" in allreduce
+    assert "–" in allreduce
+
+
+def test_a_console_that_is_no_terminal_cuts_nothing() -> None:
+    assert console().width >= 160
+
+
+def test_the_summary_is_one_line() -> None:
+    text = summary(a_report().as_data(Outcome(0, 3.5)))
+    assert text == (
+        "digits: Downpour (asynchronous), 6 units, 20 steps, 2.0 s, 320 samples/s, loss 0.05, accuracy 97.5%"
+    )
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    assert plot.available()
+    curves = {f"job {number}": [(t, 100.0 / (t + number + 1)) for t in range(50)] for number in range(9)}
+    plot.draw({**curves, "one point": [(0.0, 1.0)]}, tmp_path / "many.png")
+    plot.draw({}, tmp_path / "none.png")
+    assert (tmp_path / "many.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "none.png").read_bytes().startswith(PNG)
+    assert len(set(plot.COLORS)) == len(plot.COLORS) >= 4
+
+
+# ---- compare ---------------------------------------------------------------------------------------------------------
+
+ALLREDUCE = Job(cluster=Cluster(nworkers_per_group=2, nservers_per_group=2))
+
+
+def test_every_job_gets_a_workspace_and_a_label_of_its_own(tmp_path: Path) -> None:
+    found = entries([("a/one.conf", JOB), ("b/one.conf", JOB), ("c/ar.yaml", ALLREDUCE)], tmp_path)
+    assert [entry.label for entry in found] == ["Downpour (one)", "Downpour (one-2)", "AllReduce"]
+    assert [entry.job.workspace for entry in found] == [str(tmp_path / name) for name in ("one", "one-2", "ar")]
+    assert found[0].job.args == JOB.args
+
+
+def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
+    jobs = entries([("down.conf", JOB), ("ar.conf", JOB)], tmp_path / "out")
+    codes = iter([1, 0])
+
+    def train(entry: Entry) -> Result:
+        return Result(Outcome(next(codes), 2.0), a_report(entry.job))
+
+    code, rows = compare(jobs, tmp_path / "out", train)
+    assert code == 1  # the first that failed, and yet the second ran
+    assert [row["label"] for row in rows] == ["Downpour (down)", "Downpour (ar)"]
+    data = json.loads((tmp_path / "out" / "compare.json").read_text())["jobs"]
+    assert data[1]["conf"] == "ar.conf"
+    assert 10 <= len(data[1]["curve"]) <= 20
+    assert data[1]["metrics"] == {"accuracy": 0.975}
+    assert (tmp_path / "out" / "frameworks.png").read_bytes().startswith(PNG)
+
+
+def test_ctrl_c_ends_a_comparison(tmp_path: Path) -> None:
+    jobs = entries([("a.conf", JOB), ("b.conf", JOB)], tmp_path)
+    code, rows = compare(jobs, tmp_path, lambda entry: Result(Outcome(130, 1.0), a_report(entry.job)))
+    assert (code, len(rows)) == (130, 1)

@@ -1,0 +1,132 @@
+"""Residents and roads for the tests of the wire: a resident that writes down all it hears, and pairs of them."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Queue
+
+import torch
+
+from topotrain.message import Init, Message, Push, Values
+from topotrain.topology import Address, Role
+from topotrain.wire import Wire
+from topotrain.wire.auth import Identity
+from topotrain.wire.local import LocalWire
+from topotrain.wire.shm import Memory, ShmWire, socket_directory
+from topotrain.wire.tcp import TcpWire
+
+TOKEN = bytes(range(32))
+WORKER, SERVER = Address(Role.WORKER, 0, 1), Address(Role.SERVER, 0, 0)
+WAIT = 20.0  # seconds after which a test gives up; nothing here takes long
+
+Place = Callable[[Message, bool], torch.Tensor | None]
+
+
+def identity(**changes: object) -> Identity:
+    fields = {"job_id": "job", "token": TOKEN, "incarnation": 1, "generation": 0, "digest": "d" * 64}
+    return Identity(**fields | changes)
+
+
+def numel_of(message: Message) -> int:
+    """The tests' schema: the bucket's number is its size in elements."""
+    assert isinstance(message, Push | Values | Init)
+    return message.bucket
+
+
+def place_new(message: Message, viewable: bool) -> torch.Tensor | None:
+    return torch.empty(numel_of(message), dtype=torch.float32)
+
+
+def place_view(message: Message, viewable: bool) -> torch.Tensor | None:
+    return None if viewable else place_new(message, viewable)
+
+
+@dataclass
+class Recorder:
+    """A resident. `got` holds (sender, message), `ends` (peer, reason)."""
+
+    placing: Place = place_new
+    got: "Queue[tuple[Address, Message]]" = field(default_factory=Queue)
+    ends: "Queue[tuple[Address, str]]" = field(default_factory=Queue)
+    on_handle: Callable[[Address, Message], None] = lambda sender, message: None
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        return self.placing(message, viewable)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        self.on_handle(sender, message)
+        self.got.put((sender, message))
+
+    def lost(self, peer: Address, reason: str) -> None:
+        self.ends.put((peer, reason))
+
+    def next(self) -> Message:
+        return self.got.get(timeout=WAIT)[1]
+
+    def end(self) -> str:
+        return self.ends.get(timeout=WAIT)[1]
+
+
+@dataclass
+class Town:
+    """Roads of one kind, as several processes would have them; close() ends them all."""
+
+    kind: str
+    directory: str = ""
+    wires: list[Wire] = field(default_factory=list)
+    memories: dict[int, Memory] = field(default_factory=dict)
+
+    def wire(self, **changes: object) -> Wire:
+        if self.kind == "local":
+            self.wires = self.wires or [LocalWire()]
+            return self.wires[0]
+        patience = changes.pop("patience", 10.0)
+        if self.kind == "tcp":
+            wire = TcpWire(identity(**changes), patience=patience)
+        else:
+            self.directory = self.directory or socket_directory()
+            wire = ShmWire(identity(**changes), self.directory, Memory(), patience)
+        self.wires.append(wire)
+        return wire
+
+    def tensor(self, wire: Wire, numel: int) -> torch.Tensor:
+        """Zeros that this road can show to a peer without a copy, if it can do that at all."""
+        if isinstance(wire, ShmWire):
+            return wire.memory.allocate(numel, torch.float32)
+        return torch.zeros(numel)
+
+    def die(self, wire: Wire, me: Address) -> None:
+        """End the way of one resident as the system does when its process is killed: without a word."""
+        if isinstance(wire, LocalWire):
+            wire.detach(me)
+        else:
+            for connection in list(wire._connections):
+                connection._out.shutdown(2)
+
+    def close(self) -> None:
+        threads = [threading.Thread(target=wire.close) for wire in self.wires]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@dataclass
+class Pair:
+    """A worker that is connected to a server, each with a road of its own (in-process: one for both)."""
+
+    town: Town
+    worker: Recorder = field(default_factory=Recorder)
+    server: Recorder = field(default_factory=Recorder)
+
+    def __post_init__(self) -> None:
+        self.worker_wire, self.server_wire = self.town.wire(), self.town.wire()
+        self.url = self.server_wire.attach(SERVER, self.server)
+        self.worker_wire.attach(WORKER, self.worker)
+        self.worker_wire.connect(WORKER, SERVER, self.url)
+
+    def to_server(self, message: Message) -> None:
+        self.worker_wire.send(WORKER, SERVER, message)
+
+    def to_worker(self, message: Message) -> None:
+        self.server_wire.send(SERVER, WORKER, message)

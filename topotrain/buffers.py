@@ -1,0 +1,148 @@
+"""The user's model as flat buffers: every parameter gets a storage of its own over one piece of memory.
+
+A parameter keeps its identity (the script, the optimizer and tied modules hold the same object); only its memory moves.
+It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(dtype)`, `p.data = …` or
+`load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from topotrain.job import ConfigError
+from topotrain.shard import Buffer, FlatBuffers
+from topotrain.slices import Parameter, SliceMap
+
+_COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it wraps
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A model's unique parameters (tied weights once, in definition order) and its buffers, with their descriptions."""
+
+    tensors: tuple[nn.Parameter, ...]
+    parameters: tuple[Parameter, ...]
+    buffer_tensors: tuple[torch.Tensor, ...]
+    buffers: tuple[Buffer, ...]
+
+
+def describe_model(model: nn.Module) -> ModelParts:
+    """Take a model apart.
+
+    Raises:
+        ConfigError: a parameter that cannot be trained here (not on the CPU, lazy, sparse), or none at all.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name.replace(_COMPILED, ""))
+        tensors[id(tensor)] = tensor
+    if not tensors:
+        raise ConfigError("model", None, "has no parameters: nothing to train")
+    unique = tuple(tensors.values())
+    described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
+    buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if b is not None]
+    return ModelParts(
+        unique,
+        described,
+        tuple(b for _, b in buffers),
+        tuple(Buffer(name, str(b.dtype).removeprefix("torch."), b.numel()) for name, b in buffers),
+    )
+
+
+def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
+    if isinstance(tensor, nn.parameter.UninitializedParameter):
+        raise ConfigError(f"model parameter {names[0]}", "lazy", "run the model once before tt.prepare")
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"model parameter {names[0]}", str(tensor.device), "this version trains parameters on the CPU"
+        )
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"model parameter {names[0]}", str(tensor.layout), "must be a dense tensor")
+    stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]))
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory exactly once (channels_last does, an expanded or sliced tensor not)."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class ModelBuffers:
+    """The flat buffers of one worker and each parameter's views in them.
+
+    Args:
+        parts: the model, taken apart.
+        slice_map: the map.
+        flats: the worker's flat buffers; "params" becomes the memory of the parameters.
+    """
+
+    def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers) -> None:
+        self._parts = parts
+        self._map = slice_map
+        self.flats = flats
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self._versions: list[int] = []
+
+    def view(self, name: str, index: int) -> torch.Tensor:
+        """A parameter's place in a flat buffer, with the parameter's shape and strides."""
+        view = self._views.get((name, index))
+        if view is None:
+            view = self._views[(name, index)] = self._make_view(name, index)
+        return view
+
+    def _make_view(self, name: str, index: int) -> torch.Tensor:
+        parameter = self._map.parameters[index]
+        space, offset = self._map.offsets[index]
+        flat = self.flats.flat(name, space)
+        return flat[offset : offset + parameter.count].as_strided(parameter.shape, parameter.stride)
+
+    def copy_from_model(self, name: str) -> None:
+        """Write the parameters' values into a flat buffer."""
+        for index, tensor in enumerate(self._parts.tensors):
+            self.view(name, index).copy_(tensor.detach())
+
+    def move_model(self) -> None:
+        """Let the parameters live in "params" (what stands there becomes their value)."""
+        for index, tensor in enumerate(self._parts.tensors):
+            # A storage of its own for each: views of one big storage make torch.save and pickle write the whole.
+            tensor.data = _own_storage(self.view("params", index))
+        self.remember()
+
+    def remember(self) -> None:
+        """The parameters are as they should be: any change from here on was the script's."""
+        self._versions = [tensor._version for tensor in self._parts.tensors]
+
+    def check(self, names: Iterable[Parameter]) -> None:
+        """Raise RuntimeError if the script moved a parameter elsewhere, or changed one outside `step()`."""
+        for index, parameter in enumerate(names):
+            tensor = self._parts.tensors[index]
+            if tensor.data_ptr() != self.view("params", index).data_ptr() and parameter.count:
+                raise RuntimeError(
+                    f"parameter {parameter.name} no longer lives where topotrain put it: .to(), p.data = … and "
+                    f"load_state_dict(assign=True) must come before tt.prepare"
+                )
+            if tensor._version != self._versions[index]:
+                raise RuntimeError(
+                    f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
+                    f"so the change would be lost; load or edit parameters before tt.prepare"
+                )
+
+
+def _own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage is just this view."""
+    count = view.numel()
+    if count == 0:
+        return view
+    flat = view.as_strided((count,), (1,), view.storage_offset())
+    storage = torch.frombuffer(flat.view(torch.uint8).numpy().data, dtype=view.dtype)
+    return storage.as_strided(view.shape, view.stride())

@@ -1,0 +1,342 @@
+"""The command `topotrain`: run a job, plan it, compare several.
+
+Rule: bad input is found before anything starts, and told in one block on stderr with exit code 2. Codes: 0 done, 1 the
+program raised or a process died, 2 bad input, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once: whatever is
+slow to import (torch above all) is imported where it is used.
+"""
+
+import json
+import os
+import signal
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from topotrain.job import ConfigError, Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from topotrain.events import Event
+    from topotrain.plan import Schema
+    from topotrain.topology import Topology
+    from topotrain.watch.compare import Result
+
+VALUED = frozenset({"--set", "--report", "--out"})
+"""Options that are followed by a value, of all commands."""
+
+CONFS = (".conf", ".yaml", ".yml")
+
+app = typer.Typer(
+    name="topotrain",
+    help="Distributed PyTorch training in which one cluster block chooses the framework.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RUN_EXAMPLE = """\b
+Example:
+  topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
+"""
+PLAN_EXAMPLE = """\b
+Example:
+  topotrain plan examples/conf/hogwild.conf --json
+"""
+COMPARE_EXAMPLE = """\b
+Example:
+  topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
+"""
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
+]
+Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
+Program = Annotated[
+    str | None,
+    typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`."),
+]
+Args = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="Handed to the script untouched, also those that begin with --."),
+]
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used; the text says what and why."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The console script: never returns, raises SystemExit with the code of the command."""
+    app(args=separate(sys.argv[1:] if argv is None else argv), prog_name="topotrain")
+    raise SystemExit(0)
+
+
+def separate(argv: Sequence[str]) -> list[str]:
+    """Mark the end of our options with "--" behind PROGRAM, so that what follows reaches the script as it is.
+
+    PROGRAM is the second positional argument of `run` and `plan`, and the first .py file of `compare`.
+    """
+    words = list(argv)
+    positionals = 0
+    skip = False
+    for at, word in enumerate(words):
+        if skip:
+            skip = False
+        elif word == "--":
+            return words
+        elif word.startswith("-"):
+            skip = word in VALUED
+        else:
+            positionals += 1
+            if positionals > 1 and _is_program(words[0], word, positionals):
+                rest = words[at + 1 :]
+                return [*words[: at + 1], "--", *(rest[1:] if rest[:1] == ["--"] else rest)]
+    return words
+
+
+def _is_program(command: str, word: str, positionals: int) -> bool:
+    return word.endswith(".py") if command == "compare" else positionals == 3
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"topotrain {version('topotrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command; typer reads the text at `app` for the help."""
+
+
+@app.command("run", epilog=RUN_EXAMPLE)
+def run(
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+) -> None:
+    """Train a job on this machine.
+
+    Starts every process, shows progress, ends them all together, and writes the result.
+    """
+    with _refusing():
+        from topotrain.topology import layout
+        from topotrain.watch.table import console, summary
+
+        job = _load(conf, sets, program, args)
+        topology = layout(job.cluster)
+        if report is not None:
+            _writable("--report", report)
+        terminal = console(stderr=True)
+        result = _train(job, topology, terminal, quiet, chatty=not as_json)
+        data = result.report.as_data(result.outcome)
+        text = json.dumps(data, indent=2)
+        if report is not None:
+            report.write_text(text + "\n", encoding="utf-8")
+        if as_json:
+            print(text)
+        if result.outcome.code == 0 and not quiet:
+            terminal.print(summary(data), soft_wrap=True)
+        raise typer.Exit(result.outcome.code)
+
+
+@app.command("plan", epilog=PLAN_EXAMPLE)
+def plan(
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show who would live where; nothing is started.
+
+    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`.
+    """
+    with _refusing():
+        from topotrain.plan import plan as rehearse
+
+        job = _load(conf, sets, program, args, needs_program=False)
+        found = rehearse(job)
+        if program is not None:
+            found = rehearse(job, _schema(job))
+        print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+
+
+@app.command("compare", epilog=COMPARE_EXAMPLE)
+def compare(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONF... PROGRAM -- ARGS",
+            help="Files that end with .conf, .yaml or .yml, one that ends with .py, and the script's arguments.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where everything is written.")] = Path(
+        "workspace/compare"
+    ),
+    sets: Sets = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
+    ] = False,
+) -> None:
+    """Train one program under several job files, in turn.
+
+    Ends with one table, and with one picture: loss over time, a line per job.
+    """
+    with _refusing():
+        from topotrain.watch import compare as side_by_side
+        from topotrain.watch import plot
+        from topotrain.watch.table import comparison, console
+
+        confs, program, args = _sort_out(files)
+        if not plot.available():
+            raise BadInput(plot.MISSING)
+        _writable("--out", out / side_by_side.DATA)
+        jobs = side_by_side.entries([(conf, _load(Path(conf), sets, program, args)) for conf in confs], out)
+        terminal = console(stderr=True)
+
+        def train(entry: side_by_side.Entry) -> "Result":
+            terminal.print(f"{entry.label}: {entry.conf}", style="bold")
+            return _train(entry.job, entry.topology, terminal, quiet=False, chatty=not as_json)
+
+        code, rows = side_by_side.compare(jobs, out, train)
+        if as_json:
+            print(json.dumps({"jobs": rows}, indent=2))
+        else:
+            console().print(comparison(rows))
+        terminal.print(f"picture: {out / side_by_side.PICTURE}   data: {out / side_by_side.DATA}", soft_wrap=True)
+        raise typer.Exit(code)
+
+
+def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, chatty: bool) -> "Result":
+    """Run one job with its windows open. `chatty`: stdout belongs to the program and not to our JSON."""
+    from topotrain.launch.local import LocalLauncher
+    from topotrain.watch.compare import Result
+    from topotrain.watch.progress import progress
+    from topotrain.watch.report import Report, story
+
+    report = Report(job, topology)
+    # On one terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
+    out = None if not chatty or (terminal.is_terminal and sys.stdout.isatty() and not quiet) else sys.stdout
+    with progress(topology, terminal, quiet, out) as window:
+
+        def on_event(event: "Event") -> None:
+            report(event)
+            window(event)
+
+        outcome = LocalLauncher().start(job, topology, on_event)
+    if outcome.cause is not None:
+        _complain(story(outcome.cause, job, topology))
+    elif outcome.code >= 128:
+        _complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left")
+    elif outcome.code:
+        _complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
+    return Result(outcome, report)
+
+
+def _load(
+    conf: Path, sets: list[str] | None, program: str | None, args: list[str] | None, needs_program: bool = True
+) -> Job:
+    """Read a job and check that its files can be read. Raises ConfigError, BadInput, OSError."""
+    from topotrain.textproto import load_with_warnings
+
+    job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
+    for warning in warnings:
+        print(f"topotrain: warning: {warning}", file=sys.stderr)
+    if needs_program and not job.program:
+        raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
+    if needs_program or program:
+        _program(Path(job.program))
+    return job
+
+
+def _schema(job: Job) -> "Schema":
+    """What the script hands to `tt.prepare`; the script's own exception is shown as it is, with exit code 1."""
+    from topotrain.front.planning import schema_of
+    from topotrain.plan import Schema
+
+    try:
+        parameters, state_factor = schema_of(job.program, job.args)
+    except ConfigError:
+        raise
+    except Exception:
+        _complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
+        raise typer.Exit(1) from None
+    return Schema(parameters, state_factor)
+
+
+def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Confs, program and its arguments. Raises BadInput."""
+    at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    confs = list(words[:at])
+    for word in confs:
+        if not word.endswith(CONFS):
+            raise BadInput(f"{word}: a job file ends with {', '.join(CONFS)}, a program with .py")
+    if not confs:
+        raise BadInput("no job file before the program")
+    if at == len(words):
+        raise BadInput("no program: a file that ends with .py must follow the job files")
+    return confs, words[at], list(words[at + 1 :])
+
+
+def _program(path: Path) -> None:
+    if path.is_dir():
+        raise BadInput(f"program {path}: is a folder, must be a file")
+    try:
+        with path.open("rb"):
+            return
+    except OSError as error:
+        raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None
+
+
+def _writable(what: str, file: Path) -> None:
+    """Find out before hours of training whether `file` can be written; what it holds stays."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab"):
+            return
+    except OSError as error:
+        raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what is wrong with the input into one block and code 2, and a signal before the job into its code."""
+    try:
+        yield
+    except (ConfigError, BadInput) as error:
+        _complain(str(error))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read our stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python flushes stdout once more when it ends
+        raise typer.Exit(1) from None
+
+
+def _complain(text: str) -> None:
+    first, *rest = text.rstrip().splitlines() or [""]
+    lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
+    print("\n".join(lines), file=sys.stderr, flush=True)

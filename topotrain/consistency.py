@@ -1,0 +1,189 @@
+"""Whom a gradient waits for and whom a reader waits for.
+
+One number says it all: `max_staleness` bounds how far a worker group's clock may lead the slowest live group's when it
+starts a step. 0 is bulk-synchronous (a barrier; the groups' updates one after another in group order), k is stale
+synchronous parallel (Ho et al., 2013), unset is fully asynchronous (Downpour: Dean et al., 2012).
+
+A step is applied on all shards of a server group or on none. Shards report that a step is staged; shard 0 decides and
+numbers its decisions; every shard applies them in the order of their numbers. The list of decisions is the whole
+truth: a shard that missed one asks for it by number and never guesses (two-phase commit, Gray 1978; applying one log
+in order everywhere is state-machine replication, Schneider 1990).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from topotrain.message import Apply, Staged
+
+
+class Clocks:
+    """The clock of each worker group of one server group: how many steps it has committed.
+
+    Args:
+        groups: the worker groups.
+        max_staleness: largest lead at the start of a step, or None for no bound.
+    """
+
+    def __init__(self, groups: Iterable[int], max_staleness: int | None) -> None:
+        self._clock = dict.fromkeys(groups, 0)
+        self._bound = max_staleness
+        self._away: set[int] = set()
+
+    def tick(self, group: int) -> None:
+        """The group committed a step."""
+        self._clock[group] += 1
+
+    def set_all(self, clock: int) -> None:
+        """All groups stand at the same point (after warm-up)."""
+        self._clock = dict.fromkeys(self._clock, clock)
+
+    def leave(self, group: int) -> None:
+        """The group ended, or does not run yet: nobody waits for it."""
+        self._away.add(group)
+
+    def join(self, group: int) -> None:
+        """The group runs: it counts as live."""
+        self._away.discard(group)
+
+    def clock(self, group: int) -> int:
+        """Committed steps of a group."""
+        return self._clock[group]
+
+    def live(self) -> list[int]:
+        """The groups that others may have to wait for."""
+        return [g for g in self._clock if g not in self._away]
+
+    def lead(self, group: int) -> int:
+        """How far the group is ahead of the slowest live one (0 when it is the slowest)."""
+        clocks = [self._clock[g] for g in self.live()]
+        return max(0, self._clock[group] - min(clocks)) if clocks else 0
+
+    def may_start(self, group: int) -> bool:
+        """Whether the group may start its next step now."""
+        return self._bound is None or self.lead(group) <= self._bound
+
+    def may_decide(self, group: int) -> bool:
+        """With a bound of 0 the updates of one clock are applied in group order."""
+        if self._bound != 0:
+            return True
+        return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
+
+
+@dataclass(slots=True)
+class _Vote:
+    shards: set[int]
+    finite: bool = True
+    power: float = 0.0
+
+
+class DecisionLog:
+    """Shard 0's record of what the shards of its server group apply, and in which order.
+
+    Args:
+        shards: number of shards.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._votes: dict[tuple[int, int], _Vote] = {}
+        self._log: dict[int, Apply] = {}
+        self._decided: dict[int, int] = {}
+        self._applied = [0] * shards
+        self._next = 0
+
+    def staged(self, shard: int, message: Staged) -> None:
+        """A shard has everything for a step. Said again, it changes nothing."""
+        self._applied[shard] = max(self._applied[shard], message.applied)
+        self._trim()
+        if message.step < self._decided.get(message.group, 0):
+            return
+        vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
+        if shard in vote.shards:
+            return
+        vote.shards.add(shard)
+        vote.finite = vote.finite and message.finite
+        vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
+
+    def ready(self) -> list[tuple[int, int]]:
+        """(group, step) pairs that all shards have staged, in group order."""
+        return sorted(key for key, vote in self._votes.items() if len(vote.shards) == self._shards)
+
+    def decide(self, group: int, step: int) -> Apply:
+        """Record the decision to apply a ready step. It stands from here on."""
+        vote = self._votes.pop((group, step))
+        apply = Apply(self._next, group, step, not vote.finite, vote.power)
+        self._log[self._next] = apply
+        self._next += 1
+        self._decided[group] = step + 1
+        return apply
+
+    def since(self, index: int) -> list[Apply]:
+        """All decisions from a number on."""
+        return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
+
+    def abandon(self, group: int) -> None:
+        """Forget the undecided votes of a group whose worker died: its step is applied nowhere."""
+        self._votes = {key: vote for key, vote in self._votes.items() if key[0] != group}
+
+    def _trim(self) -> None:
+        """Decisions that every shard has applied will not be asked for again."""
+        for index in [i for i in self._log if i < min(self._applied)]:
+            del self._log[index]
+
+
+class ApplyOrder:
+    """One shard's place in the list of decisions: early ones wait in a drawer."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._early: dict[int, Apply] = {}
+
+    def arrive(self, apply: Apply) -> list[Apply]:
+        """A decision came; returns those that may be applied now, in order."""
+        if apply.index < self.next:
+            return []
+        self._early[apply.index] = apply
+        now = []
+        while self.next in self._early:
+            now.append(self._early.pop(self.next))
+            self.next += 1
+        return now
+
+
+class Streams:
+    """Exactly-once identity of pushes: one counter per data stream.
+
+    A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+
+    def verdict(self, marks: tuple[int, ...]) -> str:
+        """ "new" to apply, "known" if all of it has been applied before.
+
+        Raises ValueError for a gap or for marks of which only a part is known: that push cannot be counted.
+        """
+        states = set()
+        for stream, first, last in _triples(marks):
+            done = self._last.get(stream, -1)
+            if first == done + 1 and last >= first:
+                states.add("new")
+            elif last <= done:
+                states.add("known")
+            else:
+                raise ValueError(
+                    f"batches {first} to {last} of stream {stream:#x} do not continue it: {done} was the last"
+                )
+        if len(states) > 1:
+            raise ValueError("a push of which a part was applied before")
+        return states.pop() if states else "new"
+
+    def record(self, marks: tuple[int, ...]) -> None:
+        """These batches are applied."""
+        for stream, _, last in _triples(marks):
+            self._last[stream] = last
+
+
+def _triples(marks: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    return [(marks[i], marks[i + 1], marks[i + 2]) for i in range(0, len(marks), 3)]

@@ -1,0 +1,169 @@
+"""What a process may tell: frozen events, each one line of JSON.
+
+Rule: an event is data that anybody may drop. Nothing here decides or remembers. Counters are cumulative and times count
+from the teller's own first step, so that a listener that joins late, or misses a line, is still right. `who` is
+"worker 0/1" or "server 0/1" (group/index), or "unit 3".
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+KINDS = ("program", "peer", "config", "died", "internal")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A process listens: its addresses as URLs."""
+
+    who: str
+    urls: tuple[str, ...]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process is up and knows its place."""
+
+    who: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A worker has done `step` steps on `samples` samples, `time` seconds after its first step began.
+
+    Staleness is counted in versions, over all updates so far; bytes are those of message bodies and headers. All
+    numbers are totals since the start, except `loss`: the last one that the worker has seen, None if it has seen none.
+    """
+
+    who: str
+    time: float
+    step: int
+    samples: int
+    loss: float | None
+    staleness_mean: float
+    staleness_max: int
+    bytes_out: int
+    bytes_in: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What the program reported about the final parameters."""
+
+    values: dict[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The teller cannot go on. `kind` is one of KINDS: whose fault it is; `traceback` is empty where there is none."""
+
+    who: str
+    kind: str
+    text: str
+    traceback: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Failed.kind = {self.kind!r}: must be one of {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A worker's program has ended well; totals as in StepDone."""
+
+    who: str
+    steps: int
+    samples: int
+    staleness_mean: float
+    staleness_max: int
+    bytes_out: int
+    bytes_in: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something the user should read; the job goes on."""
+
+    who: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of what a process wrote to `stream`, "stdout" or "stderr"."""
+
+    who: str
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A process is gone; a negative code is the signal that ended it."""
+
+    who: str
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The final parameters are in the file `path`; the job took `seconds`."""
+
+    path: str
+    seconds: float
+
+
+Event = Serving | Started | StepDone | Metrics | Failed | Finished | Notice | Output | Exited | Final
+
+_CLASSES: Mapping[str, type[Event]] = MappingProxyType(
+    {c.__name__: c for c in (Serving, Started, StepDone, Metrics, Failed, Finished, Notice, Output, Exited, Final)}
+)
+
+
+def to_json(event: Event) -> str:
+    """One line without its end; a loss that is no number stays NaN or Infinity, as Python's json writes them."""
+    values = {f.name: getattr(event, f.name) for f in fields(event)}
+    return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
+
+
+def from_json(line: str) -> Event:
+    """The event of a line. Raises ValueError, naming what is wrong, for anything `to_json` did not write."""
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no event: {error}") from None
+    name = data.pop("event", None) if isinstance(data, dict) else None
+    cls = _CLASSES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise ValueError(f"no event: {line[:80]!r}")
+    kinds = {f.name: f.type for f in fields(cls)}
+    if data.keys() != kinds.keys():
+        raise ValueError(f"{name}: has the fields {sorted(data)}, must have {sorted(kinds)}")
+    return cls(**{key: _checked(name, key, kinds[key], value) for key, value in data.items()})
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_HOLDS: Mapping[Any, Callable[[Any], bool]] = MappingProxyType(
+    {
+        str: lambda v: isinstance(v, str),
+        int: lambda v: isinstance(v, int) and not isinstance(v, bool),
+        float: _is_float,
+        float | None: lambda v: v is None or _is_float(v),
+        tuple[str, ...]: lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+        dict[str, float]: lambda v: isinstance(v, dict) and all(map(_is_float, v.values())),
+    }
+)
+
+
+def _checked(event: Any, name: str, kind: Any, value: Any) -> Any:
+    if not _HOLDS[kind](value):
+        raise ValueError(f"{event}.{name} = {value!r}: must be {getattr(kind, '__name__', kind)}")
+    return tuple(value) if isinstance(value, list) else value

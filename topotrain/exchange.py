@@ -1,0 +1,386 @@
+"""A worker's door to the servers: push, wait.
+
+`Exchange` knows which server is home to which bucket and what has come back; it computes nothing and blocks only in
+its `wait`, which belongs to whoever made it: live it is a condition variable woken by the roads' reader threads, in a
+simulation it hands the turn to the pretended network. The same object therefore runs in both.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from topotrain import message as m
+from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.shard import FlatBuffers, Schema, torch_dtype
+from topotrain.slices import Bucket, SliceMap
+from topotrain.topology import Address, Role, Topology
+
+T = TypeVar("T", bound=m.Message)
+
+
+class JobError(Exception):
+    """A server refuses to go on, and why, in the user's words; config: the job itself is wrong."""
+
+    def __init__(self, text: str, config: bool) -> None:
+        super().__init__(text)
+        self.config = config
+
+
+class PeerLost(Exception):
+    """A server this worker needs is gone. A consequence, hardly ever the cause."""
+
+
+class Waiter(Protocol):
+    """How a worker waits for what readers bring."""
+
+    def update(self) -> AbstractContextManager[object]:
+        """Exclusive access for a change; whoever waits looks again afterwards."""
+        ...
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true, evaluated under exclusive access."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for)."""
+
+    version: int
+    staleness: tuple[int, ...]
+    found_inf: bool
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """What a worker says of a step when it commits it (see message.Commit); bitmaps are over all pieces of the map."""
+
+    backwards: int
+    weight: float
+    fetch: bool
+    hyper: bytes
+    marks: tuple[int, ...]
+    revisions: tuple[int, ...] = ()
+    edited: int = 0
+    dropped: int = 0
+    inv_scale: float = 1.0
+    check_finite: bool = False
+    clip_norm: float = 0.0
+    clip_type: float = 2.0
+
+
+class Exchange:
+    """One worker's door.
+
+    Args:
+        me: this worker.
+        topology: the job's layout.
+        send: send(to, message); never blocks on the receiver.
+        waiter: how to wait.
+    """
+
+    def __init__(
+        self, me: Address, topology: Topology, send: Callable[[Address, m.Message], None], waiter: Waiter
+    ) -> None:
+        self.me = me
+        self._topology = topology
+        self.servers = topology.servers(topology.server_group_of(me.group))
+        self.desk = Address(Role.SERVER, 0, 0)
+        self.group_size = topology.workers_per_group
+        self._send = send
+        self._waiter = waiter
+        self._failure: Exception | None = None
+        self._round: int | None = None  # the values that are awaited; a road may say others twice
+        self._values: set[int] = set()
+        self._applied: dict[Address, m.Applied] = {}
+        self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
+        self._means: dict[int, tuple[int, torch.Tensor]] = {}
+        self._reduced: dict[Address, int] = {}
+        self._desk_replies: dict[type[m.Message], m.Message] = {}
+        self._states: list[m.StatePart] = []
+        self._states_done = 0
+        self._buffers: list[m.BufferPut] = []
+        self._buffers_done = False
+        self._rounds = 0
+        self._leaving = False
+
+    def open(self, schema: Schema, slice_map: SliceMap, flats: FlatBuffers) -> None:
+        """Say which model this is. `flats` are the worker's buffers: values land in "params", means in "mean"."""
+        self.schema = schema
+        self.map = slice_map
+        self.flats = flats
+        self._piece_base = [0]
+        for bucket in slice_map.buckets:
+            self._piece_base.append(self._piece_base[-1] + len(bucket.pieces))
+        for server in self.servers:
+            for part in schema.parts():
+                self._send(server, part)
+
+    # --- the resident's side -------------------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
+        """Where a body is to be received (see `wire.Resident.place`)."""
+        if isinstance(message, m.Values):
+            return self.flats.view("params", self._bucket(sender, message.bucket))
+        if isinstance(message, m.BufferPut) and 0 <= message.index < len(self.schema.buffers):
+            return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
+        if isinstance(message, m.StatePart):
+            bucket = self._bucket(sender, message.bucket)
+            piece = bucket.pieces[message.piece]
+            return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
+        if isinstance(message, m.Mean) and not viewable:
+            return self.flats.view("mean", self._bucket(sender, message.bucket))
+        return None
+
+    def _bucket(self, sender: Address, number: int) -> Bucket:
+        buckets = self.map.buckets_of(sender.index)
+        if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+            raise m.ProtocolError(f"bucket {number} is not {sender}'s")
+        return self.map.buckets[number]
+
+    def handle(self, sender: Address, message: m.Message) -> None:
+        """Take a server's answer."""
+        with self._waiter.update():
+            if isinstance(message, m.Values):
+                self._land(sender, message)
+            elif isinstance(message, m.Mean | m.Reduced):
+                if (message.step, message.ordinal) == self._backward:
+                    self._reduction(sender, message)
+            elif isinstance(message, m.Applied):
+                self._applied[sender] = message
+            elif isinstance(message, m.Fail):
+                self._failure = self._failure or JobError(message.text, message.config)
+            elif isinstance(message, m.StatePart):
+                self._states_done += not message.key
+                self._states += [message] if message.key else []
+            elif isinstance(message, m.BufferPut):
+                self._buffers_done = self._buffers_done or message.index < 0
+                self._buffers += [message] if message.index >= 0 else []
+            else:
+                self._desk_replies[type(message)] = message
+
+    def _reduction(self, sender: Address, message: m.Mean | m.Reduced) -> None:
+        if isinstance(message, m.Reduced):
+            self._reduced[sender] = bits_to_int(message.contributed)
+            return
+        bucket = self._bucket(sender, message.bucket)
+        body = _present_body(message).view(torch_dtype(self.map.spaces[bucket.space].dtype))
+        self._means[bucket.id] = (bits_to_int(message.present), body)
+
+    def _land(self, sender: Address, message: m.Values) -> None:
+        if message.round != self._round:
+            return
+        target = self.flats.view("params", self._bucket(sender, message.bucket))
+        body = _present_body(message)
+        if body.data_ptr() != target.data_ptr():
+            target.copy_(body.view(target.dtype))
+        self._values.add(message.bucket)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """A connection ended."""
+        with self._waiter.update():
+            if not self._leaving:
+                self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        self._waiter.wait(lambda: self._failure is not None or ready())
+        if self._failure is not None:
+            raise self._failure
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def give_initial(self, buffer: str) -> None:
+        """Worker (0,0): the values that everybody starts from, out of the flat buffer of that name."""
+        for server in self.servers:
+            for bucket in self.map.buckets_of(server.index):
+                self._send(server, m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
+
+    def fetch(self) -> None:
+        """Wait for current values of all slices; they land in the flat buffer "params"."""
+        self._rounds += 1
+        self._await_values(-1 - self._rounds)
+        for server in self.servers:
+            self._send(server, m.Fetch(self._rounds))
+        self._wait_values()
+
+    def _await_values(self, number: int) -> None:
+        with self._waiter.update():
+            self._values.clear()
+            self._round = number
+
+    def _wait_values(self) -> None:
+        self._wait(lambda: len(self._values) == len(self.map.buckets))
+        self._round = None
+
+    # --- gradients -----------------------------------------------------------------------------------------------
+
+    def push(self, step: int, ordinal: int, bucket: Bucket, weight: float, present: int, body: torch.Tensor) -> None:
+        """Send a bucket's local gradient home. The body must stay until the mean is back, or the step committed."""
+        self._backward = (step, ordinal)
+        bits = int_to_bits(present, len(bucket.pieces))
+        self._send(self._home(bucket), m.Push(step, ordinal, bucket.id, weight, bits, body=body))
+
+    def _home(self, bucket: Bucket) -> Address:
+        return self.servers[bucket.shard]
+
+    def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
+        """This worker's backward is over; `pushed` is a bitmap over all buckets."""
+        self._backward = (step, ordinal)
+        for server in self.servers:
+            lo, count = self._bucket_range(server)
+            bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
+            self._send(server, m.BackwardEnd(step, ordinal, weight, bits))
+
+    def _bucket_range(self, server: Address) -> tuple[int, int]:
+        buckets = self.map.buckets_of(server.index)
+        return (buckets[0].id if buckets else 0), len(buckets)
+
+    def wait_means(self) -> dict[int, tuple[int, torch.Tensor]]:
+        """The group's means of this backward: bucket id -> (bitmap of its pieces, 1-D view until the next push)."""
+        self._wait(self._all_reduced)
+        with self._waiter.update():
+            self._backward = None
+            self._reduced.clear()
+            means, self._means = self._means, {}
+        return means
+
+    def _all_reduced(self) -> bool:
+        if len(self._reduced) < len(self.servers):
+            return False
+        return len(self._means) == sum(bits.bit_count() for bits in self._reduced.values())
+
+    def edit(self, step: int, bucket: Bucket, body: torch.Tensor) -> None:
+        """Send a bucket's gradient as the script left it."""
+        self._send(self._home(bucket), m.Edit(step, bucket.id, body=body))
+
+    def commit(self, step: int, end: StepEnd) -> Outcome:
+        """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values)."""
+        self._applied.clear()
+        if end.fetch:
+            self._await_values(step)
+        for server in self.servers:
+            self._send(server, self._commit_for(server, step, end))
+        servers = len(self.servers)
+        self._wait(lambda: sum(a.step == step for a in self._applied.values()) == servers)
+        if end.fetch:
+            self._wait_values()
+        replies = [self._applied[server] for server in self.servers]
+        stale = tuple(reply.staleness for reply in replies)
+        return Outcome(replies[0].version, stale, any(r.found_inf for r in replies), replies[0].norm)
+
+    def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
+        lo, count = self._bucket_range(server)
+        first = self._piece_base[lo]
+        pieces = self._piece_base[lo + count] - first
+        mask = (1 << pieces) - 1
+        revisions = end.revisions[lo : lo + count] if end.revisions else (NO_REVISION,) * count
+        return m.Commit(
+            step=step,
+            backwards=end.backwards,
+            weight=end.weight,
+            inv_scale=end.inv_scale,
+            check_finite=end.check_finite,
+            clip_norm=end.clip_norm,
+            clip_type=end.clip_type,
+            fetch=end.fetch,
+            revisions=bytes(revisions),
+            edited=int_to_bits(end.edited >> first & mask, pieces),
+            dropped=int_to_bits(end.dropped >> first & mask, pieces),
+            hyper=end.hyper,
+            marks=end.marks,
+        )
+
+    def piece_bit(self, bucket: Bucket, piece: int) -> int:
+        """The bit of a bucket's piece in a bitmap over all pieces."""
+        return 1 << (self._piece_base[bucket.id] + piece)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Worker 0 of a group: leave the model's buffers (any shapes) at server (0,0)."""
+        for index, buffer in enumerate(buffers):
+            body = buffer.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+            self._send(self.desk, m.BufferPut(self.me.group, index, body=body))
+        self._send(self.desk, m.BufferPut(self.me.group, -1))
+
+    def finish(self, steps: int) -> None:
+        """The script ended."""
+        for server in self.servers:
+            self._send(server, m.Finish(steps))
+        self._leaving = self.me.index != 0 or self.me.group != 0
+
+    def final_values(self) -> None:
+        """Worker (0,0): wait for the master view after the drain; it lands in "params"."""
+        self._rounds += 1
+        self._await_values(-1 - self._rounds)
+        for server in self.servers:
+            self._send(server, m.FinalAsk(-1 - self._rounds))
+        self._wait_values()
+
+    def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
+        """Worker (0,0): the model's buffers of every group, as bytes: group -> index -> 1-D uint8."""
+        self._send(self.desk, m.BufferAsk())
+        self._wait(lambda: self._buffers_done)
+        found: dict[int, dict[int, torch.Tensor]] = {}
+        for put in self._buffers:
+            found.setdefault(put.group, {})[put.index] = _present_body(put)
+        return found
+
+    def leave(self) -> None:
+        """From here on, connections may end."""
+        self._leaving = True
+
+    # --- optimizer state -----------------------------------------------------------------------------------------
+
+    def get_state(self) -> list[m.StatePart]:
+        """All optimizer state, in parts."""
+        self._states, self._states_done = [], 0
+        self._rounds += 1
+        for server in self.servers:
+            self._send(server, m.StateAsk(self._rounds))
+        self._wait(lambda: self._states_done == len(self.servers))
+        return self._states
+
+    def put_state(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
+        """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D)."""
+        tensor = value if isinstance(value, torch.Tensor) else None
+        number = 0.0 if isinstance(value, torch.Tensor) else value
+        self._send(self._home(bucket), m.StatePart(0, bucket.id, piece, number, key, body=tensor))
+
+    # --- data (what data.Desk asks for) --------------------------------------------------------------------------
+
+    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
+        """(lease, first, last); see message.Lease."""
+        reply = self._ask_desk(m.LeaseAsk(epoch, ordinal, total, digest, passed, wait), m.Lease)
+        return reply.lease, reply.first, reply.last
+
+    def free(self, epoch: int, ordinal: int, first: int) -> None:
+        """Give the rest of the epoch's leases back."""
+        self._send(self.desk, m.LeaseFree(epoch, ordinal, first))
+
+    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
+        """Tell the others of the job which samples the batches have."""
+        self._send(self.desk, m.DrawPut(epoch, chunk, end, tuple(sizes), tuple(indices)))
+
+    def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
+        reply = self._ask_desk(m.DrawAsk(epoch, chunk), m.DrawPut)
+        return reply.sizes, reply.indices, reply.end
+
+    def _ask_desk(self, question: m.Message, answer: type[T]) -> T:
+        self._desk_replies.pop(answer, None)
+        self._send(self.desk, question)
+        self._wait(lambda: answer in self._desk_replies)
+        reply = self._desk_replies.pop(answer)
+        assert isinstance(reply, answer)
+        return reply
+
+
+def _present_body(message: m.Message) -> torch.Tensor:
+    if message.body is None:
+        raise m.ProtocolError(f"{type(message).__name__} without a body")
+    return message.body

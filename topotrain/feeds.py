@@ -1,0 +1,356 @@
+"""One pass over a loader with a sampler: which batches, in which order, and this worker's share of each.
+
+Rule: the script's loader is copied with all it was built with, and only its sampler is replaced, by one that names
+this worker's share of each batch. A loader with processes of its own runs ahead of the script, so what was drawn and
+what was read are two things: leases are given back from what was read, and the sampler never waits for a lease.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from topotrain.sampling import (
+    Chunk,
+    announced,
+    cut,
+    digest,
+    draw_epoch,
+    draws_at_once,
+    index_sampler,
+    is_list,
+    leading,
+    received,
+    repeats,
+    share_of,
+    share_of_loaded,
+)
+
+STATIC = 0x8000_0000  # marks a stream that is no lease
+
+
+# --- who this worker is, and whom it talks to --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlan:
+    """This worker's part of the data.
+
+    Args:
+        group, groups, index, workers: worker `index` of the `workers` in group `group` of `groups`.
+        shares: claims of the group's workers on a batch, in any unit; empty: equal.
+        mode: see `data`; "broadcast" needs groups = 1.
+        per_worker_batch: the loader's batch is a worker's, not the group's.
+        seed: the job's.
+        min_share: samples below which a share goes to fewer workers; 2 for models with BatchNorm.
+        is_main: worker (0,0).
+    """
+
+    group: int
+    groups: int
+    index: int
+    workers: int
+    shares: tuple[float, ...]
+    mode: Literal["broadcast", "static", "lease"]
+    per_worker_batch: bool
+    seed: int
+    min_share: int
+    is_main: bool
+
+    @property
+    def alone(self) -> bool:
+        """One worker is the whole job: everything must be as in the plain script."""
+        return self.groups == self.workers == 1 and self.mode == "broadcast"
+
+    @property
+    def in_rounds(self) -> bool:
+        """One unit of the epoch is `workers` batches, one for each worker, instead of one batch to divide."""
+        return self.per_worker_batch and self.workers > 1
+
+    def bounds(self, samples: int) -> tuple[int, int]:
+        """[lo, hi) of this worker in a batch of `samples`."""
+        return cut(samples, self.workers, self.shares, self.min_share)[self.index]
+
+
+class Desk(Protocol):
+    """The way to the lease book in server (0,0). Every call is made on the script's thread."""
+
+    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
+        """Ask and wait for the answer: (lease, first, last) as in `message.Lease`."""
+        ...
+
+    def free(self, epoch: int, ordinal: int, first: int) -> None:
+        """Tell that the group has left the epoch. Must not wait: it may be called when an iterator is collected."""
+        ...
+
+    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
+        """Worker (0,0): tell the others a chunk of the draw."""
+        ...
+
+    def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """The others: wait for a chunk: (sizes, indices, end)."""
+        ...
+
+
+class Ledger(Protocol):
+    """Who keeps account of the batches that the script was given."""
+
+    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+        """The script gets batch `seq` (from 0) of a stream: weight 0 is a repeat that must not count.
+
+        stream: (epoch << 32) | lease, or (epoch << 32) | STATIC | group.
+        """
+        ...
+
+    def left_early(self, epoch: int, batches: int) -> None:
+        """The script left the loop after this many batches. Must not wait, as `Desk.free`."""
+        ...
+
+    def lost(self, stream: int, batches: int) -> None:
+        """Batches of a lease that the stream, read again, no longer has."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where a batch stands: in its stream; in lease `ordinal` of the group; in the epoch; whether it ends the lease."""
+
+    stream: int
+    seq: int
+    ordinal: int
+    number: int
+    last: bool
+
+
+class _After(Enum):
+    """What is left to do once a batch is loaded."""
+
+    NOTHING = 0
+    COUNT = 1  # the key named a whole batch: count its samples
+    SLICE = 2  # the same, and only a part of it is this worker's
+
+
+class _Mark(NamedTuple):
+    place: Place
+    samples: int
+    after: _After
+
+
+# --- the copied loader -------------------------------------------------------------------------------------------
+
+
+class _Indices:
+    """Stands in for the copied loader's sampler, and notes what each batch is that the loader will give."""
+
+    def __init__(self) -> None:
+        self.open: Callable[[], Iterator[tuple[_Mark, Any]]] = lambda: iter(())
+        self.marks: deque[_Mark] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.marks = deque()
+        return self._noted(self.open(), self.marks)  # opens now: plain samplers may draw in iter() already
+
+    @staticmethod
+    def _noted(drawn: Iterator[tuple[_Mark, Any]], marks: deque[_Mark]) -> Iterator[Any]:
+        for mark, index in drawn:
+            marks.append(mark)
+            yield index
+
+
+@dataclass(frozen=True, slots=True)
+class _CollateShare:
+    """Collates this worker's part of a stream's batch, and says how many of its samples count."""
+
+    collate: Callable[[Any], Any]
+    plan: DataPlan
+
+    def __call__(self, items: list[Any]) -> tuple[int, Any]:
+        if self.plan.workers == 1 or self.plan.in_rounds:
+            return len(items), self.collate(items)
+        share, samples = share_of(items, self.plan.bounds(len(items)), self.plan.min_share)
+        return samples, self.collate(share)
+
+
+class Copied:
+    """A copy of the script's loader with our sampler in it; DataLoader forbids to set attributes the usual way."""
+
+    def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
+        self.original = loader
+        self.loader = copy(loader)
+        self.indices: _Indices | None = None
+        self.collates = False
+        self._set("_iterator", None)
+        if not isinstance(loader.dataset, IterableDataset):
+            self.indices = _Indices()
+            self._set("sampler" if loader.batch_sampler is None else "batch_sampler", self.indices)
+        elif loader.batch_sampler is not None and type(loader).__iter__ is DataLoader.__iter__:
+            # A subclass that looks at its own batches must see them as its author knows them: sliced after loading.
+            self.collates = True
+            self._set("collate_fn", _CollateShare(loader.collate_fn, plan))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self.loader, name, value)
+
+    def reseed(self, seed: int) -> None:
+        """Let all workers' copies give the same seeds to their processes; the script's generator moves as ever."""
+        if self.loader._iterator is None:
+            torch.empty((), dtype=torch.int64).random_(generator=self.original.generator)
+        self._set("generator", torch.Generator().manual_seed(seed))
+
+
+# --- leases ------------------------------------------------------------------------------------------------------
+
+
+class Leases:
+    """The leases of this group in one epoch, one after the other."""
+
+    def __init__(self, desk: Desk, epoch: int, total: int, digest: int) -> None:
+        self._desk, self._epoch, self._digest = desk, epoch, digest
+        self.total = total
+        self.passed = 0  # leases whose last batch the script has done with
+        self.asked = 0
+        self.stream = self.first = self.at = self.last = 0
+
+    def ask(self, wait: bool) -> bool:
+        """Get the next lease; False: there is none now. With `wait` all that was leased must be read; False: over."""
+        if wait:
+            self.passed = self.asked  # also where the last batch failed to load and the script went on
+        lease, first, last = self._desk.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
+        if last <= first:
+            return False
+        self.stream, self.first, self.at, self.last = (self._epoch << 32) | lease, first, first, last
+        self.asked += 1
+        return True
+
+    def take(self) -> Place:
+        """The next batch of the lease."""
+        place = Place(self.stream, self.at - self.first, self.asked - 1, self.at, self.at + 1 == self.last)
+        self.at += 1
+        return place
+
+    def leave(self, unread: Place | None) -> None:
+        """Give back everything from `unread` (None: from the next batch) on."""
+        if self.asked:
+            ordinal, number = (unread.ordinal, unread.number) if unread else (self.asked - 1, self.at)
+            self._desk.free(self._epoch, ordinal, number)
+
+
+# --- the pass ----------------------------------------------------------------------------------------------------
+
+
+class MapFeed:
+    """One pass over a loader with a sampler."""
+
+    def __init__(self, inner: Copied, indices: _Indices, plan: DataPlan, desk: Desk, epoch: int) -> None:
+        self._inner, self._indices, self._plan, self._desk, self._epoch = inner, indices, plan, desk, epoch
+        self._leases: Leases | None = None
+        if plan.mode == "broadcast":
+            places: Callable[[], Iterator[tuple[Place, Any]]] = self._broadcast
+        else:
+            batches = list(self._listed(draw_epoch(inner.original, plan.seed, epoch)))
+            units = list(self._units(batches))
+            places = partial(self._dealt, units)
+            if plan.mode == "lease":
+                self._leases = Leases(desk, epoch, len(units), digest(batches))
+                places = partial(self._leased, self._leases, units)
+        indices.open = lambda: map(self._own, places())
+        self._batches: Iterator[Any] = iter(inner.loader)
+
+    def next(self) -> tuple[Place, int, Any]:
+        """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
+        while True:
+            try:
+                data = next(self._batches)
+                break
+            except StopIteration:
+                # The sampler stopped because the queue was empty. Now that all is read, wait for what others leave.
+                if self._leases is None or not self._leases.ask(wait=True):
+                    raise
+                self._batches = iter(self._inner.loader)
+            except Exception:
+                if self._indices.marks:  # the loader skips the batch that failed
+                    self._indices.marks.popleft()
+                raise
+        if not self._indices.marks:
+            raise RuntimeError(f"{type(self._inner.loader).__name__} gave more batches than its sampler")
+        mark = self._indices.marks.popleft()
+        if self._leases is not None:
+            self._leases.passed = mark.place.ordinal + mark.place.last
+        if mark.after is _After.SLICE:
+            data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
+        else:
+            samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
+        return mark.place, samples, data
+
+    def leave(self) -> None:
+        """Give back what was drawn and not read."""
+        if self._leases is not None:
+            self._leases.leave(self._indices.marks[0].place if self._indices.marks else None)
+        self._batches = iter(())
+
+    def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches as lists, whatever the sampler makes of them; with `batch_size=None` a tuple is a key."""
+        if self._plan.alone or self._inner.original.batch_sampler is None:
+            return iter(batches)
+        return (batch if is_list(batch) else list(batch) for batch in batches)
+
+    def _units(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """What is divided among the workers: a batch, a key, or with `per_worker_batch` a list of them."""
+        if not self._plan.in_rounds:
+            return iter(batches)
+        flow = iter(batches)
+        return iter(lambda: list(islice(flow, self._plan.workers)), [])
+
+    def _broadcast(self) -> Iterator[tuple[Place, Any]]:
+        plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._inner.original
+
+        def put(number: int, chunk: Chunk) -> None:
+            sizes, indices, end = chunk
+            desk.put_draw(epoch, number, end, sizes, indices)
+
+        if plan.workers == 1:
+            batches = iter(index_sampler(loader))
+        elif plan.is_main:
+            batches = announced(self._listed(iter(index_sampler(loader))), draws_at_once(loader), put)
+        else:
+            batches = received(partial(desk.get_draw, epoch))
+        stream = (epoch << 32) | STATIC | plan.group
+        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in enumerate(self._units(batches)))
+
+    def _dealt(self, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+        stream = (self._epoch << 32) | STATIC | self._plan.group
+        mine = units[self._plan.group :: self._plan.groups]
+        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in enumerate(mine))
+
+    @staticmethod
+    def _leased(leases: Leases, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+        # A loader with processes of its own runs ahead: waiting here for batches that only the script can finish
+        # would be for ever, so an empty queue ends the sampler.
+        while leases.at < leases.last or leases.ask(wait=False):
+            place = leases.take()
+            yield place, units[place.number]
+
+    def _own(self, drawn: tuple[Place, Any]) -> tuple[_Mark, Any]:
+        place, unit = drawn
+        plan, auto = self._plan, self._inner.original.batch_sampler is not None
+        if plan.in_rounds and plan.index >= len(unit):
+            spare = unit[0]
+            if is_list(spare):
+                spare = [spare[i] for i in repeats(len(spare), plan.min_share)]
+            return _Mark(place, 0, _After.NOTHING), spare
+        if plan.in_rounds:
+            unit = unit[plan.index]
+        elif plan.workers > 1:
+            if not is_list(unit):
+                return _Mark(place, 0, _After.SLICE), unit
+            share, samples = share_of(unit, plan.bounds(len(unit)), plan.min_share)
+            return _Mark(place, samples, _After.NOTHING), share
+        if is_list(unit) or (auto and hasattr(unit, "__len__")):
+            return _Mark(place, len(unit), _After.NOTHING), unit
+        return _Mark(place, 0, _After.COUNT), unit

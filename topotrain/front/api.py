@@ -1,0 +1,215 @@
+"""What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from topotrain.buffers import describe_model
+from topotrain.data import DataPlan, ShardedLoader
+from topotrain.front import context as process
+from topotrain.front.context import Context, Metric
+from topotrain.front.debug import NormLog
+from topotrain.front.losses import watch_losses
+from topotrain.front.progress import Telling
+from topotrain.host import WorkerRoads
+from topotrain.job import ConfigError, Grads, Shard, Updater
+from topotrain.optimizer import adopt
+from topotrain.shard import FlatBuffers, torch_dtype
+from topotrain.slices import SliceMap
+from topotrain.update import build, set_lr
+from topotrain.worker import Worker
+
+_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+
+
+def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any) -> tuple[Any, ...]:
+    """Tie a model, its optimizer and its data to the job that this process belongs to.
+
+    The same objects come back, changed in place: parameters live in the job's buffers, `optimizer.step()` commits a
+    step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
+
+    Args:
+        model: on the CPU, with all its parameters made.
+        optimizer: any of the tested `torch.optim` classes; None builds the one of the conf's `updater` block.
+        loader: a DataLoader; its batch is the group's batch. None: the script divides its data itself.
+        stateful: schedulers, scalers, anything with `state_dict`: restored in place when a run is continued.
+
+    Returns:
+        (model, optimizer, loader).
+
+    Raises:
+        ConfigError: the model, optimizer or loader cannot be trained this way, or `prepare` was called before.
+    """
+    for thing in stateful:
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise ConfigError(
+                "tt.prepare", type(thing).__name__, "stateful arguments need state_dict and load_state_dict"
+            )
+    if process.planning():
+        raise process.Planning(model, optimizer)
+    if not isinstance(model, nn.Module):
+        raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
+    here = process.current()
+    if here is None:
+        if optimizer is None:
+            raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
+        return model, optimizer, loader
+    if here.worker is not None:
+        raise ConfigError("tt.prepare", None, "was called before: one model and one optimizer per job for now")
+    built = optimizer is None
+    if optimizer is None:
+        optimizer = _build(here, model)
+    worker = _enter_job(here, model, optimizer, loader)
+    if built:
+        _follow_schedule(here.place.job.updater, worker)
+    return model, optimizer, here.loader
+
+
+def _build(here: Context, model: nn.Module) -> Optimizer:
+    updater = here.place.job.updater
+    if updater is None:
+        raise ConfigError("updater", None, "tt.prepare got no optimizer, so the conf needs an updater block")
+    return build(updater, model.named_parameters())
+
+
+def _follow_schedule(updater: Updater | None, worker: Worker) -> None:
+    """The learning rate of each step is the schedule's."""
+    assert updater is not None
+    set_lr(worker.optimizer, updater, 0)
+    worker.after_step.append(lambda _: set_lr(worker.optimizer, updater, worker.tally.steps))
+
+
+def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: object) -> Worker:
+    place, parts = here.place, describe_model(model)
+    if not isinstance(loader, DataLoader | None):
+        raise ConfigError(
+            "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
+        )
+    roads = WorkerRoads(place, here.me)
+    here.roads = roads
+
+    def flats(slice_map: SliceMap) -> FlatBuffers:
+        made = FlatBuffers(slice_map, None, roads.allocate)
+        if here.shared_values is not None:
+            _share_values(roads, here.shared_values, slice_map, made)
+        return made
+
+    worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats)
+    if loader is not None:
+        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker)
+    worker.start()
+    adopt(optimizer, worker)
+    if here.is_main and optimizer.state:
+        worker.scatter_state()
+    optimizer.state.clear()
+    here.worker = worker
+    watch_losses(worker)
+    worker.after_step.append(Telling(here, worker, roads.traffic))
+    if place.job.debug and here.is_main:
+        worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
+    return worker
+
+
+def _share_values(roads: WorkerRoads, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
+    """Let the parameters lie in memory that all workers of the unit share (in-memory Hogwild)."""
+    sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
+    region = roads.memory.adopt(fd, sum(sizes))
+    for space in slice_map.spaces:
+        offset = sum(sizes[: space.index])
+        flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
+
+
+def _data_plan(here: Context, model: nn.Module) -> DataPlan:
+    job, topology = here.place.job, here.place.topology
+    groups = topology.worker_groups
+    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1)
+    return DataPlan(
+        group=here.me.group,
+        groups=groups,
+        index=here.me.index,
+        workers=topology.workers_per_group,
+        shares=job.cluster.shares,
+        mode="lease" if lease else "static" if groups > 1 else "broadcast",
+        per_worker_batch=job.per_worker_batch,
+        seed=job.seed,
+        min_share=2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1,
+        is_main=here.is_main,
+    )
+
+
+def epochs(count: int) -> Iterator[int]:
+    """`range(count)`; in a job that continues, the epochs that are left."""
+    yield from range(count)
+
+
+def report(**metrics: Metric) -> None:
+    """Say what came out: numbers, or functions called once, on worker (0,0), with the job's final parameters.
+
+    In an ordinary process functions are called at once, and every metric is printed.
+    """
+    here = process.current()
+    if here is not None:
+        here.metrics.update(metrics)
+        return
+    for name, value in metrics.items():
+        print(f"{name}: {float(value() if callable(value) else value):.6g}")
+
+
+def rank() -> int:
+    """This worker's number in the job, 0 to the number of workers - 1; 0 in an ordinary process."""
+    here = process.current()
+    return 0 if here is None else here.me.group * here.place.topology.workers_per_group + here.me.index
+
+
+def is_main() -> bool:
+    """Whether this is worker (0,0), whose output reaches the terminal. True in an ordinary process."""
+    here = process.current()
+    return here is None or here.is_main
+
+
+def weight(count: float) -> None:
+    """What the next backward counts in the group's mean (its tokens, say) instead of its number of samples."""
+    if not count >= 0:
+        raise ValueError(f"weight = {count}: must be >= 0")
+    worker = _worker()
+    if worker is not None:
+        worker.say_weight(float(count))
+
+
+@contextmanager
+def local() -> Iterator[None]:
+    """A backward inside this block is private: nothing is sent, and `.grad` is this worker's own."""
+    worker = _worker()
+    if worker is None:
+        yield
+        return
+    worker.path.private = True
+    try:
+        yield
+    finally:
+        worker.path.private = False
+
+
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, which also works with `grads: kHidden`.
+
+    There the servers clip, at `step()`, and the norm is known only afterwards: the one of the last step is returned
+    (NaN before the first).
+    """
+    worker = _worker()
+    if worker is None or worker.job.grads is Grads.kVisible:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    worker.clip(float(max_norm), float(norm_type))
+    return torch.tensor(worker.last_norm)
+
+
+def _worker() -> Worker | None:
+    here = process.current()
+    return None if here is None else here.worker

@@ -1,0 +1,77 @@
+"""The one global: what this process is in a job, if it is in one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from topotrain.events import Event
+from topotrain.host import Place
+from topotrain.topology import Address
+from topotrain.worker import Worker
+
+Metric = float | Callable[[], float]
+
+
+class Closeable(Protocol):
+    """Roads that count and can be left."""
+
+    def traffic(self) -> tuple[int, int]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Context:
+    """A worker process of a job."""
+
+    place: Place
+    me: Address
+    workspace: Path
+    emit: Callable[[Event], None]
+    shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
+    worker: Worker | None = None
+    roads: Closeable | None = None
+    loader: Any = None
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    finishing: Callable[[], None] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Worker (0,0)."""
+        return self.me.group == 0 and self.me.index == 0
+
+
+class Planning(BaseException):
+    """Carries the model out of a script that was run only up to `prepare` (topotrain plan)."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        super().__init__("planning")
+        self.model = model
+        self.optimizer = optimizer
+
+
+_current: Context | None = None
+_planning = False
+
+
+def current() -> Context | None:
+    """This process's place in a job, or None in an ordinary process."""
+    return _current
+
+
+def enter(context: Context) -> None:
+    """This process is part of a job from here on."""
+    global _current
+    _current = context
+
+
+def plan_only() -> None:
+    """From here on `prepare` raises Planning."""
+    global _planning
+    _planning = True
+
+
+def planning() -> bool:
+    """Whether the script is run only to see its model."""
+    return _planning

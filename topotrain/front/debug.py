@@ -1,0 +1,25 @@
+"""`debug: true`: the norm of each parameter and of its gradient, one JSON line per step."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from topotrain.exchange import Outcome
+from topotrain.worker import Worker
+
+
+class NormLog:
+    """Writes {"step", "norms": {name: {"value", "grad"}}} after every step; "grad" is null where there is none."""
+
+    def __init__(self, worker: Worker, path: Path) -> None:
+        self._worker = worker
+        self._file = path.open("w", encoding="utf-8")
+
+    def __call__(self, outcome: Outcome | None) -> None:
+        norms = {}
+        for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
+            gradient = None if tensor.grad is None else float(torch.linalg.vector_norm(tensor.grad))
+            norms[described.name] = {"value": float(torch.linalg.vector_norm(tensor.detach())), "grad": gradient}
+        self._file.write(json.dumps({"step": self._worker.tally.steps, "norms": norms}) + "\n")
+        self._file.flush()

@@ -1,0 +1,41 @@
+"""The loss of each step, for the progress table and the curve: seen where `backward()` starts.
+
+No hook of PyTorch sees the root of a backward, so in a job's worker process (and nowhere else) the function that every
+backward goes through is wrapped. A scaled loss is told by the scaler which loss it stands for.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from topotrain.worker import Worker
+
+_PLAIN = "_topotrain_unscaled"
+
+
+def watch_losses(worker: Worker) -> None:
+    """Add every backward's scalar root to the worker's tally."""
+    torch.autograd.backward = _watched(torch.autograd.backward, worker)
+    torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+
+
+def _watched(backward: Callable[..., None], worker: Worker) -> Callable[..., None]:
+    def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        losses = [float(getattr(root, _PLAIN, root.detach())) for root in roots if root.numel() == 1]
+        backward(tensors, *args, **kwargs)
+        if not worker.path.private:
+            worker.tally.loss_sum += sum(losses)
+
+    return watched
+
+
+def _remembered(scale: Callable[..., Any]) -> Callable[..., Any]:
+    def remembered(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and isinstance(scaled, torch.Tensor) and scaled is not outputs:
+            setattr(scaled, _PLAIN, outputs.detach())
+        return scaled
+
+    return remembered

@@ -1,0 +1,119 @@
+"""The processes of a job from the inside: what the forkserver calls in a fresh worker or server process."""
+
+import os
+import runpy
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from topotrain import textproto
+from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving
+from topotrain.exchange import JobError, PeerLost
+from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
+from topotrain.front.context import Context, enter
+from topotrain.front.final import save_final
+from topotrain.host import Place, serve
+from topotrain.job import ConfigError
+from topotrain.launch.child import Control, exit_code
+from topotrain.topology import Address, Role
+
+
+def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Be the servers of one unit."""
+    control = Control(channel)
+    addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
+
+    def trouble() -> None:
+        text = traceback.format_exc()
+        control.emit(Failed(str(addresses[0]), "internal", text.strip().splitlines()[-1], text))
+        os._exit(1)
+
+    def serving(me: Address, urls: tuple[str, ...]) -> None:
+        control.emit(Serving(str(me), urls, os.getpid()))
+
+    sent, received = serve(_place(spec), addresses, serving, trouble)
+    for number, me in enumerate(addresses):
+        # The process counts as a whole; its first server speaks for it.
+        own = (sent, received) if number == 0 else (0, 0)
+        control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
+    return 0
+
+
+def _place(spec: dict[str, Any]) -> Place:
+    job = textproto.loads(spec["job"], "the job")
+    return Place.of(job, spec["rendezvous"], Path(spec["run_dir"]) / "token", spec["incarnation"])
+
+
+def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Be one worker: run the user's program in its place in the job."""
+    control = Control(channel)
+    ((group, index),) = spec["workers"]
+    place = _place(spec)
+    me = Address(Role.WORKER, group, index)
+    shared = fds[0] if spec["shared_memfd"] else None
+    here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared)
+    enter(here)
+    code = _guarded(here, control.emit, lambda: _run_program(spec["program"], spec["args"]))
+    if code == 0:
+        code = _guarded(here, control.emit, lambda: _finish(here))
+    if here.roads is not None:
+        here.roads.close()
+    return code
+
+
+def _run_program(program: str, args: Sequence[str]) -> None:
+    sys.argv = [program, *args]
+    sys.path[0:1] = [str(Path(program).resolve().parent)]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as leaving:
+        code = exit_code(leaving.code)
+        if code:
+            raise RuntimeError(f"the program left with exit code {code}") from leaving
+
+
+def _guarded(here: Context, emit: Callable[[Event], None], do: Callable[[], None]) -> int:
+    """Run; what is raised is printed, told, and becomes an exit code."""
+    try:
+        do()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        kind = _kind(error)
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, end="", flush=True)
+        words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
+        emit(Failed(str(here.me), kind, words, text))
+        return 2 if kind == "config" else 1
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
+        return "config"
+    return "peer" if isinstance(error, PeerLost) else "program"
+
+
+def _finish(here: Context) -> None:
+    """After the program: goodbye to the servers; worker (0,0) brings the result home."""
+    worker = here.worker
+    if worker is None:
+        raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
+    if here.loader is not None:
+        here.loader.close()
+    worker.finish()
+    if here.is_main:
+        started = time.monotonic()
+        worker.take_final()
+        values = {name: float(m() if callable(m) else m) for name, m in here.metrics.items()}
+        path = here.workspace / "final.safetensors"
+        save_final(worker.parts, path)
+        if values:
+            here.emit(Metrics(values))
+        here.emit(Final(str(path), time.monotonic() - started))
+    if here.finishing is not None:
+        here.finishing()

@@ -1,0 +1,62 @@
+"""What a worker tells of its progress: at most four times a second, and once at its end."""
+
+import time
+from collections.abc import Callable
+
+from topotrain.events import Finished, StepDone
+from topotrain.exchange import Outcome
+from topotrain.front.context import Context
+from topotrain.worker import Worker
+
+INTERVAL_S = 0.25
+
+
+class Telling:
+    """Called after every step."""
+
+    def __init__(self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]]) -> None:
+        self._here, self._worker, self._traffic = here, worker, traffic
+        self._due = 0.0
+        here.finishing = self.finish
+
+    def __call__(self, outcome: Outcome | None) -> None:
+        self._worker.tally.losses += 1
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + INTERVAL_S
+            self._tell(now)
+
+    def _tell(self, now: float) -> None:
+        tally = self._worker.tally
+        sent, received = self._traffic()
+        self._here.emit(
+            StepDone(
+                who=str(self._here.me),
+                time=now - tally.started,
+                step=tally.steps,
+                samples=tally.samples,
+                loss=tally.take_loss(),
+                staleness_mean=tally.staleness_mean,
+                staleness_max=tally.staleness_max,
+                bytes_out=sent,
+                bytes_in=received,
+            )
+        )
+
+    def finish(self) -> None:
+        """The last word."""
+        tally = self._worker.tally
+        if tally.steps:
+            self._tell(time.monotonic())
+        sent, received = self._traffic()
+        self._here.emit(
+            Finished(
+                who=str(self._here.me),
+                steps=tally.steps,
+                samples=tally.samples,
+                staleness_mean=tally.staleness_mean,
+                staleness_max=tally.staleness_max,
+                bytes_out=sent,
+                bytes_in=received,
+            )
+        )

@@ -1,0 +1,416 @@
+"""How gradients leave the user's model: hooks that see each one when autograd is done with it.
+
+Two ways, chosen by the job (see `reduction`):
+
+*Means* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
+group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and arms a callback
+for the end of backward; the hook after accumulation copies this backward's part into the flat buffer "local" and sends
+every bucket that is full; the callback waits for the means and puts `.grad` = aside + mean.
+
+*Pushes* (a group of one, or `grads: kHidden`): autograd accumulates as always; the accumulated gradient is sent during
+the backward that is expected to be the step's last, and again at `step()` where that guess was wrong or the script
+changed a gradient.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from topotrain.buffers import ModelBuffers, ModelParts
+from topotrain.exchange import Exchange
+from topotrain.reduction import NO_REVISION
+from topotrain.slices import Bucket, SliceMap
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class GradientPath(Protocol):
+    """What a worker's step asks of the way gradients leave."""
+
+    backwards: int
+    private: bool
+
+    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        """Everything has left; returns (revisions, edited bitmap, dropped bitmap) for the commit."""
+        ...
+
+    def after_step(self) -> None:
+        """The step is applied."""
+        ...
+
+
+class _Hooks:
+    """What both ways share: which pieces a parameter has, and when a bucket is full."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        buffers: ModelBuffers,
+        exchange: Exchange,
+        slice_map: SliceMap,
+        weight: Callable[[], float],
+    ) -> None:
+        self._tensors = parts.tensors
+        self._parameters = parts.parameters
+        self._buffers = buffers
+        self._flats = buffers.flats
+        self._exchange = exchange
+        self._map = slice_map
+        self._weight = weight
+        self._step = 0
+        self._task: int | None = None
+        self.private = False
+        self.backwards = 0
+        self._pieces: list[list[tuple[Bucket, int]]] = [[] for _ in parts.tensors]
+        for bucket in slice_map.buckets:
+            for i, piece in enumerate(bucket.pieces):
+                self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
+        self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
+        self._arrived = [0] * len(slice_map.buckets)
+        self._hooked: set[int] = set()
+        for index, tensor in enumerate(parts.tensors):
+            if tensor.requires_grad:
+                self._hooked.add(index)
+                self._hook(index, tensor)
+
+    def _hook(self, index: int, tensor: nn.Parameter) -> None:
+        tensor.register_post_accumulate_grad_hook(lambda p: self._after(index, p))  # type: ignore[no-untyped-call]
+
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _trainable_pieces(self, bucket: Bucket) -> int:
+        """Bitmap of the bucket's pieces whose parameter may get a gradient."""
+        bits = 0
+        for i, piece in enumerate(bucket.pieces):
+            if self._tensors[self._map.segments[piece.segment].parameter].requires_grad:
+                bits |= 1 << i
+        return bits
+
+    def _arm(self) -> bool:
+        """At the first gradient of a backward: ask for a call at its end. True if this is the first."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return False
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        return True
+
+    def _finish_backward(self) -> None:
+        self._task = None
+        self._end()
+
+    def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
+        """Copy a gradient into "local"; returns the buckets that are full now."""
+        if gradient.is_sparse:
+            name = self._parameters[index].name
+            raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
+        self._buffers.view("local", index).copy_(gradient)
+        full = []
+        for bucket, piece in self._pieces[index]:
+            bit = 1 << piece
+            if self._arrived[bucket.id] & bit:
+                name = self._parameters[index].name
+                raise RuntimeError(
+                    f"parameter {name} got its gradient twice in one backward: reentrant checkpointing does that, "
+                    f"use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+                )
+            self._arrived[bucket.id] |= bit
+            if self._arrived[bucket.id] == self._expected[bucket.id]:
+                full.append(bucket)
+        return full
+
+    def _zero_absent(self, bucket: Bucket) -> None:
+        """The pieces without a gradient count as zero."""
+        local = self._flats.view("local", bucket)
+        for i, piece in enumerate(bucket.pieces):
+            if not self._arrived[bucket.id] >> i & 1:
+                local[piece.lo - bucket.lo : piece.hi - bucket.lo] = 0
+
+    def _same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        kind = _BITS[a.element_size()]
+        return torch.equal(a.view(kind), b.view(kind))
+
+    def after_step(self) -> None:
+        """The step is applied."""
+        self._step += 1
+        self.backwards = 0
+
+
+class MeanPath(_Hooks):
+    """Every backward ends with the group's mean in `p.grad`."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        buffers: ModelBuffers,
+        exchange: Exchange,
+        slice_map: SliceMap,
+        weight: Callable[[], float],
+    ) -> None:
+        self._aside: dict[int, torch.Tensor] = {}
+        self._pushed = 0
+        self._union = [0] * len(slice_map.buckets)
+        self._sums: dict[int, torch.Tensor] = {}
+        self._own_sums = False
+        super().__init__(parts, buffers, exchange, slice_map, weight)
+
+    def _hook(self, index: int, tensor: nn.Parameter) -> None:
+        tensor.register_hook(lambda _: self._before(index, tensor))  # type: ignore[no-untyped-call]
+        super()._hook(index, tensor)
+
+    def _before(self, index: int, tensor: nn.Parameter) -> None:
+        if self.private:
+            return
+        if self._arm():
+            self._begin()
+        if tensor.grad is not None:
+            self._aside[index] = tensor.grad
+            tensor.grad = None
+
+    def _begin(self) -> None:
+        # A backward that raised never came to its end: what it left is void.
+        self._aside.clear()
+        self._arrived = [0] * len(self._arrived)
+        self._pushed = 0
+        if self.backwards == 1:
+            self._keep_sums()
+
+    def _keep_sums(self) -> None:
+        """Before new means overwrite the first ones: the running sums move to a buffer of their own."""
+        for number, mean in self._sums.items():
+            kept = self._flats.view("expected", self._map.buckets[number])
+            kept.copy_(mean)
+            self._sums[number] = kept
+        self._own_sums = True
+
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        if self.private or tensor.grad is None:
+            return
+        for bucket in self._copy_local(index, tensor.grad):
+            self._push(bucket)
+
+    def _push(self, bucket: Bucket) -> None:
+        self._pushed |= 1 << bucket.id
+        body = self._flats.view("local", bucket)
+        self._exchange.push(self._step, self.backwards, bucket, self._weight(), self._arrived[bucket.id], body)
+
+    def _end(self) -> None:
+        if not any(self._arrived):
+            # autograd.grad() calls the first hook, too, but accumulates nothing.
+            for index, gradient in self._aside.items():
+                self._tensors[index].grad = gradient
+            self._aside.clear()
+            return
+        for bucket in self._map.buckets:
+            if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
+                self._zero_absent(bucket)
+                self._push(bucket)
+        self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
+        means = self._exchange.wait_means()
+        self._add(means)
+        self._aside.clear()
+        self._arrived = [0] * len(self._arrived)
+        self.backwards += 1
+
+    def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> None:
+        """`.grad` = what was there before + the mean, for every parameter that anybody has a gradient for."""
+        fresh: dict[int, list[tuple[Bucket, int, torch.Tensor]]] = {}
+        for number, (present, mean) in means.items():
+            bucket = self._map.buckets[number]
+            self._sum(bucket, present, mean)
+            for i, piece in enumerate(bucket.pieces):
+                if present >> i & 1:
+                    index = self._map.segments[piece.segment].parameter
+                    part = mean[piece.lo - bucket.lo : piece.hi - bucket.lo]
+                    fresh.setdefault(index, []).append((bucket, i, part))
+        for index, rows in fresh.items():
+            self._add_to(index, rows)
+
+    def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
+        if not self._union[bucket.id]:
+            self._sums[bucket.id] = mean
+            if self._own_sums:
+                self._sums[bucket.id] = self._flats.view("expected", bucket)
+                self._sums[bucket.id].copy_(mean)
+        else:
+            self._sums[bucket.id].add_(mean)
+        self._union[bucket.id] |= present
+
+    def _add_to(self, index: int, rows: list[tuple[Bucket, int, torch.Tensor]]) -> None:
+        tensor = self._tensors[index]
+        mine = self._buffers.view("grad", index)
+        earlier = self._aside.get(index)
+        if earlier is None and not self._arrived_for(index):
+            earlier = tensor.grad
+        in_place = earlier is not None and earlier.data_ptr() == mine.data_ptr()
+        for bucket, i, part in rows:
+            piece = bucket.pieces[i]
+            target = self._flats.view("grad", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+            if in_place:
+                target.add_(part)
+            else:
+                target.copy_(part)
+        if earlier is None or in_place:
+            tensor.grad = mine
+        else:
+            tensor.grad = earlier.add_(mine)
+
+    def _arrived_for(self, index: int) -> bool:
+        return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
+
+    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        edited = dropped = 0
+        for index, tensor in enumerate(self._tensors):
+            if not self._pieces[index]:
+                continue
+            if tensor.grad is not None and index not in self._hooked:
+                raise RuntimeError(
+                    f"parameter {self._parameters[index].name} was frozen at tt.prepare and has a gradient now: "
+                    f"thaw parameters before tt.prepare"
+                )
+            has = all(self._union[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
+            if tensor.grad is None:
+                dropped |= self._bits(index) if has else 0
+                continue
+            mine = self._buffers.view("grad", index)
+            if tensor.grad.data_ptr() != mine.data_ptr():
+                mine.copy_(tensor.grad)
+            edited |= self._edited(index) if has else self._bits(index)
+        self._send_edits(step, edited)
+        return (), edited, dropped
+
+    def _bits(self, index: int) -> int:
+        bits = 0
+        for bucket, i in self._pieces[index]:
+            bits |= self._exchange.piece_bit(bucket, i)
+        return bits
+
+    def _edited(self, index: int) -> int:
+        """The pieces of a parameter whose gradient is no longer, bit for bit, the sum of the means."""
+        bits = 0
+        for bucket, i in self._pieces[index]:
+            piece = bucket.pieces[i]
+            part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+            if not self._same_bits(self._flats.view("grad", bucket)[part], self._sums[bucket.id][part]):
+                bits |= self._exchange.piece_bit(bucket, i)
+        return bits
+
+    def _send_edits(self, step: int, edited: int) -> None:
+        """One worker of the group sends each changed bucket; all say which they are."""
+        workers = self._exchange.group_size
+        for bucket in self._map.buckets if edited else ():
+            changed = any(edited & self._exchange.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
+            if changed and bucket.id % workers == self._exchange.me.index:
+                self._exchange.edit(step, bucket, self._flats.view("grad", bucket))
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._union = [0] * len(self._union)
+        self._sums.clear()
+        self._own_sums = False
+
+
+class PushPath(_Hooks):
+    """Autograd accumulates; the sum leaves during the backward that is expected to be the last of the step.
+
+    Args:
+        compare: find the script's edits by comparing bits (a group of one: what the script left is what counts).
+            Otherwise an edit is an error: the other workers cannot know of it.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        buffers: ModelBuffers,
+        exchange: Exchange,
+        slice_map: SliceMap,
+        weight: Callable[[], float],
+        compare: bool,
+        eager: bool = True,
+    ) -> None:
+        self._compare = compare
+        self._guess = 1 if eager else 0
+        self._eager = eager
+        self._revision = [NO_REVISION] * len(slice_map.buckets)
+        self._sent = [0] * len(slice_map.buckets)
+        self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
+        self._next = 0
+        self._versions: dict[int, tuple[int, int]] = {}
+        super().__init__(parts, buffers, exchange, slice_map, weight)
+
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        if self.private or tensor.grad is None:
+            return
+        if self._arm():
+            self._arrived = [0] * len(self._arrived)
+        full = self._copy_local(index, tensor.grad)
+        for bucket, _ in self._pieces[index]:
+            self._unsent[bucket.id] = True
+        self._versions[index] = (id(tensor.grad), tensor.grad._version)
+        if self.backwards == self._guess - 1:
+            for bucket in full:
+                self._push(bucket, self._arrived[bucket.id])
+
+    def _push(self, bucket: Bucket, present: int) -> None:
+        self._revision[bucket.id] = self._next = min(self._next + 1, NO_REVISION - 1)
+        self._sent[bucket.id] = present
+        self._unsent[bucket.id] = False
+        body = self._flats.view("local", bucket)
+        self._exchange.push(self._step, self._next, bucket, self._weight(), present, body)
+
+    def _end(self) -> None:
+        self.backwards += 1
+
+    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        wanted = [0] * len(self._map.buckets)
+        for index, tensor in enumerate(self._tensors):
+            if tensor.grad is not None:
+                self._collect(index, tensor.grad, wanted)
+        for bucket in self._map.buckets:
+            present = wanted[bucket.id]
+            if present and (self._unsent[bucket.id] or self._sent[bucket.id] != present):
+                self._arrived[bucket.id] = present
+                self._zero_absent(bucket)
+                self._push(bucket, present)
+            elif not present:
+                self._revision[bucket.id] = NO_REVISION
+        return tuple(self._revision), 0, 0
+
+    def _collect(self, index: int, gradient: torch.Tensor, wanted: list[int]) -> None:
+        """Bring "local" up to date with a parameter's gradient and note which buckets have to be sent (again)."""
+        local = self._buffers.view("local", index)
+        known = self._versions.get(index)
+        if not self._compare and known is not None and known != (id(gradient), gradient._version):
+            raise RuntimeError(
+                f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it has left "
+                f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the conf"
+            )
+        changed = known is None or (self._compare and not self._same(gradient, local))
+        if changed:
+            local.copy_(gradient)
+        for bucket, i in self._pieces[index]:
+            wanted[bucket.id] |= 1 << i
+            self._unsent[bucket.id] = self._unsent[bucket.id] or changed
+
+    def _same(self, gradient: torch.Tensor, local: torch.Tensor) -> bool:
+        if gradient.stride() != local.stride():
+            return torch.equal(gradient, local)
+        flat = (gradient.numel(),), (1,)
+        return self._same_bits(
+            gradient.as_strided(*flat, gradient.storage_offset()), local.as_strided(*flat, local.storage_offset())
+        )
+
+    def after_step(self) -> None:
+        self._guess = max(1, self.backwards) if self._eager else 0
+        super().after_step()
+        self._revision = [NO_REVISION] * len(self._revision)
+        self._sent = [0] * len(self._sent)
+        self._unsent = [False] * len(self._unsent)
+        self._versions.clear()
+        self._next = 0

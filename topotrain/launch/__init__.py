@@ -1,0 +1,94 @@
+"""The contract of every launcher, and the one table of what a unit has to be told.
+
+A launcher starts `topotrain unit …` once per unit of the layout and gives each the four values of a `Place`. Where a
+site's own tool starts the processes (srun, torchrun, a pod), the same values come as variables: a launcher is a table
+from its names to these, plus a way to start and to stop.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+from topotrain.events import Event, Failed
+from topotrain.job import Job
+from topotrain.topology import Topology
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a unit stands: its rank among `nprocs` units, the URL where all meet, the host's forkserver ("": own)."""
+
+    rank: int
+    nprocs: int
+    rendezvous: str
+    forkserver: str = ""
+
+
+# name -> (argument, variable); an argument wins over a variable.
+TABLE: Mapping[str, tuple[str, str]] = {
+    "rank": ("--rank", "TOPOTRAIN_RANK"),
+    "nprocs": ("--nprocs", "TOPOTRAIN_NPROCS"),
+    "rendezvous": ("--rendezvous", "TOPOTRAIN_RENDEZVOUS"),
+    "forkserver": ("--forkserver", "TOPOTRAIN_FORKSERVER"),
+}
+
+RUN_VARIABLE = "TOPOTRAIN_RUN"
+"""A random text in the environment of every process of one started job: by it a launcher finds what it must end."""
+
+
+def arguments(place: Place) -> list[str]:
+    """The command line of a unit at `place`."""
+    return [word for name, (option, _) in TABLE.items() for word in (option, str(getattr(place, name)))]
+
+
+def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
+    """Let `parser` read a `Place`, each value from its argument or, without one, from its variable."""
+    for f in fields(Place):
+        option, variable = TABLE[f.name]
+        default = environ.get(variable, "" if f.name == "forkserver" else None)
+        parser.add_argument(option, type=f.type, default=default, required=default is None, help=f"or {variable}")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    code: 0 all went well, 1 something failed, 2 it was set up wrongly, 128 + n ended by signal n.
+    seconds: from `start` to the end of the last process. cause: the first cause of a failure.
+    exits: who -> exit code, or minus the signal, of every resident and unit that was seen to end; pids: who -> pid.
+    """
+
+    code: int
+    seconds: float
+    cause: Failed | None = None
+    exits: Mapping[str, int] = field(default_factory=dict)
+    pids: Mapping[str, int] = field(default_factory=dict)
+
+
+class Launcher(Protocol):
+    """One way to get the units of a job running, watched and ended."""
+
+    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
+        """Run the whole job; returns when no process of it is left. Raises ConfigError before anything is started."""
+        ...
+
+
+def exit_code(cause: Failed) -> int:
+    """2 for a job that was set up wrongly, else 1."""
+    return 2 if cause.kind == "config" else 1
+
+
+def choose_cause(failures: Sequence[Failed]) -> Failed | None:
+    """The failure that explains the others: the first among those of the most primary kind.
+
+    Whoever loses a peer fails because of that peer, so "peer" explains nothing; an error of our own may follow from a
+    death that was not understood; an exception in the user's program, or a wrong setting, is always the beginning.
+    """
+    return min(failures, key=lambda failed: PRIMARY[failed.kind], default=None)
+
+
+PRIMARY = {"config": 0, "program": 0, "died": 1, "internal": 2, "peer": 3}
+"""Kinds of failure, from cause to consequence."""

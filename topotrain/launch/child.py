@@ -1,0 +1,175 @@
+"""A child's side of its life: it is born from the forkserver, is called, and tells its unit what happens.
+
+Rule: the control channel is a stream socket; JSON lines of events go up, JSON lines of commands come down, and its end
+of file means that the unit is gone. A child then leaves at once with its whole process group: nobody would hear it.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from topotrain.events import Event, Failed, to_json
+from topotrain.job import ConfigError
+
+OnCommand = Callable[[dict[str, Any]], None]
+THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread per process: the number of threads changes bits, and the cores are shared by many processes."""
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Control:
+    """The channel of one child to its unit. `emit` may be called from any thread."""
+
+    def __init__(self, channel: socket.socket, on_command: OnCommand | None = None) -> None:
+        """`on_command` gets each command, such as {"command": "stop"}, on the channel's own thread."""
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._on_command = on_command
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def emit(self, event: Event) -> None:
+        """Tell the unit. A unit that is gone is not an error here: the listening thread ends this process."""
+        line = to_json(event).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.sendall(line)
+
+    def _listen(self) -> None:
+        for line in _lines(self._channel):
+            if self._on_command is not None:
+                self._on_command(json.loads(line))
+        leave_with_group()
+
+
+def _lines(channel: socket.socket) -> Iterator[bytes]:
+    rest = b""
+    while True:
+        try:
+            data = channel.recv(4096)
+        except OSError:
+            return
+        if not data:
+            return
+        *whole, rest = (rest + data).split(b"\n")
+        yield from whole
+
+
+def leave_with_group() -> None:
+    """End this process and, where it leads a process group, everything it started (DataLoader workers)."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Call "module:function" as function(spec, channel, fds); returns the exit code it asks for.
+
+    What the function raises is printed, told to the unit as Failed (kind "config" for a ConfigError, else "internal":
+    the user's program is caught further inside), and becomes exit code 2 or 1.
+    """
+    try:
+        module, _, name = target.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        return int(function(spec, channel, fds) or 0)
+    except SystemExit as leaving:
+        return exit_code(leaving.code)
+    except BaseException as error:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr, end="", flush=True)
+        wrong = isinstance(error, ConfigError)
+        summary = str(error) if wrong else traceback.format_exception_only(error)[-1].strip()
+        failed = Failed(spec.get("who", target), "config" if wrong else "internal", summary, text)
+        with contextlib.suppress(OSError):
+            channel.sendall(to_json(failed).encode() + b"\n")
+        return 2 if wrong else 1
+
+
+def exit_code(code: object) -> int:
+    """What Python's exit code is for `sys.exit(code)`; a text is printed."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr, flush=True)
+    return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a fresh fork becomes: what the request asks for, with its descriptors [control, stdout, stderr, …]."""
+
+    request: dict[str, Any]
+    fds: list[int]
+    parent: int
+
+
+def live(birth: Birth) -> NoReturn:
+    """Turn a fresh fork into the process that was asked for, run it, and end."""
+    code = 1
+    try:
+        _become(birth)
+        control, fds = birth.fds[0], birth.fds[3:]
+        code = call(birth.request["call"], birth.request["spec"], socket.socket(fileno=control), fds)
+    finally:
+        _leave(code)
+
+
+def die_with_parent(yes: bool) -> None:
+    """Have the kernel kill this process when the thread that made it ends; forks do not inherit this."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
+
+
+def _become(birth: Birth) -> None:
+    request = birth.request
+    die_with_parent(True)
+    if os.getppid() != birth.parent:
+        os._exit(1)
+    os.setsid()  # a group of its own: the terminal's Ctrl-C comes once, through the launcher
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
+    _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
+    _open_streams(*birth.fds[1:3])
+    os.environ.clear()
+    os.environ.update({**request["environ"], **THREADS})
+    os.chdir(request["cwd"])
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "numpy.random" in sys.modules:  # a fresh process would not share its random state with its siblings
+        sys.modules["numpy"].random.seed()
+
+
+def _open_streams(stdout: int, stderr: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, number in ((nothing, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    faulthandler.enable()
+
+
+def _leave(code: int) -> NoReturn:
+    """End as Python ends, but without taking modules apart: torch and daemon threads do not always survive that."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)

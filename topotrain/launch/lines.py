@@ -1,0 +1,90 @@
+"""Lines of text between processes, without ever waiting: what is there is read, what does not fit is kept.
+
+Rule: descriptors are non-blocking and belong to whoever made them; here they are read and written, never closed.
+"""
+
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LINE_BYTES = 64 << 10
+"""A longer line of a program's output is handed on in pieces."""
+_LOG_TAIL_BYTES = 4000
+
+
+@dataclass(slots=True)
+class Lines:
+    """Reads lines from a descriptor. `open` is False after its end; `rest` is what has no newline yet."""
+
+    fd: int
+    longest: int | None = None
+    rest: bytes = b""
+    open: bool = True
+
+    def read(self) -> list[bytes] | None:
+        """The whole lines that are there now, without their newline; None when nothing is there (any more)."""
+        try:
+            data = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        self.open = bool(data)
+        if not data:
+            return None
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if self.longest is not None and len(self.rest) > self.longest:
+            lines, self.rest = [*lines, self.rest], b""
+        return lines
+
+    def drain(self) -> list[bytes]:
+        """All whole lines until nothing is there, and at the end what has no newline."""
+        found: list[bytes] = []
+        while (lines := self.read()) is not None:
+            found += lines
+        if self.rest and not self.open:
+            found, self.rest = [*found, self.rest], b""
+        return found
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Writes lines to a descriptor as it takes them."""
+
+    fd: int
+    waiting: bytearray = field(default_factory=bytearray)
+
+    def put(self, line: bytes) -> None:
+        """Queue a line and write what can be written."""
+        self.waiting += line + b"\n"
+        self.write()
+
+    def write(self) -> None:
+        """Write on; whatever is meant for a reader that is gone is dropped."""
+        try:
+            del self.waiting[: os.write(self.fd, self.waiting)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.waiting.clear()
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log file: what a process said before it died."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def ending(code: int) -> str:
+    """ "was killed by SIGKILL" for -9, "ended with exit code 3" for 3."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

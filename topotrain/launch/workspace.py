@@ -1,0 +1,147 @@
+"""The folder of a job on this machine: who has it, what each process finds in it, and who is running.
+
+workspace/lock            locked by the launcher as long as it lives
+workspace/run/            fresh for each start, for this user alone: job.conf, token, store/
+workspace/processes.json  every process with its pid, from the moment that all are up
+workspace/logs/           the output of the processes
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from topotrain import textproto
+from topotrain.events import Event, Exited, Serving, Started
+from topotrain.job import ConfigError, Job
+from topotrain.topology import Address, Role, Topology
+
+JOB_FILE = "job.conf"
+TOKEN_FILE = "token"
+TOKEN_BYTES = 32
+STORE = "store"
+LOGS = "logs"
+PROCESSES_FILE = "processes.json"
+
+
+@contextlib.contextmanager
+def claimed(job: Job) -> Iterator[Path]:
+    """The job's workspace, for this launcher alone. Raises ConfigError if it is in use or cannot be written."""
+    path = Path(job.workspace).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = open(path / "lock", "a+")  # noqa: SIM115
+    except OSError as error:
+        raise _unusable(job, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            accepted = f"is in use by another job (launcher pid {holder}): choose another folder or wait for its end"
+            raise ConfigError("cluster.workspace", job.workspace, accepted) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield path
+
+
+def prepare(job: Job, workspace: Path) -> str:
+    """Make the run directory anew; returns the URL where the job's processes meet. Raises ConfigError."""
+    run_dir = workspace / "run"
+    try:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.mkdir(mode=0o700)
+        (run_dir / STORE).mkdir(mode=0o700)
+        (workspace / LOGS).mkdir(exist_ok=True)
+        (workspace / PROCESSES_FILE).unlink(missing_ok=True)
+        (run_dir / JOB_FILE).write_text(textproto.dumps(job), encoding="utf-8")
+        token = os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(token, "wb") as file:
+            file.write(secrets.token_bytes(TOKEN_BYTES))
+    except OSError as error:
+        raise _unusable(job, error) from None
+    return (run_dir / STORE).as_uri()
+
+
+def _unusable(job: Job, error: OSError) -> ConfigError:
+    accepted = f"must be a folder that can be written ({error.filename}: {error.strerror})"
+    return ConfigError("cluster.workspace", job.workspace, accepted)
+
+
+def run_directory(rendezvous: str) -> Path:
+    """The run directory of a job that meets at `rendezvous`: the folder that its store is in. Raises ConfigError."""
+    parts = urlsplit(rendezvous)
+    if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
+        raise ConfigError("rendezvous", rendezvous, "must be file:///… : the store in the job's run directory")
+    return Path(unquote(parts.path)).parent
+
+
+@dataclass(slots=True)
+class Entry:
+    """One process in processes.json. `rank` counts workers (for a unit, units); `exit` as in subprocess."""
+
+    roles: list[str]
+    unit: int | None = None
+    rank: int | None = None
+    pid: int | None = None
+    workers: list[list[int]] = field(default_factory=list)
+    servers: list[list[int]] = field(default_factory=list)
+    address: list[str] = field(default_factory=list)
+    exit: int | None = None
+
+
+class Processes:
+    """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes."""
+
+    def __init__(self, topology: Topology, path: Path) -> None:
+        self._path = path
+        self._topology = topology
+        self._entries = [Entry(["launcher"], pid=os.getpid()), Entry(["forkserver"])]
+        for unit in topology.units:
+            self._entries.append(Entry([f"unit {unit.rank}"], unit.rank, unit.rank))
+            if unit.servers:
+                self._entries.append(self._entry(unit.rank, unit.servers))
+            self._entries.extend(self._entry(unit.rank, (worker,)) for worker in unit.workers)
+        self._by_role = {role: entry for entry in self._entries for role in entry.roles}
+        self._changed = False
+
+    def __call__(self, event: Event) -> None:
+        entry = self._by_role.get(getattr(event, "who", ""))
+        if entry is None:
+            return
+        if isinstance(event, Started):
+            entry.pid = event.pid
+        elif isinstance(event, Serving):
+            entry.pid = event.pid
+            entry.address += [url for url in event.urls if url not in entry.address]
+        elif isinstance(event, Exited):
+            entry.exit = event.code
+        else:
+            return
+        self._changed = True
+
+    def save(self) -> None:
+        """Write the file, at once and whole, if it is time. A disk that cannot take it does not end the job."""
+        if not self._changed or any(entry.pid is None for entry in self._entries):
+            return
+        self._changed = False
+        temporary = self._path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")
+            os.replace(temporary, self._path)
+
+    def _entry(self, unit: int, residents: tuple[Address, ...]) -> Entry:
+        first = residents[0]
+        pairs = [[resident.group, resident.index] for resident in residents]
+        roles = [str(resident) for resident in residents]
+        if first.role is Role.SERVER:
+            return Entry(roles, unit, servers=pairs)
+        return Entry(roles, unit, first.group * self._topology.workers_per_group + first.index, workers=pairs)

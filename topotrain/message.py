@@ -1,0 +1,519 @@
+"""What travels: every message as a frozen dataclass, and its bytes.
+
+Rule: nothing here is pickled and no length read from a peer reaches an allocator. The typed fields ("meta") are
+packed with `struct`: first all fixed fields, then the variable ones, each with a length that is checked against the
+bytes that are there. The tensor of a message, its `body`, is no part of the meta: a road receives it into a buffer
+that its receiver already owns, or hands over a view of the sender's memory.
+
+A body is a *view of a buffer somebody owns* unless the class says "snapshot"; how long a view stays valid is part of
+the message's meaning and is written at each class.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+MAX_META = 64 * 1024
+MAX_BODY = 64 * 1024 * 1024
+MAX_TEXT = 48 * 1024  # room for the other fields of a message that carries text
+
+
+class ProtocolError(Exception):
+    """A peer sent bytes that are no message, or a message that has no place here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of everything that travels. `body` is 1-D and contiguous, or None."""
+
+    KIND: ClassVar[int] = 0
+    body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+_KINDS: dict[int, type[Message]] = {}
+_CODECS: dict[type[Message], "_Codec"] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    fixed: struct.Struct
+    fixed_names: tuple[str, ...]
+    variable: tuple[tuple[str, str], ...]
+
+
+_FIXED_CODES = {int: "q", float: "d", bool: "?"}
+
+
+def _codec_of(cls: type[Message]) -> _Codec:
+    fixed, names, variable = "<", [], []
+    for f in fields(cls):
+        if f.name == "body":
+            continue
+        if isinstance(f.type, type) and f.type in _FIXED_CODES:
+            fixed += _FIXED_CODES[f.type]
+            names.append(f.name)
+        elif f.type in (str, bytes):
+            variable.append((f.name, "text" if f.type is str else "bytes"))
+        else:
+            variable.append((f.name, "ints"))
+    return _Codec(struct.Struct(fixed), tuple(names), tuple(variable))
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+def _message(kind: int) -> Callable[[type[_M]], type[_M]]:
+    """Give a message class its type number on the wire, for ever."""
+
+    def wrap(cls: type[_M]) -> type[_M]:
+        if kind in _KINDS:
+            raise AssertionError(f"message number {kind} used twice")
+        cls.KIND = kind
+        _KINDS[kind] = cls
+        _CODECS[cls] = _codec_of(cls)
+        return cls
+
+    return wrap
+
+
+_U32 = struct.Struct("<I")
+
+
+def encode(message: Message) -> tuple[int, bytes]:
+    """The type number and the meta bytes of a message (at most MAX_META); the body is not included."""
+    codec = _CODECS[type(message)]
+    parts = [codec.fixed.pack(*[getattr(message, name) for name in codec.fixed_names])]
+    for name, how in codec.variable:
+        value = getattr(message, name)
+        if how == "text":
+            raw = value.encode()
+        elif how == "ints":
+            raw = struct.pack(f"<{len(value)}q", *value)
+        else:
+            raw = value
+        parts.append(_U32.pack(len(raw)))
+        parts.append(raw)
+    meta = b"".join(parts)
+    if len(meta) > MAX_META:
+        raise ProtocolError(f"{type(message).__name__} has {len(meta)} bytes of fields, the limit is {MAX_META}")
+    return message.KIND, meta
+
+
+def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
+    """The message of a type number and its meta.
+
+    Raises:
+        ProtocolError: unknown type, or bytes that are not exactly such a message.
+    """
+    cls = _KINDS.get(kind)
+    if cls is None:
+        raise ProtocolError(f"unknown message type {kind}")
+    codec = _CODECS[cls]
+    if len(meta) < codec.fixed.size:
+        raise ProtocolError(f"{cls.__name__}: {len(meta)} bytes of fields, too few")
+    values: dict[str, Any] = dict(zip(codec.fixed_names, codec.fixed.unpack_from(meta), strict=True))
+    at = codec.fixed.size
+    for name, how in codec.variable:
+        values[name], at = _variable(cls, how, meta, at)
+    if at != len(meta):
+        raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
+    return cls(**values, body=body)
+
+
+def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:
+    if at + 4 > len(meta):
+        raise ProtocolError(f"{cls.__name__}: cut short")
+    (length,) = _U32.unpack_from(meta, at)
+    start, end = at + 4, at + 4 + length
+    if end > len(meta):
+        raise ProtocolError(f"{cls.__name__}: cut short")
+    raw = bytes(meta[start:end])
+    if how == "bytes":
+        return raw, end
+    if how == "ints":
+        if length % 8:
+            raise ProtocolError(f"{cls.__name__}: a list of integers of {length} bytes")
+        return struct.unpack(f"<{length // 8}q", raw), end
+    try:
+        return raw.decode(), end
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"{cls.__name__}: text is not UTF-8") from error
+
+
+# --- joining -----------------------------------------------------------------------------------------------------
+
+
+@_message(1)
+@dataclass(frozen=True, slots=True)
+class SchemaPart(Message):
+    """Worker -> server: one part of the description of the model and the optimizer (JSON text, at most MAX_TEXT)."""
+
+    part: int
+    parts: int
+    text: str
+
+
+@_message(2)
+@dataclass(frozen=True, slots=True)
+class Init(Message):
+    """Initial (or, after warm-up, first common) values of one bucket. The body is read before the sender goes on."""
+
+    bucket: int
+
+
+@_message(3)
+@dataclass(frozen=True, slots=True)
+class Fetch(Message):
+    """Worker -> server: send me your current values. `round` numbers the fetches of one worker."""
+
+    round: int
+
+
+@_message(4)
+@dataclass(frozen=True, slots=True)
+class Values(Message):
+    """Server -> worker: current values of one bucket; `round` as in Fetch, or the step that made them (negative: none).
+
+    The body is a view of the server's values when a single group uses them (it changes only after this worker's
+    next COMMIT), else a snapshot.
+    """
+
+    round: int
+    bucket: int
+    version: int
+
+
+@_message(6)
+@dataclass(frozen=True, slots=True)
+class Ready(Message):
+    """Server -> server of the same shard in group 0: I know the model, send me values."""
+
+
+@_message(5)
+@dataclass(frozen=True, slots=True)
+class Fail(Message):
+    """The sender cannot go on with the job, and why, in the user's words; config: the job itself is wrong."""
+
+    text: str
+    config: bool = False
+
+
+# --- one step ----------------------------------------------------------------------------------------------------
+
+
+@_message(10)
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """Worker -> server: the local gradient of one bucket.
+
+    `ordinal` counts the backwards of the step (visible gradients: each is a reduction of its own) or the revision
+    (replacing pushes). `present` has one bit per piece of the bucket; the body of an absent piece is zero. The body is
+    a view of the worker's local buffer: it stays until the reduction's mean has come back, or the step is committed.
+    """
+
+    step: int
+    ordinal: int
+    bucket: int
+    weight: float
+    present: bytes
+
+
+@_message(11)
+@dataclass(frozen=True, slots=True)
+class BackwardEnd(Message):
+    """Worker -> server: this backward is over; `pushed` has a bit for each of the server's buckets that was pushed."""
+
+    step: int
+    ordinal: int
+    weight: float
+    pushed: bytes
+
+
+@_message(17)
+@dataclass(frozen=True, slots=True)
+class Reduced(Message):
+    """Server -> worker: this backward is reduced; `contributed` has a bit for each bucket that has a Mean."""
+
+    step: int
+    ordinal: int
+    contributed: bytes
+
+
+@_message(12)
+@dataclass(frozen=True, slots=True)
+class Mean(Message):
+    """Server -> worker: the group's mean of one bucket and backward; `present` is the union over the workers.
+
+    The body is a view of the server's buffer and stays until this worker pushes the bucket again.
+    """
+
+    step: int
+    ordinal: int
+    bucket: int
+    present: bytes
+
+
+@_message(13)
+@dataclass(frozen=True, slots=True)
+class Edit(Message):
+    """Worker -> server: the gradient of a bucket as the script left it, where it differs from the running sum."""
+
+    step: int
+    bucket: int
+
+
+@_message(14)
+@dataclass(frozen=True, slots=True)
+class Commit(Message):
+    """Worker -> server: `optimizer.step()` was called.
+
+    backwards: how many reductions the step has.
+    revisions: of replacing pushes: a byte per bucket of the server, the revision that counts, 255 = none.
+    edited, dropped: a bit per piece of the server: the script changed the gradient, or set it to None.
+    hyper: JSON of the parameter groups' hyper-parameters (empty: as last time).
+    marks: flat triples (stream, first, last) of the data batches this step consumed.
+    inv_scale: what gradients are multiplied by (1.0: no loss scaling).
+    clip_norm: bound of the global norm, kept by the servers (0: none). fetch: send values.
+    """
+
+    step: int
+    backwards: int
+    weight: float
+    inv_scale: float
+    check_finite: bool
+    clip_norm: float
+    clip_type: float
+    fetch: bool
+    revisions: bytes
+    edited: bytes
+    dropped: bytes
+    hyper: bytes
+    marks: tuple[int, ...]
+
+
+@_message(15)
+@dataclass(frozen=True, slots=True)
+class Applied(Message):
+    """Server -> worker: the step is committed here. norm: global gradient norm if it was asked for, else -1."""
+
+    step: int
+    version: int
+    staleness: int
+    found_inf: bool
+    norm: float
+
+
+@_message(16)
+@dataclass(frozen=True, slots=True)
+class Finish(Message):
+    """Worker -> server: the script ended after this many steps; nothing more will be pushed."""
+
+    steps: int
+
+
+# --- between the shards of a server group ------------------------------------------------------------------------
+
+
+@_message(20)
+@dataclass(frozen=True, slots=True)
+class Staged(Message):
+    """Shard -> coordinator: every contribution to this step is here.
+
+    power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
+    this number are applied here and need not be kept for me.
+    """
+
+    group: int
+    step: int
+    finite: bool
+    power: float
+    infinity: bool
+    applied: int
+
+
+@_message(21)
+@dataclass(frozen=True, slots=True)
+class Apply(Message):
+    """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf)."""
+
+    index: int
+    group: int
+    step: int
+    found_inf: bool
+    power: float
+
+
+@_message(22)
+@dataclass(frozen=True, slots=True)
+class AskApply(Message):
+    """Shard -> coordinator: I have applied everything below `index`; what was decided from there on?"""
+
+    index: int
+
+
+# --- between server groups ---------------------------------------------------------------------------------------
+
+
+@_message(30)
+@dataclass(frozen=True, slots=True)
+class Delta(Message):
+    """Group -> master group: what this group added to a bucket since the last sync. Snapshot."""
+
+    bucket: int
+    sync: int
+
+
+@_message(31)
+@dataclass(frozen=True, slots=True)
+class Master(Message):
+    """Master group -> group: the master's value after taking Delta number `sync`. Snapshot."""
+
+    bucket: int
+    sync: int
+
+
+@_message(32)
+@dataclass(frozen=True, slots=True)
+class RingOffer(Message):
+    """Group -> its right neighbor: my value of a bucket, round number `sync` of this pair. Snapshot."""
+
+    bucket: int
+    sync: int
+
+
+@_message(33)
+@dataclass(frozen=True, slots=True)
+class RingReply(Message):
+    """Right neighbor -> group: what to add so that both hold the average. Snapshot."""
+
+    bucket: int
+    sync: int
+
+
+@_message(34)
+@dataclass(frozen=True, slots=True)
+class Drained(Message):
+    """Server -> servers of the same shard in other groups: all my groups have ended, all my updates are with you."""
+
+
+@_message(35)
+@dataclass(frozen=True, slots=True)
+class Final(Message):
+    """Master -> server group 0: the final value of a bucket it masters. View: it never changes again."""
+
+    bucket: int
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+@_message(40)
+@dataclass(frozen=True, slots=True)
+class BufferPut(Message):
+    """Model buffer number `index` of a worker group (BatchNorm statistics), as raw bytes; index -1: that was all."""
+
+    group: int
+    index: int
+
+
+@_message(41)
+@dataclass(frozen=True, slots=True)
+class FinalAsk(Message):
+    """Worker (0,0) -> servers of its group: the master view, once everybody has drained; replied with Values."""
+
+    round: int
+
+
+@_message(42)
+@dataclass(frozen=True, slots=True)
+class BufferAsk(Message):
+    """Worker (0,0) -> server (0,0): the buffers of all groups; replied with BufferPut, the end marked by index -1."""
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+@_message(50)
+@dataclass(frozen=True, slots=True)
+class LeaseAsk(Message):
+    """Worker -> server (0,0): the `ordinal`-th lease of my group in this epoch.
+
+    total: batches in the epoch (-1: not known). digest: hash of the epoch's batch list (must agree; 0: unknown).
+    passed: how many of its leases the group has finished. wait: hold the answer until a lease or the end.
+    """
+
+    epoch: int
+    ordinal: int
+    total: int
+    digest: int
+    passed: int
+    wait: bool
+
+
+@_message(51)
+@dataclass(frozen=True, slots=True)
+class Lease(Message):
+    """Server -> worker: batches [first, last) of the epoch; last < 0: the epoch is over; last == first: none now."""
+
+    epoch: int
+    ordinal: int
+    lease: int
+    first: int
+    last: int
+
+
+@_message(52)
+@dataclass(frozen=True, slots=True)
+class LeaseFree(Message):
+    """Worker -> server (0,0): my group left the epoch; from batch `first` of lease `ordinal` on, all are free."""
+
+    epoch: int
+    ordinal: int
+    first: int
+
+
+@_message(53)
+@dataclass(frozen=True, slots=True)
+class DrawPut(Message):
+    """Worker (0,0) -> server (0,0): a run of the epoch's batches; sizes per batch, then all indices. end: no more."""
+
+    epoch: int
+    chunk: int
+    end: bool
+    sizes: tuple[int, ...]
+    indices: tuple[int, ...]
+
+
+@_message(54)
+@dataclass(frozen=True, slots=True)
+class DrawAsk(Message):
+    """Worker -> server (0,0): chunk number `chunk` of the epoch; replied with DrawPut when it is there."""
+
+    epoch: int
+    chunk: int
+
+
+# --- optimizer state ---------------------------------------------------------------------------------------------
+
+
+@_message(60)
+@dataclass(frozen=True, slots=True)
+class StateAsk(Message):
+    """Worker -> server: your optimizer state; replied with StatePart, the end marked by an empty key."""
+
+    round: int
+
+
+@_message(61)
+@dataclass(frozen=True, slots=True)
+class StatePart(Message):
+    """One entry of the optimizer state of one piece of a parameter: a tensor (body, float32 bytes), or a number."""
+
+    round: int
+    bucket: int
+    piece: int
+    number: float
+    key: str

@@ -1,0 +1,208 @@
+"""How server groups agree on a bucket of parameters.
+
+`MasterAgreement`: each bucket has one master group. Another group sends what it added since the last time, the master
+adds it to its own value and replies with that; meanwhile training goes on, and what was added in between is kept:
+    send:  delta = cur - snap, sent = cur        reply m:  cur += m - sent, snap = m
+Every local update thus reaches the master exactly once, however long the reply takes (SINGA's Distributed Hogwild, with
+the updates between request and reply no longer lost).
+
+`RingAgreement`: a group offers its value to its right neighbor, which moves to the average and replies with what the
+offerer has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise
+averaging: Boyd et al., Randomized gossip algorithms, 2006). The neighbor remembers its reply: an offer said twice
+changes nothing.
+
+One object per server. It owns no values: it is shown the bucket's current tensor and changes that in place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from topotrain.message import Delta, Master, Message, RingOffer, RingReply
+from topotrain.slices import Bucket
+
+View = Callable[[int], torch.Tensor]
+Out = list[tuple[int, Message]]  # (server group, message)
+
+
+class Agreement(Protocol):
+    """What a server asks of its neighbors."""
+
+    def begin(self) -> None:
+        """All groups start from the values that are now in place."""
+        ...
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        """One more local update of these buckets was applied."""
+        ...
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        """A message of another server group."""
+        ...
+
+    def drain(self) -> Out:
+        """No more local updates will come: send what is left."""
+        ...
+
+    def drained(self) -> bool:
+        """After drain(): nothing of this server is under way any more."""
+        ...
+
+
+class Alone:
+    """A single server group, or groups that go their own ways: nothing to agree."""
+
+    def begin(self) -> None:
+        pass
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        return []
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        return []
+
+    def drain(self) -> Out:
+        return []
+
+    def drained(self) -> bool:
+        return True
+
+
+class MasterAgreement:
+    """Exchange of differences with each bucket's master group.
+
+    Args:
+        group: this server's group.
+        buckets: this shard's buckets.
+        view: view(bucket id) -> current values, 1-D.
+        sync_freq: local updates of a bucket between two exchanges.
+    """
+
+    def __init__(self, group: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
+        self._masters = {b.id: b.master for b in buckets if b.master != group}
+        self._view = view
+        self._freq = sync_freq
+        self._snap: dict[int, torch.Tensor] = {}
+        self._sent: dict[int, torch.Tensor] = {}
+        self._updates = dict.fromkeys(self._masters, 0)
+        self._round = dict.fromkeys(self._masters, 0)
+        self._waiting: set[int] = set()
+        self._taken: dict[tuple[int, int], int] = {}
+        self._draining = False
+
+    def begin(self) -> None:
+        self._snap = {bucket: self._view(bucket).clone() for bucket in self._masters}
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        out: Out = []
+        for bucket in buckets:
+            if bucket in self._masters:
+                self._updates[bucket] += 1
+                if self._updates[bucket] >= self._freq and bucket not in self._waiting:
+                    out.append(self._send(bucket))
+        return out
+
+    def _send(self, bucket: int) -> tuple[int, Message]:
+        current = self._view(bucket)
+        self._sent[bucket] = current.clone()
+        self._round[bucket] += 1
+        self._updates[bucket] = 0
+        self._waiting.add(bucket)
+        return self._masters[bucket], Delta(bucket, self._round[bucket], body=current - self._snap[bucket])
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        if isinstance(message, Delta):
+            return self._take(group, message, body)
+        if isinstance(message, Master):
+            return self._merge(message, body)
+        return []
+
+    def _take(self, group: int, message: Delta, body: torch.Tensor) -> Out:
+        key = (group, message.bucket)
+        if message.sync == self._taken.get(key, 0) + 1:
+            self._view(message.bucket).add_(body)
+            self._taken[key] = message.sync
+        elif message.sync > self._taken.get(key, 0):
+            return []  # an earlier one is still under way; it will be sent again
+        return [(group, Master(message.bucket, message.sync, body=self._view(message.bucket).clone()))]
+
+    def _merge(self, message: Master, body: torch.Tensor) -> Out:
+        bucket = message.bucket
+        if bucket not in self._waiting or message.sync != self._round[bucket]:
+            return []
+        self._view(bucket).add_(body - self._sent.pop(bucket))
+        self._snap[bucket].copy_(body)
+        self._waiting.discard(bucket)
+        if self._updates[bucket] and (self._draining or self._updates[bucket] >= self._freq):
+            return [self._send(bucket)]
+        return []
+
+    def drain(self) -> Out:
+        self._draining = True
+        return [self._send(b) for b in self._masters if self._updates[b] and b not in self._waiting]
+
+    def drained(self) -> bool:
+        return self._draining and not self._waiting and not any(self._updates.values())
+
+
+class RingAgreement:
+    """Pairwise averaging with the right neighbor in the ring of server groups.
+
+    Args:
+        group, groups: this server's group, and how many there are (>= 2).
+        buckets, view, sync_freq: as for MasterAgreement.
+    """
+
+    def __init__(self, group: int, groups: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
+        self._right = (group + 1) % groups
+        self._buckets = [b.id for b in buckets]
+        self._view = view
+        self._freq = sync_freq
+        self._updates = dict.fromkeys(self._buckets, 0)
+        self._round = dict.fromkeys(self._buckets, 0)
+        self._waiting: set[int] = set()
+        self._answers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._draining = False
+
+    def begin(self) -> None:
+        pass
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        out: Out = []
+        for bucket in buckets:
+            self._updates[bucket] += 1
+            if self._updates[bucket] >= self._freq and bucket not in self._waiting:
+                self._updates[bucket] = 0
+                self._round[bucket] += 1
+                self._waiting.add(bucket)
+                out.append((self._right, RingOffer(bucket, self._round[bucket], body=self._view(bucket).clone())))
+        return out
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        if isinstance(message, RingOffer):
+            return self._average(group, message, body)
+        awaited = isinstance(message, RingReply) and message.sync == self._round[message.bucket]
+        if isinstance(message, RingReply) and awaited and message.bucket in self._waiting:
+            self._waiting.discard(message.bucket)
+            self._view(message.bucket).add_(body)
+        return []
+
+    def _average(self, group: int, message: RingOffer, body: torch.Tensor) -> Out:
+        key = (group, message.bucket)
+        number, answer = self._answers.get(key, (0, body))
+        if message.sync > number:
+            current = self._view(message.bucket)
+            answer = (current - body).mul_(0.5)
+            current.sub_(answer)
+            self._answers[key] = (message.sync, answer)
+        elif message.sync < number:
+            return []
+        return [(group, RingReply(message.bucket, message.sync, body=answer))]
+
+    def drain(self) -> Out:
+        self._draining = True
+        return []
+
+    def drained(self) -> bool:
+        return self._draining and not self._waiting

@@ -1,0 +1,179 @@
+"""What a job will look like before anything runs: who lives where, what each server owns, what each process needs.
+
+Rule: pure, and without torch. The layout follows from the cluster block alone; a `Schema` of the model's parameters
+(which the doors learn from the user's script) adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from topotrain.job import Grads, Job
+from topotrain.slices import ITEM_BYTES, Parameter, SliceMap, cut
+from topotrain.topology import Address, Role, Topology, layout
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A model as the planner sees it: its unique parameters, and the optimizer's state elements per parameter element.
+
+    `state_factor` is 0 for plain SGD, 1 for momentum, 2 for Adam.
+    """
+
+    parameters: tuple[Parameter, ...]
+    state_factor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one server owns: its slices, their elements without padding, and the bytes of their values."""
+
+    server: Address
+    unit: int
+    slices: int
+    elements: int
+    value_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes one resident needs for training state, an estimate: activations and torch itself are not in it.
+
+    `values` counts a worker's copy in full, also where the workers of a group share one buffer on a host. `staging`
+    holds what is on its way: a worker's local part (and the group's mean under kVisible), and on a server one buffer
+    per contributing worker, because sums are made in rank order, plus two copies where server groups synchronize.
+    """
+
+    resident: Address
+    unit: int
+    values: int
+    gradients: int
+    staging: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """All of it together, in bytes."""
+        return self.values + self.gradients + self.staging + self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A rehearsed job. Without a program `slices` is None, `shares` and `memory` are empty. Build it with `plan`."""
+
+    topology: Topology
+    slices: SliceMap | None = None
+    shares: tuple[Share, ...] = ()
+    memory: tuple[Memory, ...] = ()
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for `plan --json`: the layout, with a program also `tensors`, `imbalance`, `slices`, `memory`."""
+        data = self.topology.as_data()
+        if self.slices is None:
+            return data
+        return {
+            **data,
+            "tensors": len(self.slices.parameters),
+            "imbalance": self.slices.imbalance,
+            "slices": [_share_data(share) for share in self.shares],
+            "memory": [_memory_data(memory) for memory in self.memory],
+        }
+
+    def explain(self) -> str:
+        """The same for a reader: the layout in words and tables, then slices and memory where they are known."""
+        text = self.topology.explain().rstrip("\n")
+        if self.slices is None:
+            return text
+        return "\n".join([text, "", *self._slices(self.slices), "", *self._memory()])
+
+    def _slices(self, slices: SliceMap) -> list[str]:
+        rows = [
+            (str(share.server), str(share.unit), str(share.slices), f"{share.elements:,}", _mb(share.value_bytes))
+            for share in self.shares
+        ]
+        return [
+            f"{len(slices.parameters)} tensors, cut over the servers of each group (imbalance {slices.imbalance:.1%}):",
+            *_columns(("server", "unit", "slices", "elements", "values MB"), rows),
+        ]
+
+    def _memory(self) -> list[str]:
+        rows = [
+            (str(m.resident), str(m.unit), *map(_mb, (m.values, m.gradients, m.staging, m.state, m.total)))
+            for m in self.memory
+        ]
+        header = ("process", "unit", "values MB", "gradients MB", "staging MB", "state MB", "total MB")
+        return ["training state in memory, an estimate without activations:", *_columns(header, rows)]
+
+
+def plan(job: Job, schema: Schema | None = None) -> Plan:
+    """Rehearse `job` on paper. Raises ConfigError where the cluster's counts do not fit together."""
+    topology = layout(job.cluster)
+    if schema is None:
+        return Plan(topology)
+    slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
+    shares = tuple(
+        _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)
+    )
+    workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
+    servers = (_server(schema, topology, share) for share in shares)
+    return Plan(topology, slices, shares, (*workers, *servers))
+
+
+def _share(slices: SliceMap, topology: Topology, server: Address) -> Share:
+    owned = slices.segments_of(server.index)
+    elements = sum(segment.hi - segment.lo for segment in owned)
+    return Share(server, topology.unit_of(server), len(owned), elements, slices.shard_bytes[server.index])
+
+
+def _worker(job: Job, schema: Schema, topology: Topology, who: Address) -> Memory:
+    values = sum(_bytes(parameter) for parameter in schema.parameters)
+    trained = sum(_bytes(parameter) for parameter in schema.parameters if parameter.trainable)
+    copies = 2 if job.grads is Grads.kVisible else 1
+    return Memory(who, topology.unit_of(who), values, trained, copies * trained, 0)
+
+
+def _server(schema: Schema, topology: Topology, share: Share) -> Memory:
+    contributors = topology.workers_per_group * len(topology.worker_groups_of(share.server.group))
+    copies = contributors + (2 if topology.synced else 0)
+    state = round(schema.state_factor * share.value_bytes)
+    return Memory(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
+
+
+def _bytes(parameter: Parameter) -> int:
+    return parameter.count * ITEM_BYTES[parameter.dtype]
+
+
+def _share_data(share: Share) -> dict[str, Any]:
+    return {
+        "server": [share.server.group, share.server.index],
+        "unit": share.unit,
+        "slices": share.slices,
+        "elements": share.elements,
+        "value_bytes": share.value_bytes,
+    }
+
+
+def _memory_data(memory: Memory) -> dict[str, Any]:
+    return {
+        "role": "worker" if memory.resident.role is Role.WORKER else "server",
+        "address": [memory.resident.group, memory.resident.index],
+        "unit": memory.unit,
+        "values": memory.values,
+        "gradients": memory.gradients,
+        "staging": memory.staging,
+        "state": memory.state,
+        "total": memory.total,
+    }
+
+
+def _mb(size: int) -> str:
+    return f"{size / MB:,.2f}"
+
+
+def _columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Text columns two spaces apart: the first to the left, numbers to the right."""
+    table = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in table]

@@ -1,0 +1,398 @@
+"""One group's step on one shard: what has arrived, whom it still waits for, and the canonical sum.
+
+Floating-point addition is not associative, so the order is part of the result: inside a unit in rank order, then the
+units in order (`Topology.sum_tree`). Whatever the road and whoever arrives first, the sum is taken in this order once
+everybody's part is there. That needs a buffer per contributor, and is why parts are kept until then.
+
+Two ways to reduce. *Visible*: every backward is a reduction of its own, the mean goes back to the workers, and the
+step's gradient is the running sum of the means with the script's edits written over it. *Replacing*: a push replaces
+the worker's former one; the sum is taken once, when all have committed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from topotrain.message import BackwardEnd, Commit, Edit, Push
+from topotrain.slices import Bucket
+
+NO_REVISION = 255  # in Commit.revisions: this worker has no gradient in the bucket
+
+Tree = Sequence[Sequence[int]]
+Part = tuple[float, torch.Tensor | None]
+
+
+class StepError(Exception):
+    """Workers of one group disagree about a step; the text names both."""
+
+
+def canonical_mean(
+    parts: Mapping[int, Part],
+    tree: Tree,
+    out: torch.Tensor,
+    scratch: Callable[[int], torch.Tensor],
+    divide: bool = True,
+) -> None:
+    """Weighted mean (or, with `divide` false, plain sum) of the parts in the canonical order, into `out`.
+
+    Args:
+        parts: worker index -> (weight, 1-D gradient or None where the worker has none, which counts as zero).
+        tree: worker indices by unit, as `Topology.sum_tree` gives them.
+        out: 1-D result; must not overlap a part.
+        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}; asked for only where needed.
+        divide: divide by the sum of all weights. With equal weights the plain sum is divided by their number:
+            multiplying by 1/3 has other bits than dividing by 3.
+    """
+    weights = [weight for weight, _ in parts.values() if weight > 0]
+    equal = not divide or len(set(weights)) <= 1
+    started = False
+    for unit in tree:
+        terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
+        grads = [(weight, grad) for weight, grad in terms if grad is not None]
+        if not grads:
+            continue
+        if not started:
+            _sum_unit(grads, equal, out, scratch)
+            started = True
+        elif len(grads) == 1:
+            out.add_(_scaled(grads[0], equal, scratch))
+        else:
+            partial = scratch(0)
+            _sum_unit(grads, equal, partial, scratch)
+            out.add_(partial)
+    if not started:
+        out.zero_()
+    elif divide and (len(weights) > 1 or not equal):
+        out.div_(len(weights) if equal else sum(weights))
+
+
+def _sum_unit(
+    grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: Callable[[int], torch.Tensor]
+) -> None:
+    weight, first = grads[0]
+    if equal and len(grads) > 1:
+        torch.add(first, grads[1][1], out=out)
+        rest = grads[2:]
+    else:
+        torch.mul(first, 1.0 if equal else weight, out=out)
+        rest = grads[1:]
+    for term in rest:
+        out.add_(_scaled(term, equal, scratch))
+
+
+def _scaled(term: tuple[float, torch.Tensor], equal: bool, scratch: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    weight, grad = term
+    return grad if equal else torch.mul(grad, weight, out=scratch(1))
+
+
+def bits_to_int(bits: bytes) -> int:
+    """A bitmap as it travels -> a Python int, bit i for item i."""
+    return int.from_bytes(bits, "little")
+
+
+def int_to_bits(value: int, count: int) -> bytes:
+    """A bitmap over `count` items as it travels."""
+    return value.to_bytes((count + 7) // 8, "little")
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """One backward of the group (or, replacing, the whole step)."""
+
+    pushes: dict[int, dict[int, tuple[Push, torch.Tensor]]] = field(default_factory=dict)
+    ends: dict[int, BackwardEnd] = field(default_factory=dict)
+    done: int = 0  # bit per bucket of the shard
+    contributed: int = 0  # bit per bucket of the shard
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A bucket whose mean is ready: `mean` is a view that stays until the group pushes the bucket again."""
+
+    bucket: int
+    present: int
+    mean: torch.Tensor
+
+
+class Staging:
+    """What one worker group has sent for its current step to one shard.
+
+    Args:
+        workers: number of workers in the group.
+        tree: canonical order.
+        buckets: the shard's buckets, consecutive ids.
+        view: view(name, bucket) gives the bucket's part of the group's buffer `name` ("mean" or "total").
+        visible: reduce every backward, or let pushes replace one another.
+        divide: mean or sum.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        tree: Tree,
+        buckets: Sequence[Bucket],
+        view: Callable[[str, Bucket], torch.Tensor],
+        visible: bool,
+        divide: bool,
+    ) -> None:
+        self._workers = workers
+        self._tree = tree
+        self._buckets = buckets
+        self._first = buckets[0].id if buckets else 0
+        self._view = view
+        self._visible = visible
+        self._divide = divide
+        self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.step = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._reductions: dict[int, _Reduction] = {}
+        self._edits: dict[int, torch.Tensor] = {}
+        self._present = [0] * len(self._buckets)
+        self._in_total: set[int] = set()
+        self.commits: dict[int, Commit] = {}
+        self.staged = False
+
+    def next_step(self) -> None:
+        """The step was applied (or skipped): forget its parts."""
+        self.step += 1
+        self._reset()
+
+    # --- arrivals ------------------------------------------------------------------------------------------------
+
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> list[Reduced]:
+        """Keep a worker's gradient of a bucket. Returns the means that became ready (visible only)."""
+        self._check_ordinal(worker, message.ordinal)
+        if not self._visible:
+            pushes = self._reduction(0).pushes.setdefault(message.bucket, {})
+            old = pushes.get(worker)
+            if old is None or old[0].ordinal < message.ordinal:
+                pushes[worker] = (message, body)
+            return []
+        pushes = self._reduction(message.ordinal).pushes.setdefault(message.bucket, {})
+        pushes.setdefault(worker, (message, body))
+        return self._reduce(message.ordinal, [message.bucket])
+
+    def end(self, worker: int, message: BackwardEnd) -> list[Reduced]:
+        """A worker's backward is over: what it did not push, it does not have."""
+        self._check_ordinal(worker, message.ordinal)
+        reduction = self._reduction(message.ordinal)
+        if worker in reduction.ends:
+            return []
+        reduction.ends[worker] = message
+        return self._reduce(message.ordinal, [b.id for b in self._buckets])
+
+    def edit(self, message: Edit, body: torch.Tensor) -> None:
+        """A bucket's gradient as the script left it."""
+        self._edits.setdefault(message.bucket, body)
+
+    def commit(self, worker: int, message: Commit) -> None:
+        """A worker called `optimizer.step()`. Raises StepError when the group's workers disagree."""
+        if worker in self.commits:
+            return
+        self.commits[worker] = message
+        for other, theirs in self.commits.items():
+            _agree(other, theirs, worker, message)
+        for ordinal, reduction in self._reductions.items():
+            if self._visible and ordinal >= message.backwards:
+                later = next(iter([*reduction.ends, *(w for p in reduction.pushes.values() for w in p)]))
+                self._unequal_backwards(worker, message.backwards, later, ordinal)
+
+    def _check_ordinal(self, worker: int, ordinal: int) -> None:
+        for other, commit in self.commits.items():
+            if self._visible and ordinal >= commit.backwards:
+                self._unequal_backwards(other, commit.backwards, worker, ordinal)
+
+    @staticmethod
+    def _unequal_backwards(done: int, backwards: int, later: int, ordinal: int) -> None:
+        raise StepError(
+            f"unequal numbers of backwards in one step: worker {done} of the group called step() after {backwards}, "
+            f"worker {later} is in backward number {ordinal + 1}; all workers of a group must run the same backwards "
+            f"(or make one private: `with tt.local():`)"
+        )
+
+    def _reduction(self, ordinal: int) -> _Reduction:
+        return self._reductions.setdefault(ordinal, _Reduction())
+
+    # --- the sum -------------------------------------------------------------------------------------------------
+
+    def _reduce(self, ordinal: int, buckets: Sequence[int]) -> list[Reduced]:
+        reduction = self._reductions[ordinal]
+        ready = []
+        for bucket in buckets:
+            bit = 1 << (bucket - self._first)
+            if reduction.done & bit:
+                continue
+            parts = self._parts(reduction, bucket, bit)
+            if parts is None:
+                continue
+            reduction.done |= bit
+            present = self._sum(ordinal, bucket, parts, reduction)
+            if present:
+                reduction.contributed |= bit
+                ready.append(Reduced(bucket, present, self._view("mean", self._buckets[bucket - self._first])))
+        return ready
+
+    def _parts(self, reduction: _Reduction, bucket: int, bit: int) -> dict[int, Part] | None:
+        """The parts of a bucket in worker order, or None while somebody's is missing."""
+        pushes = reduction.pushes.get(bucket, {})
+        parts: dict[int, Part] = {}
+        for worker in range(self._workers):
+            if worker in pushes:
+                parts[worker] = (pushes[worker][0].weight, pushes[worker][1])
+            elif worker in reduction.ends and not bits_to_int(reduction.ends[worker].pushed) & bit:
+                parts[worker] = (reduction.ends[worker].weight, None)
+            else:
+                return None
+        return parts
+
+    def _sum(self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction) -> int:
+        pushes = reduction.pushes.pop(bucket, {})
+        present = 0
+        for push, _ in pushes.values():
+            present |= bits_to_int(push.present)
+        if not present:
+            return 0
+        at = bucket - self._first
+        mean = self._view("mean", self._buckets[at])
+        earlier = self._visible and self._present[at] != 0
+        if earlier and at not in self._in_total:
+            # A second mean is about to overwrite the first: the running sum moves to a buffer of its own.
+            self._view("total", self._buckets[at]).copy_(mean)
+            self._in_total.add(at)
+        canonical_mean(parts, self._tree, mean, lambda k: self._scratch_like(k, mean), self._divide)
+        if earlier:
+            self._view("total", self._buckets[at]).add_(mean)
+        self._present[at] |= present
+        return present
+
+    def _scratch_like(self, k: int, like: torch.Tensor) -> torch.Tensor:
+        buffer = self._scratch.get((k, like.dtype))
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = self._scratch[(k, like.dtype)] = torch.empty_like(like)
+        return buffer[: like.numel()]
+
+    def closed(self, ordinal: int) -> int | None:
+        """Once per backward, when every bucket of it is reduced: the bitmap of buckets somebody contributed to."""
+        reduction = self._reductions.get(ordinal)
+        if reduction is None or reduction.closed or reduction.done != (1 << len(self._buckets)) - 1:
+            return None
+        reduction.closed = True
+        return reduction.contributed
+
+    # --- the commit ----------------------------------------------------------------------------------------------
+
+    def try_stage(self) -> bool:
+        """True once, when every contribution to the step is here; the gradient is then complete in its buffer."""
+        if self.staged or len(self.commits) < self._workers:
+            return False
+        ready = self._stage_visible() if self._visible else self._stage_replacing()
+        self.staged = ready
+        return ready
+
+    def _stage_visible(self) -> bool:
+        commit = self.commits[0]
+        full = (1 << len(self._buckets)) - 1
+        for ordinal in range(commit.backwards):
+            if ordinal not in self._reductions or self._reductions[ordinal].done != full:
+                return False
+        edited = bits_to_int(commit.edited)
+        if edited and not self._edits_complete(edited):
+            return False
+        self._settle()
+        self._take_edits(edited)
+        changes = zip(self._per_bucket(edited), self._per_bucket(bits_to_int(commit.dropped)), strict=True)
+        for at, ((_, new), (_, gone)) in enumerate(changes):
+            self._present[at] = (self._present[at] | new) & ~gone
+        return True
+
+    def _edits_complete(self, edited: int) -> bool:
+        return all(bucket.id in self._edits for bucket, mask in self._per_bucket(edited) if mask)
+
+    def _per_bucket(self, bits: int) -> list[tuple[Bucket, int]]:
+        """A bitmap over the shard's pieces as one bitmap per bucket."""
+        found = []
+        for bucket in self._buckets:
+            found.append((bucket, bits & ((1 << len(bucket.pieces)) - 1)))
+            bits >>= len(bucket.pieces)
+        return found
+
+    def _settle(self) -> None:
+        """The running sums move to the means' place: a segment's gradient must lie in one piece of memory."""
+        for at in self._in_total:
+            self._view("mean", self._buckets[at]).copy_(self._view("total", self._buckets[at]))
+        self._in_total.clear()
+
+    def _take_edits(self, edited: int) -> None:
+        for bucket, mask in self._per_bucket(edited):
+            target = self._view("mean", bucket)
+            for i, piece in enumerate(bucket.pieces):
+                if mask >> i & 1:
+                    part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+                    target[part] = self._edits[bucket.id][part]
+
+    def _stage_replacing(self) -> bool:
+        reduction = self._reduction(0)
+        for at, bucket in enumerate(self._buckets):
+            for worker, commit in self.commits.items():
+                wanted = commit.revisions[at]
+                held = reduction.pushes.get(bucket.id, {}).get(worker)
+                if wanted != NO_REVISION and (held is None or held[0].ordinal < wanted):
+                    return False
+        for at, (bucket, dropped) in enumerate(self._per_bucket(bits_to_int(self.commits[0].dropped))):
+            self._sum_replacing(reduction, at, bucket)
+            self._present[at] &= ~dropped
+        return True
+
+    def _sum_replacing(self, reduction: _Reduction, at: int, bucket: Bucket) -> None:
+        held = reduction.pushes.get(bucket.id, {})
+        parts: dict[int, Part] = {}
+        for worker, commit in self.commits.items():
+            has = commit.revisions[at] != NO_REVISION
+            parts[worker] = (commit.weight, held[worker][1] if has else None)
+            if has:
+                self._present[at] |= bits_to_int(held[worker][0].present)
+        mean = self._view("mean", bucket)
+        if self._present[at]:
+            canonical_mean(parts, self._tree, mean, lambda k: self._scratch_like(k, mean), self._divide)
+
+    def gradient(self, bucket: Bucket) -> torch.Tensor:
+        """The staged step's gradient of a bucket (valid for the pieces in `present`)."""
+        return self._view("mean", bucket)
+
+    def present(self, bucket: Bucket) -> int:
+        """Bitmap of the bucket's pieces that have a gradient in this step."""
+        return self._present[bucket.id - self._first]
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of the step's commits."""
+        return sum(commit.weight for commit in self.commits.values())
+
+
+_MUST_AGREE = {
+    "backwards": "the number of backwards",
+    "hyper": "the optimizer's hyper-parameters",
+    "inv_scale": "the loss scale",
+    "edited": "which gradients the script changed",
+    "dropped": "which gradients the script set to None",
+    "clip_norm": "the gradient clipping",
+    "marks": "the batches of the step",
+}
+
+
+def _agree(a: int, first: Commit, b: int, second: Commit) -> None:
+    for name, words in _MUST_AGREE.items():
+        if getattr(first, name) != getattr(second, name):
+            raise StepError(
+                f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
+                f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"
+            )
+
+
+def _short(value: object) -> str:
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"

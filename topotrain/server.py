@@ -1,0 +1,625 @@
+"""A home: message in -> messages out.
+
+One `Server` is one shard of one server group. It keeps the values and the optimizer state of its slice, stages what
+the worker groups send, and is the one place where a parameter changes its value. It knows no socket, thread or clock:
+the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
+network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `reduction` and
+`consistency`, how server groups agree in `neighbor`, the arithmetic of an update in `update`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from topotrain import message as m
+from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Streams
+from topotrain.ending import Ending
+from topotrain.job import Agreement as AgreementKind
+from topotrain.job import Grads, Job, Reduce
+from topotrain.leases import LeaseBook
+from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
+from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
+from topotrain.shard import Allocate, FlatBuffers, Schema, SchemaParts, difference, typed
+from topotrain.slices import Bucket, SliceMap, cut
+from topotrain.topology import Address, Role, Topology
+from topotrain.update import OptimizerSpec, SliceUpdate
+
+Out = list[tuple[Address, m.Message]]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A reply of values that waits for its moment."""
+
+    worker: Address
+    round: int
+    applied: m.Applied | None
+    fetch: bool
+
+
+@dataclass(slots=True)
+class _Model:
+    """What a server knows once it knows the model."""
+
+    schema: Schema
+    map: SliceMap
+    buckets: tuple[Bucket, ...]
+    flats: FlatBuffers
+    update: SliceUpdate
+    staging: dict[int, Staging]
+    agreement: Agreement
+
+
+class Server:
+    """One shard of one server group.
+
+    Args:
+        me: this server's address.
+        job: the job.
+        topology: its layout.
+        allocate: allocate(numel, dtype) -> zeroed 1-D tensor for values and means, in memory that the road can show.
+    """
+
+    def __init__(self, me: Address, job: Job, topology: Topology, allocate: Allocate) -> None:
+        self.me = me
+        self._job = job
+        self._topology = topology
+        self._allocate = allocate
+        self.groups = topology.worker_groups_of(me.group)
+        self._exclusive = len(self.groups) == 1 and not topology.synced
+        self._model: _Model | None = None
+        self._who_first = ""
+        self._parts: dict[Address, SchemaParts] = {}
+        self._drawer: list[tuple[Address, m.Message]] = []
+        self._initialised: set[int] = set()
+        self._ready_groups: set[int] = set()
+        self._common = False
+        self.version = 0
+        self.pulled = dict.fromkeys(self.groups, 0)
+        self._hyper = dict.fromkeys(self.groups, b"")
+        self._snapshots: dict[int, int] = {}
+        self._held: list[_Held] = []
+        self._applied: dict[int, m.Applied] = {}
+        self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
+        self.clocks = Clocks(self.groups, job.cluster.max_staleness)
+        for group in self.groups:
+            if group != 0 and job.warmup_steps:
+                self.clocks.leave(group)
+        self._log = DecisionLog(topology.shards) if me.index == 0 else None
+        self._order = ApplyOrder()
+        self._streams = Streams()
+        self._ending = Ending(me, topology)
+        is_desk = me.group == 0 and me.index == 0
+        self.leases = LeaseBook(topology.worker_groups, topology.workers_per_group) if is_desk else None
+        self._loading: dict[tuple[int, str], torch.Tensor] = {}
+        self._out: Out = []
+        self._inside: list[tuple[Address, m.Message]] = []
+
+    # --- the door ------------------------------------------------------------------------------------------------
+
+    def handle(self, sender: Address, message: m.Message) -> Out:
+        """Take one message; returns what to send, in order."""
+        self._out = []
+        self._inside = [(sender, message)]
+        while self._inside:
+            self._take(*self._inside.pop(0))
+        return self._out
+
+    def _take(self, sender: Address, message: m.Message) -> None:
+        if self._model is None and type(message) not in _BEFORE_MODEL:
+            # Only a road that reorders lets anything overtake the model's description.
+            self._drawer.append((sender, message))
+            return
+        try:
+            _HANDLERS[type(message)](self, sender, message)
+        except StepError as error:
+            self._fail_group(sender.group, f"worker group {sender.group}: {error}")
+
+    def _send(self, to: Address, message: m.Message) -> None:
+        if to == self.me:
+            self._inside.append((to, message))
+        else:
+            self._out.append((to, message))
+
+    def _fail_group(self, group: int, text: str) -> None:
+        for worker in self._topology.workers(group):
+            self._send(worker, m.Fail(text))
+
+    def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
+        """Where a body is to be received (see `wire.Resident.place`)."""
+        model = self._model
+        if model is None:
+            return None
+        if isinstance(message, m.BufferPut):
+            return self._ending.buffer_place(message, model.schema)
+        bucket = self._bucket(getattr(message, "bucket", -1))
+        if isinstance(message, m.Init) and not self._common:
+            return model.flats.view("values", bucket)
+        if isinstance(message, m.StatePart):
+            piece = bucket.pieces[message.piece]
+            return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+        if viewable:
+            return None
+        if isinstance(message, m.Push | m.Edit) and sender.role is Role.WORKER and sender.group in self.groups:
+            return model.flats.view(f"push {sender.group}/{sender.index}", bucket)
+        if isinstance(message, m.Delta | m.Master | m.RingOffer | m.RingReply | m.Final):
+            return model.flats.view(f"from {sender.group}", bucket)
+        return None
+
+    def _bucket(self, number: int) -> Bucket:
+        buckets = self._known.buckets
+        if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+            raise m.ProtocolError(f"bucket {number} is not mine")
+        return buckets[number - buckets[0].id]
+
+    @property
+    def _known(self) -> _Model:
+        assert self._model is not None
+        return self._model
+
+    # --- joining -------------------------------------------------------------------------------------------------
+
+    def _schema_part(self, sender: Address, message: m.SchemaPart) -> None:
+        schema = self._parts.setdefault(sender, SchemaParts()).take(message)
+        if schema is None:
+            return
+        del self._parts[sender]
+        if self._model is None:
+            self._who_first = str(sender)
+            try:
+                self._model = self._open(schema)
+            except (ValueError, TypeError, ImportError, AttributeError) as error:
+                self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
+                return
+            if self.me.group != 0:
+                self._send(Address(Role.SERVER, 0, self.me.index), m.Ready())
+            self._inside.extend(self._drawer)
+            self._drawer = []
+            if not self._known.buckets:
+                self._all_values_here()
+            return
+        text = difference(self._known.schema, schema, self._who_first, str(sender))
+        if text:
+            self._send(sender, m.Fail(f"the models of a job's workers must be the same: {text}", True))
+
+    def _open(self, schema: Schema) -> _Model:
+        cluster = self._job.cluster
+        groups = self._topology.server_groups if self._topology.synced else 1
+        slice_map = cut(schema.parameters, self._topology.shards, groups, cluster.slicing)
+        flats = FlatBuffers(slice_map, self.me.index, self._allocate)
+        spec = OptimizerSpec.from_text(schema.optimizer)
+        mine = slice_map.segments_of(self.me.index)
+        segments = [(s.id, s.parameter, flats.segment("values", s)) for s in mine]
+        buckets = slice_map.buckets_of(self.me.index)
+        return _Model(
+            schema,
+            slice_map,
+            buckets,
+            flats,
+            SliceUpdate(spec, segments, self._job.import_, _clip(self._job)),
+            {g: self._staging(g, buckets, flats) for g in self.groups},
+            self._agreement(buckets, flats),
+        )
+
+    def _staging(self, group: int, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Staging:
+        workers = self._topology.workers_per_group
+        return Staging(
+            workers,
+            self._topology.sum_tree(group),
+            buckets,
+            lambda name, bucket: flats.view(f"{name} {group}", bucket),
+            visible=self._job.grads is Grads.kVisible and workers > 1,
+            divide=self._job.reduce is Reduce.kMean,
+        )
+
+    def _agreement(self, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Agreement:
+        def view(number: int) -> torch.Tensor:
+            return flats.view("values", self._bucket(number))
+
+        cluster, groups = self._job.cluster, self._topology.server_groups
+        if not self._topology.synced:
+            return Alone()
+        if cluster.agreement is AgreementKind.kRingAverage:
+            return RingAgreement(self.me.group, groups, buckets, view, cluster.sync_freq)
+        return MasterAgreement(self.me.group, buckets, view, cluster.sync_freq)
+
+    def _init(self, sender: Address, message: m.Init) -> None:
+        if self._common:
+            return
+        target = self._known.flats.view("values", self._bucket(message.bucket))
+        body = typed(_body(message), target)
+        if body.data_ptr() != target.data_ptr():
+            target.copy_(body)
+        self._initialised.add(message.bucket)
+        if len(self._initialised) == len(self._known.buckets):
+            self._all_values_here()
+
+    def _all_values_here(self) -> None:
+        if self.me.group == 0 or not self._topology.synced:
+            self._share()
+        else:
+            self._common_start()
+        self._release()
+
+    def _ready(self, sender: Address, message: m.Ready) -> None:
+        self._ready_groups.add(sender.group)
+        self._share()
+        self._release()
+
+    def _share(self) -> None:
+        """Give every group the same start: at once, or after group 0's warm-up (`warmup_steps`)."""
+        others = range(1, self._topology.server_groups) if self._topology.synced else range(0)
+        complete = self._model is not None and len(self._initialised) == len(self._known.buckets)
+        if self._common or not complete or self._ready_groups != set(others):
+            return
+        if 0 in self.groups and self.clocks.clock(0) < self._job.warmup_steps:
+            return
+        for group in others:
+            for bucket in self._known.buckets:
+                body = self._known.flats.view("values", bucket).clone()
+                self._send(Address(Role.SERVER, group, self.me.index), m.Init(bucket.id, body=body))
+        self.clocks.set_all(self._job.warmup_steps)
+        for group in self.groups:
+            if len(self._finished[group]) < self._topology.workers_per_group:
+                self.clocks.join(group)
+        self._common_start()
+
+    def _common_start(self) -> None:
+        self._common = True
+        self._known.agreement.begin()
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def _fetch(self, sender: Address, message: m.Fetch) -> None:
+        self._held.append(_Held(sender, -1 - message.round, None, True))
+        self._release()
+
+    def _may_read(self, group: int) -> bool:
+        if not self._common:
+            warming = group == 0 and self.me.group == 0 and self.clocks.clock(0) < self._job.warmup_steps
+            return warming and len(self._initialised) == len(self._known.buckets)
+        return self.clocks.may_start(group)
+
+    def _release(self) -> None:
+        """Answer the held replies whose time has come."""
+        if self._model is None:
+            return
+        waiting, self._held = self._held, []
+        for held in waiting:
+            if not self._may_read(held.worker.group):
+                self._held.append(held)
+                continue
+            if held.fetch:
+                self._send_values(held.worker, held.round)
+            if held.applied is not None:
+                self._send(held.worker, held.applied)
+
+    def _send_values(self, worker: Address, number: int) -> None:
+        group = worker.group
+        name = "values" if self._exclusive else f"out {group}"
+        if self._snapshots.get(group) != number:
+            # All workers of a group see one and the same moment, however far apart they are served.
+            self._snapshots[group] = number
+            self.pulled[group] = self.version
+            if not self._exclusive:
+                for bucket in self._known.buckets:
+                    self._known.flats.view(name, bucket).copy_(self._known.flats.view("values", bucket))
+        for bucket in self._known.buckets:
+            body = self._known.flats.view(name, bucket)
+            self._send(worker, m.Values(number, bucket.id, self.pulled[group], body=body))
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def _push(self, sender: Address, message: m.Push) -> None:
+        staging = self._current(sender, message.step)
+        if staging is not None:
+            body = self._typed(message)
+            self._tell_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
+
+    def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
+        staging = self._current(sender, message.step)
+        if staging is not None:
+            self._tell_means(sender.group, message.ordinal, staging.end(sender.index, message))
+
+    def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
+        staging = self._known.staging[group]
+        for reduced in ready:
+            present = int_to_bits(reduced.present, len(self._bucket(reduced.bucket).pieces))
+            mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=reduced.mean)
+            for worker in self._topology.workers(group):
+                self._send(worker, mean)
+        contributed = staging.closed(ordinal)
+        if contributed is not None:
+            bits = int_to_bits(contributed, len(self._known.buckets))
+            for worker in self._topology.workers(group):
+                self._send(worker, m.Reduced(staging.step, ordinal, bits))
+        self._try_stage(group)
+
+    def _edit(self, sender: Address, message: m.Edit) -> None:
+        staging = self._current(sender, message.step)
+        if staging is not None:
+            staging.edit(message, self._typed(message))
+            self._try_stage(sender.group)
+
+    def _commit(self, sender: Address, message: m.Commit) -> None:
+        staging = self._known.staging[sender.group]
+        if message.step == staging.step - 1 and sender.group in self._applied:
+            self._held.append(_Held(sender, message.step, self._applied[sender.group], message.fetch))
+            self._release()
+            return
+        if self._current(sender, message.step) is None:
+            return
+        self._check_nobody_left(sender.group)
+        staging.commit(sender.index, message)
+        if message.hyper:
+            self._hyper[sender.group] = message.hyper
+        self._try_stage(sender.group)
+
+    def _current(self, sender: Address, step: int) -> Staging | None:
+        """The group's staging, if the message is of its current step; an older message has been dealt with."""
+        staging = self._known.staging[sender.group]
+        if step > staging.step:
+            raise StepError(f"worker {sender.index} is in step {step}, the group in step {staging.step}")
+        return staging if step == staging.step else None
+
+    def _typed(self, message: Any) -> torch.Tensor:
+        return typed(_body(message), self._known.flats.view("values", self._bucket(message.bucket)))
+
+    def _try_stage(self, group: int) -> None:
+        staging = self._known.staging[group]
+        if staging.try_stage():
+            self._send(self._coordinator, self._vote(group))
+
+    @property
+    def _coordinator(self) -> Address:
+        return Address(Role.SERVER, self.me.group, 0)
+
+    def _vote(self, group: int) -> m.Staged:
+        staging = self._known.staging[group]
+        commit = staging.commits[0]
+        finite = not commit.check_finite or all(bool(torch.isfinite(g).all()) for g in self._gradients(group))
+        power, infinity = 0.0, commit.clip_type == float("inf")
+        if commit.clip_norm > 0:
+            norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) for g in self._gradients(group)]
+            norms = [norm * commit.inv_scale for norm in norms]
+            power = max(norms, default=0.0) if infinity else sum(norm**commit.clip_type for norm in norms)
+        return m.Staged(group, staging.step, finite, power, infinity, self._order.next)
+
+    def _gradients(self, group: int) -> list[torch.Tensor]:
+        return [g for g in self._segment_gradients(group).values() if g is not None]
+
+    def _segment_gradients(self, group: int) -> dict[int, torch.Tensor | None]:
+        """Segment id -> gradient; None where nobody has one."""
+        known, staging = self._known, self._known.staging[group]
+        found: dict[int, torch.Tensor | None] = {}
+        for bucket in known.buckets:
+            present = staging.present(bucket)
+            for i, piece in enumerate(bucket.pieces):
+                if present >> i & 1 and found.get(piece.segment) is None:
+                    found[piece.segment] = known.flats.segment(f"mean {group}", known.map.segments[piece.segment])
+                else:
+                    found.setdefault(piece.segment, None)
+        return found
+
+    # --- the decision --------------------------------------------------------------------------------------------
+
+    def _staged(self, sender: Address, message: m.Staged) -> None:
+        assert self._log is not None
+        self._log.staged(sender.index, message)
+        self._decide()
+
+    def _decide(self) -> None:
+        if self._log is None:
+            return
+        for group, step in self._log.ready():
+            if self.clocks.may_decide(group):
+                decision = self._log.decide(group, step)
+                for server in self._topology.servers(self.me.group):
+                    self._send(server, decision)
+
+    def _ask_apply(self, sender: Address, message: m.AskApply) -> None:
+        assert self._log is not None
+        for decision in self._log.since(message.index):
+            self._send(sender, decision)
+
+    def _apply(self, sender: Address, message: m.Apply) -> None:
+        for decision in self._order.arrive(message):
+            self._carry_out(decision)
+        self._share()
+        self._decide()
+        self._release()
+
+    def _carry_out(self, decision: m.Apply) -> None:
+        group, staging = decision.group, self._known.staging[decision.group]
+        commit = staging.commits[0]
+        staleness = self.version - self.pulled[group]
+        norm = _norm(decision.power, commit.clip_type) if commit.clip_norm > 0 else -1.0
+        try:
+            new = self._streams.verdict(commit.marks) == "new"
+        except ValueError as error:
+            raise StepError(str(error)) from error
+        if new:
+            self._streams.record(commit.marks)
+            if not decision.found_inf:
+                self._update(group, commit, norm)
+        self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm)
+        self._held += [
+            _Held(worker, staging.step, self._applied[group], staging.commits[worker.index].fetch)
+            for worker in self._topology.workers(group)
+        ]
+        staging.next_step()
+        self.clocks.tick(group)
+
+    def _update(self, group: int, commit: m.Commit, norm: float) -> None:
+        gradients = self._segment_gradients(group)
+        factor = commit.inv_scale
+        if 0 < commit.clip_norm < norm:
+            factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        for gradient in gradients.values():
+            if gradient is not None and factor != 1.0:
+                gradient.mul_(factor)
+        self._known.update.apply(self._hyper[group], gradients)
+        self.version += 1
+        if self._common:
+            present = [b.id for b in self._known.buckets if self._known.staging[group].present(b)]
+            self._meet(self._known.agreement.updated(present))
+
+    def ask(self) -> Out:
+        """After a connection was made anew: say again what is staged and undecided, and ask what was decided."""
+        self._out = []
+        if self._model is not None:
+            for group, staging in self._model.staging.items():
+                if staging.staged:
+                    self._send(self._coordinator, self._vote(group))
+            self._send(self._coordinator, m.AskApply(self._order.next))
+        while self._inside:
+            self._take(*self._inside.pop(0))
+        return self._out
+
+    def abandon(self, group: int) -> None:
+        """A worker of the group died before its step was decided: the step is applied nowhere."""
+        if self._log is not None:
+            self._log.abandon(group)
+
+    # --- other server groups -------------------------------------------------------------------------------------
+
+    def _neighbor(self, sender: Address, message: Any) -> None:
+        body = self._typed(message)
+        self._meet(self._known.agreement.meet(sender.group, message, body))
+        self._end()
+
+    def _meet(self, out: list[tuple[int, m.Message]]) -> None:
+        for group, message in out:
+            self._send(Address(Role.SERVER, group, self.me.index), message)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self, sender: Address, message: m.Finish) -> None:
+        group = self._finished[sender.group]
+        group[sender.index] = message.steps
+        staging = self._known.staging[sender.group]
+        if staging.commits and not staging.staged:
+            self._check_nobody_left(sender.group)
+        if len(group) == self._topology.workers_per_group:
+            self.clocks.leave(sender.group)
+            self._decide()
+            self._release()
+        if all(len(f) == self._topology.workers_per_group for f in self._finished.values()):
+            self._meet(self._known.agreement.drain())
+            self._end()
+
+    def _check_nobody_left(self, group: int) -> None:
+        for index, steps in self._finished[group].items():
+            raise StepError(
+                f"worker {index} ended its script after {steps} steps while others of its group go on; "
+                f"all workers of a synchronous group must take the same steps"
+            )
+
+    def _end(self) -> None:
+        """Once every worker group here has ended and nothing is under way: say so, and hand on the final values."""
+        finished = all(len(f) == self._topology.workers_per_group for f in self._finished.values())
+        if finished and self._known.agreement.drained():
+            for to, message in self._ending.drained(self._known.buckets, self._final_view):
+                self._send(to, message)
+
+    def _final_view(self, bucket: Bucket) -> torch.Tensor:
+        return self._known.flats.view("values", bucket)
+
+    def _close(self, sender: Address, message: Any) -> None:
+        body = self._typed(message) if isinstance(message, m.Final) else message.body
+        for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
+            self._send(to, reply)
+        if isinstance(message, m.BufferPut) and message.index < 0 and self.leases is not None:
+            self._desk_out(self.leases.finished(message.group))
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left for this server to do."""
+        return self._ending.done
+
+    # --- data and optimizer state --------------------------------------------------------------------------------
+
+    def _desk(self, sender: Address, message: m.Message) -> None:
+        if self.leases is not None:
+            self._desk_out(self.leases.handle(sender, message))
+
+    def _desk_out(self, out: Out) -> None:
+        for to, reply in out:
+            self._send(to, reply)
+
+    def _state_ask(self, sender: Address, message: m.StateAsk) -> None:
+        known = self._known
+        for key, name, value in known.update.state():
+            for piece in known.map.pieces_of(key):
+                bucket = known.map.buckets[piece.bucket]
+                index = bucket.pieces.index(piece)
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    self._send(sender, m.StatePart(message.round, bucket.id, index, float(value), name))
+                    continue
+                segment = known.map.segments[key]
+                if value.numel() != segment.hi - segment.lo:
+                    self._send(sender, m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered"))
+                    return
+                flat = value.as_strided((value.numel(),), (1,)) if value.dim() != 1 else value
+                body = flat[piece.lo - segment.lo : piece.hi - segment.lo].to(known.flats.view("values", bucket).dtype)
+                self._send(sender, m.StatePart(message.round, bucket.id, index, 0.0, name, body=body))
+        self._send(sender, m.StatePart(message.round, -1, -1, 0.0, ""))
+
+    def _state_part(self, sender: Address, message: m.StatePart) -> None:
+        known = self._known
+        bucket = self._bucket(message.bucket)
+        piece = bucket.pieces[message.piece]
+        if message.body is None:
+            known.update.load_state(piece.segment, message.key, torch.tensor(message.number, dtype=torch.float32))
+            return
+        segment = known.map.segments[piece.segment]
+        like = known.flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+        held = self._loading.setdefault(
+            (piece.segment, message.key), torch.empty(segment.hi - segment.lo, dtype=like.dtype)
+        )
+        held[piece.lo - segment.lo : piece.hi - segment.lo] = typed(message.body, like)
+        if piece == known.map.pieces_of(piece.segment)[-1]:
+            whole = self._loading.pop((piece.segment, message.key))
+            known.update.load_state(piece.segment, message.key, whole.view_as(known.flats.segment("values", segment)))
+
+
+def _body(message: m.Message) -> torch.Tensor:
+    if message.body is None:
+        raise m.ProtocolError(f"{type(message).__name__} without a body")
+    return message.body
+
+
+def _clip(job: Job) -> tuple[float, float] | None:
+    updater = job.updater
+    return (
+        (updater.clip_low, updater.clip_high) if updater is not None and updater.clip_low < updater.clip_high else None
+    )
+
+
+def _norm(power: float, kind: float) -> float:
+    return power if kind == float("inf") else power ** (1.0 / kind)
+
+
+_BEFORE_MODEL = (m.SchemaPart, m.Ready, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
+
+_HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
+    m.SchemaPart: Server._schema_part,
+    m.Init: Server._init,
+    m.Ready: Server._ready,
+    m.Fetch: Server._fetch,
+    m.Push: Server._push,
+    m.BackwardEnd: Server._backward_end,
+    m.Edit: Server._edit,
+    m.Commit: Server._commit,
+    m.Staged: Server._staged,
+    m.Apply: Server._apply,
+    m.AskApply: Server._ask_apply,
+    m.Finish: Server._finish,
+    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), Server._neighbor),
+    **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),
+    **dict.fromkeys((m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk), Server._desk),
+    m.StateAsk: Server._state_ask,
+    m.StatePart: Server._state_part,
+}

@@ -1,0 +1,187 @@
+"""What a server is home to: the model's description, and one shard's flat buffers with views of each bucket.
+
+Buffers are allocated once, by name, and reused at every step: fresh memory costs several times the copy. Where they
+lie (ordinary memory, or memory shared with the workers of the host) is decided by whoever gives `allocate`.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from topotrain.job import Slicing
+from topotrain.message import MAX_TEXT, ProtocolError, SchemaPart
+from topotrain.slices import Bucket, Parameter, SchemaError, Segment, SliceMap, cut, describe, parse
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+MAX_SCHEMA_PARTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A model buffer that is no parameter (BatchNorm statistics): `count` elements of `dtype` (torch's name)."""
+
+    name: str
+    dtype: str
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.count * torch_dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The model and its optimizer as every process of the job must see them."""
+
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    optimizer: str
+    digest: str
+
+    def parts(self) -> list[SchemaPart]:
+        """The description as messages."""
+        text = self.text()
+        cuts = [text[i : i + MAX_TEXT // 4] for i in range(0, len(text), MAX_TEXT // 4)]
+        return [SchemaPart(i, len(cuts), part) for i, part in enumerate(cuts)]
+
+    def text(self) -> str:
+        """One JSON text."""
+        buffers = [[b.name, b.dtype, b.count] for b in self.buffers]
+        return json.dumps([describe(self.parameters), buffers, self.optimizer, self.digest])
+
+
+def parse_schema(text: str) -> Schema:
+    """The inverse of `Schema.text`. Raises ProtocolError."""
+    try:
+        parameters, buffers, optimizer, digest = json.loads(text)
+        known = tuple(Buffer(str(n), str(d), int(c)) for n, d, c in buffers)
+        for buffer in known:
+            torch_dtype(buffer.dtype)
+        return Schema(parse(parameters), known, str(optimizer), str(digest))
+    except (ValueError, TypeError, SchemaError) as error:
+        raise ProtocolError(f"not the description of a model: {error}") from error
+
+
+def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
+    """In words, the first thing in which two descriptions differ; empty if they do not."""
+    if mine == theirs:
+        return ""
+    rows: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
+        ("parameter", mine.parameters, theirs.parameters),
+        ("buffer", mine.buffers, theirs.buffers),
+    ]
+    for what, left, right in rows:
+        if len(left) != len(right):
+            return f"{them} has {len(right)} {what}s, {me} has {len(left)}"
+        for a, b in zip(left, right, strict=True):
+            if a != b:
+                return f"{what} {a.name}: {me} has {_words(a)}, {them} has {_words(b)}"
+    if mine.optimizer != theirs.optimizer:
+        return f"the optimizers differ: {me} has {mine.optimizer[:300]}, {them} has {theirs.optimizer[:300]}"
+    return f"the cuts into slices differ between {me} and {them}"
+
+
+def _words(item: Parameter | Buffer) -> str:
+    if isinstance(item, Buffer):
+        return f"{item.name} with {item.count} elements of {item.dtype}"
+    frozen = "" if item.trainable else ", frozen"
+    return f"{item.name} of shape {item.shape}, {item.dtype}{frozen}"
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch.float32 for "float32". Raises ProtocolError for a name that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"{name!r} is no dtype")
+    return dtype
+
+
+class SchemaParts:
+    """Puts the parts of a description together, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, str] = {}
+
+    def take(self, message: SchemaPart) -> Schema | None:
+        """Keep a part; the whole when it is complete."""
+        if not 0 <= message.part < message.parts <= MAX_SCHEMA_PARTS:
+            raise ProtocolError(f"part {message.part} of {message.parts} of a model's description")
+        self._parts[message.part] = message.text
+        if len(self._parts) < message.parts:
+            return None
+        return parse_schema("".join(self._parts[i] for i in range(message.parts)))
+
+
+class FlatBuffers:
+    """Named flat buffers over a range of every space, and views of a bucket in them.
+
+    Args:
+        slice_map: the map.
+        shard: whose range; None for the whole of every space (a worker's buffers).
+        allocate: allocate(numel, dtype) -> 1-D tensor.
+    """
+
+    def __init__(self, slice_map: SliceMap, shard: int | None, allocate: Allocate) -> None:
+        self._map = slice_map
+        self._shard = shard
+        self._allocate = allocate
+        self._flat: dict[tuple[str, int], torch.Tensor] = {}
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+
+    def range(self, space: int) -> tuple[int, int]:
+        """The elements of a space that this object holds."""
+        if self._shard is None:
+            return 0, self._map.spaces[space].length
+        return self._map.ranges[space][self._shard]
+
+    def flat(self, name: str, space: int) -> torch.Tensor:
+        """The buffer of a name in a space; made, and zeroed, when first asked for."""
+        flat = self._flat.get((name, space))
+        if flat is None:
+            lo, hi = self.range(space)
+            flat = self._allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
+            self._flat[(name, space)] = flat
+        return flat
+
+    def put(self, name: str, space: int, flat: torch.Tensor) -> None:
+        """Use a given tensor as the buffer of a name."""
+        self._flat[(name, space)] = flat
+
+    def view(self, name: str, bucket: Bucket) -> torch.Tensor:
+        """A bucket's part of a buffer, 1-D. Views are made once: slicing costs more than a dictionary."""
+        view = self._views.get((name, bucket.id))
+        if view is None:
+            lo, _ = self.range(bucket.space)
+            view = self._views[(name, bucket.id)] = self.flat(name, bucket.space)[bucket.lo - lo : bucket.hi - lo]
+        return view
+
+    def segment(self, name: str, segment: Segment) -> torch.Tensor:
+        """A segment's part of a buffer: 1-D, or with the parameter's own shape where tensors are kept whole."""
+        lo, _ = self.range(segment.space)
+        flat = self.flat(name, segment.space)[segment.lo - lo : segment.hi - lo]
+        if self._map.slicing is not Slicing.kTensor:
+            return flat
+        parameter = self._map.parameters[segment.parameter]
+        return flat.as_strided(parameter.shape, parameter.stride)
+
+
+def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A body as it came (bytes where the road shows memory) as elements of `like`'s dtype and size.
+
+    Raises ProtocolError when the sizes differ.
+    """
+    if body.dtype != like.dtype:
+        body = body.view(like.dtype)
+    if body.numel() != like.numel():
+        raise ProtocolError(f"a body of {body.numel()} elements, expected {like.numel()}")
+    return body
+
+
+def slice_map_for(parameters: Sequence[Parameter], shards: int, groups: int, slicing: Slicing) -> SliceMap:
+    """The map of a job: every process of it computes the same."""
+    return cut(parameters, shards, groups, slicing)

@@ -1,0 +1,376 @@
+"""Which server is home to which element: parameters -> flat spaces -> slices -> segments -> buckets and pieces.
+
+Rule: a pure function of schema and counts, so every process computes the same map and only its digest travels. A cut
+falls on a multiple of ALIGN elements from a parameter's start, and a kernel works on one segment: only then does a
+vectorized update of a slice give the bits of the update of the whole tensor. Frozen parameters have homes too, since
+a script may thaw them later; an empty parameter has no element and therefore no segment.
+"""
+
+import heapq
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+from topotrain.job import Slicing
+
+T = TypeVar("T")
+
+ALIGN = 64
+"""Elements in one unit of alignment."""
+
+MAX_ELEMENTS = 1 << 40
+"""A schema may come from a peer: no parameter may be larger than this."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float32", "int32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element of each dtype that a parameter may have."""
+
+
+class SchemaError(ValueError):
+    """A model's parameters, or the text that describes them, cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the schema; tied weights are one parameter, their other names are its `aliases`.
+
+    `shape` and `stride` count elements, `dtype` is torch's name without "torch.". Raises SchemaError.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, numbers in (("shape", self.shape), ("stride", self.stride)):
+            if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in numbers):
+                raise SchemaError(f"parameter {self.name!r}: {what} = {numbers}: must be whole numbers >= 0")
+        if len(self.shape) != len(self.stride):
+            raise SchemaError(f"parameter {self.name!r}: stride = {self.stride}: must be as long as {self.shape}")
+        if self.count > MAX_ELEMENTS:
+            raise SchemaError(f"parameter {self.name!r}: shape = {self.shape}: more than {MAX_ELEMENTS} elements")
+        if self.dtype not in ITEM_BYTES:
+            raise SchemaError(f"parameter {self.name!r}: dtype = {self.dtype}: must be one of {', '.join(ITEM_BYTES)}")
+
+    @property
+    def count(self) -> int:
+        """Number of elements; 1 for a zero-dimensional parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All parameters of one dtype, end to end, each starting at a multiple of ALIGN; `length` elements with padding."""
+
+    index: int
+    dtype: str
+    itemsize: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Slice ∩ parameter, the unit of update: elements [lo, hi) of the space, without padding.
+
+    `parameter` and `space` are indices; `start` is the first element inside the parameter, a multiple of ALIGN.
+    """
+
+    id: int
+    parameter: int
+    shard: int
+    space: int
+    lo: int
+    hi: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bucket ∩ segment: elements [lo, hi) of the space, without padding. `bucket` and `segment` are ids."""
+
+    bucket: int
+    segment: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The unit of every message: elements [lo, hi) of one space, padding included, owned by one shard.
+
+    `master` is the server group that masters it; `pieces` are its parts without the padding, in order.
+    """
+
+    id: int
+    shard: int
+    space: int
+    lo: int
+    hi: int
+    master: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class SliceMap:
+    """The whole map; build it with `cut`. Ids are positions in `segments` and `buckets`, both ordered by shard.
+
+    `offsets[parameter] = (space, first element)`; `ranges[space][shard] = (lo, hi)`, padding included.
+    """
+
+    parameters: tuple[Parameter, ...]
+    spaces: tuple[Space, ...]
+    offsets: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    segments: tuple[Segment, ...]
+    buckets: tuple[Bucket, ...]
+    shards: int
+    groups: int
+    slicing: Slicing
+
+    def buckets_of(self, shard: int) -> tuple[Bucket, ...]:
+        """The buckets of one shard, consecutive ids."""
+        return self._buckets_by_shard[shard]
+
+    def segments_of(self, shard: int) -> tuple[Segment, ...]:
+        """The segments of one shard, consecutive ids."""
+        return self._segments_by_shard[shard]
+
+    def segments_of_parameter(self, parameter: int) -> tuple[Segment, ...]:
+        """The segments of parameter number `parameter` in element order: none if it is empty."""
+        return self._segments_by_parameter[parameter]
+
+    def pieces_of(self, segment: int) -> tuple[Piece, ...]:
+        """The pieces of segment `segment` (an id) in element order: the buckets through which it travels."""
+        return self._pieces_by_segment[segment]
+
+    @cached_property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """Bytes of parameters (no padding) that each shard is home to."""
+        sizes = [0] * self.shards
+        for segment in self.segments:
+            sizes[segment.shard] += (segment.hi - segment.lo) * self.spaces[segment.space].itemsize
+        return tuple(sizes)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest shard over the mean, minus one: 0 is perfect, 1 means twice the fair share."""
+        total = sum(self.shard_bytes)
+        return max(self.shard_bytes) * self.shards / total - 1 if total else 0.0
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of schema and cuts: two processes with equal digests agree on every id and boundary."""
+        cuts = [[b.shard, b.space, b.lo, b.hi, b.master] for b in self.buckets]
+        text = json.dumps([ALIGN, self.shards, self.groups, self.slicing.value, self.offsets, self.ranges, cuts])
+        return sha256(f"{describe(self.parameters)}\n{text}".encode()).hexdigest()
+
+    @cached_property
+    def _buckets_by_shard(self) -> tuple[tuple[Bucket, ...], ...]:
+        return _grouped(((bucket.shard, bucket) for bucket in self.buckets), self.shards)
+
+    @cached_property
+    def _segments_by_shard(self) -> tuple[tuple[Segment, ...], ...]:
+        return _grouped(((segment.shard, segment) for segment in self.segments), self.shards)
+
+    @cached_property
+    def _segments_by_parameter(self) -> tuple[tuple[Segment, ...], ...]:
+        by_place = sorted(self.segments, key=lambda segment: segment.lo)
+        return _grouped(((segment.parameter, segment) for segment in by_place), len(self.parameters))
+
+    @cached_property
+    def _pieces_by_segment(self) -> tuple[tuple[Piece, ...], ...]:
+        pieces = ((piece.segment, piece) for bucket in self.buckets for piece in bucket.pieces)
+        return _grouped(pieces, len(self.segments))
+
+
+def cut(
+    parameters: Iterable[Parameter],
+    shards: int,
+    groups: int = 1,
+    slicing: Slicing = Slicing.kElement,
+    bucket_bytes: int = 1 << 20,
+) -> SliceMap:
+    """Cut `parameters` over `shards` servers of each of `groups` server groups, into buckets of <= `bucket_bytes`.
+
+    kElement cuts each space into equal ranges (their lengths differ by at most ALIGN). kTensor keeps tensors whole:
+    largest first to the lightest shard (Graham, 1969), see `imbalance`. Raises SchemaError for a name that is used
+    twice, ValueError for a count < 1 or a bucket smaller than ALIGN elements.
+    """
+    schema = tuple(parameters)
+    _check_names(schema)
+    _check_counts(schema, shards, groups, bucket_bytes)
+    whole = slicing is Slicing.kTensor
+    owners = _lightest_first(schema, shards) if whole else [0] * len(schema)
+    spaces, offsets = _lay_out(schema, owners)
+    ranges = tuple(
+        _owned(space, schema, owners, shards) if whole else _even(0, space.length, shards) for space in spaces
+    )
+    segments: list[Segment] = []
+    buckets: list[Bucket] = []
+    placed = [_placed(space, schema, offsets) for space in spaces]
+    for shard in range(shards):
+        for space in spaces:
+            lo, hi = ranges[space.index][shard]
+            mine = _segments(len(segments), shard, space.index, lo, hi, placed[space.index])
+            segments += mine
+            buckets += _buckets(len(buckets), shard, space, _sub_ranges(lo, hi, groups, space, bucket_bytes), mine)
+    return SliceMap(schema, spaces, offsets, ranges, tuple(segments), tuple(buckets), shards, groups, slicing)
+
+
+def describe(parameters: Iterable[Parameter]) -> str:
+    """The schema as one line of JSON, always the same text for the same schema."""
+    rows = [[p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)] for p in parameters]
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def parse(text: str) -> tuple[Parameter, ...]:
+    """What `describe` wrote. Raises SchemaError for any other text: a peer's word is checked, not trusted."""
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"schema is not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise SchemaError("schema must be a list of parameters")
+    parameters = tuple(_parameter(number, row) for number, row in enumerate(rows))
+    _check_names(parameters)
+    return parameters
+
+
+def _parameter(number: int, row: Any) -> Parameter:
+    kinds = (str, list, list, str, bool, list)
+    if not isinstance(row, list) or [type(value) for value in row] != list(kinds):
+        raise SchemaError(f"schema entry {number}: must be [name, shape, stride, dtype, trainable, aliases]")
+    name, shape, stride, dtype, trainable, aliases = row
+    if not all(type(alias) is str for alias in aliases):
+        raise SchemaError(f"schema entry {number}: aliases must be names")
+    return Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases))
+
+
+def _check_names(parameters: Sequence[Parameter]) -> None:
+    seen: set[str] = set()
+    for name in (name for parameter in parameters for name in (parameter.name, *parameter.aliases)):
+        if name in seen:
+            raise SchemaError(f"parameter name {name!r} is used twice: tied weights are one parameter with aliases")
+        seen.add(name)
+
+
+def _check_counts(parameters: Sequence[Parameter], shards: int, groups: int, bucket_bytes: int) -> None:
+    least = ALIGN * max((ITEM_BYTES[parameter.dtype] for parameter in parameters), default=1)
+    for name, value, minimum in (("shards", shards, 1), ("groups", groups, 1), ("bucket_bytes", bucket_bytes, least)):
+        if value < minimum:
+            raise ValueError(f"{name} = {value}: must be a whole number >= {minimum}")
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """[lo, hi), both multiples of ALIGN, cut at multiples of ALIGN into ranges that differ by at most ALIGN."""
+    units = (hi - lo) // ALIGN
+    return tuple(pairwise(lo + ALIGN * (units * k // parts) for k in range(parts + 1)))
+
+
+def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
+    """Shard of each parameter: the largest (in bytes) first, to the shard that is lightest then."""
+    loads = [(0, shard) for shard in range(shards)]
+    sizes = [parameter.count * ITEM_BYTES[parameter.dtype] for parameter in parameters]
+    owners = [0] * len(parameters)
+    for index in sorted(range(len(parameters)), key=lambda i: (-sizes[i], i)):
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], owners[index]))
+    return owners
+
+
+def _lay_out(
+    parameters: Sequence[Parameter], owners: Sequence[int]
+) -> tuple[tuple[Space, ...], tuple[tuple[int, int], ...]]:
+    """Spaces in order of first use of their dtype, and each parameter's (space, offset): by owner, then definition."""
+    dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
+    number = {dtype: index for index, dtype in enumerate(dtypes)}
+    lengths = [0] * len(dtypes)
+    offsets = [(0, 0)] * len(parameters)
+    for index in sorted(range(len(parameters)), key=owners.__getitem__):
+        space = number[parameters[index].dtype]
+        offsets[index] = (space, lengths[space])
+        lengths[space] += _padded(parameters[index].count)
+    spaces = (Space(n, dtype, ITEM_BYTES[dtype], lengths[n]) for n, dtype in enumerate(dtypes))
+    return tuple(spaces), tuple(offsets)
+
+
+def _owned(
+    space: Space, parameters: Sequence[Parameter], owners: Sequence[int], shards: int
+) -> tuple[tuple[int, int], ...]:
+    """Ranges of whole tensors: `_lay_out` has put each shard's tensors side by side."""
+    sizes = [0] * shards
+    for parameter, owner in zip(parameters, owners, strict=True):
+        if parameter.dtype == space.dtype:
+            sizes[owner] += _padded(parameter.count)
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def _placed(
+    space: Space, parameters: Sequence[Parameter], offsets: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(first element, end without padding, parameter) of the parameters that have elements in `space`, in order."""
+    here = (index for index, (owner, _) in enumerate(offsets) if owner == space.index and parameters[index].count)
+    return sorted((offsets[index][1], offsets[index][1] + parameters[index].count, index) for index in here)
+
+
+def _segments(
+    first: int, shard: int, space: int, lo: int, hi: int, placed: Sequence[tuple[int, int, int]]
+) -> list[Segment]:
+    """The segments of one shard in one space, ids from `first` on."""
+    found: list[Segment] = []
+    at = max(0, bisect_right(placed, lo, key=lambda place: place[0]) - 1)
+    while at < len(placed) and placed[at][0] < hi:
+        begin, end, parameter = placed[at]
+        a, b = max(begin, lo), min(end, hi)
+        if a < b:
+            found.append(Segment(first + len(found), parameter, shard, space, a, b, a - begin))
+        at += 1
+    return found
+
+
+def _sub_ranges(lo: int, hi: int, groups: int, space: Space, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """(lo, hi, master) of the buckets of one shard in one space: equal parts, so that no small rest travels alone."""
+    most = bucket_bytes // (ALIGN * space.itemsize) * ALIGN
+    masters = enumerate(_even(lo, hi, groups))
+    return [(a, b, master) for master, (c, d) in masters if c < d for a, b in _even(c, d, -(-(d - c) // most))]
+
+
+def _buckets(
+    first: int, shard: int, space: Space, bounds: Sequence[tuple[int, int, int]], segments: Sequence[Segment]
+) -> list[Bucket]:
+    """Buckets with their pieces, ids from `first` on; `bounds` and `segments` both ascend."""
+    found: list[Bucket] = []
+    at = 0
+    for number, (lo, hi, master) in enumerate(bounds, first):
+        while segments[at].hi <= lo:
+            at += 1
+        pieces: list[Piece] = []
+        for segment in segments[at : bisect_right(segments, hi - 1, lo=at, key=lambda s: s.lo)]:
+            pieces.append(Piece(number, segment.id, max(lo, segment.lo), min(hi, segment.hi)))
+        found.append(Bucket(number, shard, space.index, lo, hi, master, tuple(pieces)))
+    return found
+
+
+def _grouped(items: Iterable[tuple[int, T]], count: int) -> tuple[tuple[T, ...], ...]:
+    groups: list[list[T]] = [[] for _ in range(count)]
+    for index, item in items:
+        groups[index].append(item)
+    return tuple(tuple(group) for group in groups)

@@ -1,0 +1,406 @@
+"""The update rule on one slice: any torch.optim through one adapter, fused where torch has it.
+
+Rule: nothing of an optimizer travels but its name and its hyper-parameters, as JSON. A server makes the same class over
+views of its own values and steps it in place. What an element-wise optimizer does to a slice that is cut at multiples
+of 64 elements from a parameter's start is, bit for bit, what it does to the whole (tested for ELEMENTWISE); the others
+need whole tensors (`slicing: kTensor`) or are refused by name.
+"""
+
+import importlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from topotrain import schedule
+from topotrain.job import AdaDelta, Adam, AdamMax, ConfigError, Slicing, Updater, UpdaterType
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+)
+WHOLE = ("Adafactor", "Muon")  # they look at rows, columns or the matrix
+REFUSED = {"LBFGS": "it evaluates the whole loss again and again", "SparseAdam": "it needs sparse gradients"}
+
+_TORCH = "torch.optim."
+_BOOKKEEPING = ("params", "param_names")
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+class UnsupportedOptimizer(ConfigError):
+    """An optimizer that a server cannot run on its part of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer without its tensors.
+
+    `name` is "torch.optim.Adam" or "module:Class". `groups` are the hyper-parameters of each parameter group;
+    `assignment[i]` is the group of parameter i, -1 if it is not optimized.
+    """
+
+    name: str
+    groups: tuple[dict[str, Any], ...]
+    assignment: tuple[int, ...]
+
+    def to_text(self) -> str:
+        """JSON, the same text for the same spec."""
+        return _ENCODER.encode({"name": self.name, "groups": self.groups, "assignment": self.assignment})
+
+    @staticmethod
+    def from_text(text: str) -> "OptimizerSpec":
+        """Raises ConfigError for a text that `to_text` cannot have written."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("optimizer", text[:80], f"must be JSON: {error}") from None
+        if not isinstance(data, dict) or data.keys() != {"name", "groups", "assignment"}:
+            raise ConfigError("optimizer", text[:80], "must have name, groups and assignment")
+        name, groups, assignment = data["name"], _groups(data["groups"]), data["assignment"]
+        if not isinstance(name, str) or not re.fullmatch(r"torch\.optim\.\w+|[\w.]+:[\w.]+", name):
+            raise ConfigError("optimizer.name", name, "must be torch.optim.Class or module:Class")
+        if not isinstance(assignment, list) or not all(type(g) is int and -1 <= g < len(groups) for g in assignment):
+            raise ConfigError("optimizer.assignment", assignment, "must be a list of group indices, or -1 for no group")
+        return OptimizerSpec(name, groups, tuple(assignment))
+
+
+def describe(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    slicing: Slicing = Slicing.kElement,
+    import_module: str = "",
+) -> OptimizerSpec:
+    """What a server must know to run `optimizer` over `parameters` (the map's, in its order).
+
+    Raises UnsupportedOptimizer for a class that cannot be run on slices, or that `import_module` does not hold, and
+    ConfigError if the optimizer holds a tensor that is no parameter.
+    """
+    name = _name(type(optimizer), slicing, import_module)
+    index = {id(p): i for i, p in enumerate(parameters)}
+    assignment = [-1] * len(parameters)
+    for number, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if id(tensor) not in index:
+                raise ConfigError(
+                    "optimizer", tuple(tensor.shape), f"group {number} holds a tensor that is no parameter of the model"
+                )
+            assignment[index[id(tensor)]] = number
+    return OptimizerSpec(name, _groups(json.loads(hyper(optimizer))), tuple(assignment))
+
+
+def _name(cls: type, slicing: Slicing, import_module: str) -> str:
+    name = cls.__qualname__
+    if cls is getattr(torch.optim, name, None):
+        if name in WHOLE and slicing is not Slicing.kTensor:
+            raise UnsupportedOptimizer("optimizer", name, "needs whole tensors: cluster { slicing: kTensor }")
+        if name not in ELEMENTWISE + WHOLE:
+            why = f"{REFUSED[name]}; " if name in REFUSED else ""
+            raise UnsupportedOptimizer(
+                "optimizer", name, f"{why}must be one of {', '.join(ELEMENTWISE)}, or {' or '.join(WHOLE)} with kTensor"
+            )
+        return _TORCH + name
+    if import_module and _find(importlib.import_module(import_module), name) is cls:
+        return f"{import_module}:{name}"
+    raise UnsupportedOptimizer(
+        "optimizer",
+        f"{cls.__module__}.{name}",
+        "servers never receive code: put the class into a module and name that module in the job's `import`"
+        + (f" (now {import_module!r}, which has no such class)" if import_module else ""),
+    )
+
+
+def _find(module: object, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def _class(name: str, import_module: str) -> type[Optimizer]:
+    """The class of a spec's name: from the list above, or from the job's own module; nothing else is imported."""
+    short = name.removeprefix(_TORCH)
+    if name.startswith(_TORCH):
+        found = getattr(torch.optim, short, None) if short in ELEMENTWISE + WHOLE else None
+    else:
+        module, _, short = name.partition(":")
+        if not import_module or module != import_module:
+            raise UnsupportedOptimizer("optimizer", name, f"must be of the job's `import`, which is {import_module!r}")
+        found = _find(importlib.import_module(module), short)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UnsupportedOptimizer("optimizer", name, "must be an optimizer class that this process has")
+    return found
+
+
+# ---- hyper-parameters ------------------------------------------------------------------------------------------------
+
+
+def hyper(optimizer: Optimizer) -> bytes:
+    """The hyper-parameters of all groups as canonical JSON: equal values, equal bytes.
+
+    A tensor of one element (a learning rate) counts as its number. What a scheduler keeps in a group travels too if it
+    is plain and is left out otherwise. Raises UnsupportedOptimizer if one of the class's own settings is not plain.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {}
+        for name, value in group.items():
+            if name in _BOOKKEEPING:
+                continue
+            try:
+                plain[name] = _plain(value)
+            except TypeError:
+                if name in optimizer.defaults:
+                    raise UnsupportedOptimizer(
+                        f"optimizer.{name}", value, "must be a number, text, bool, None or a flat list of these"
+                    ) from None
+        groups.append(plain)
+    return _ENCODER.encode(groups).encode()
+
+
+def _plain(value: Any, deep: bool = False) -> Any:
+    kind = type(value)
+    if kind is float or kind is bool or kind is int or kind is str or value is None:
+        return value
+    if not deep and (kind is tuple or kind is list):
+        return [_plain(item, deep=True) for item in value]
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:  # a tensor or a NumPy number
+        return value.item()
+    if isinstance(value, float | int | str):
+        return {float: float, int: int, str: str}[next(k for k in (float, int, str) if isinstance(value, k))](value)
+    raise TypeError(kind)
+
+
+def _groups(data: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(data, list) or not all(isinstance(group, dict) for group in data):
+        raise ConfigError("optimizer.groups", data, "must be a list of groups of hyper-parameters")
+    return tuple({name: _setting(name, value) for name, value in group.items()} for group in data)
+
+
+def _setting(name: str, value: Any) -> Any:
+    if isinstance(value, list):  # torch has tuples there: betas, etas, step_sizes
+        return tuple(_setting(name, item) if not isinstance(item, list) else _setting(name, {}) for item in value)
+    if isinstance(value, dict) or name in _BOOKKEEPING:
+        raise ConfigError(
+            f"optimizer.groups.{name}", value, "must be a number, text, bool, null or a flat list of these"
+        )
+    return value
+
+
+# ---- on a slice ------------------------------------------------------------------------------------------------------
+
+
+class SliceUpdate:
+    """One optimizer over the segments that one owner holds; state lives here and nowhere else.
+
+    `segments` are (key, index of the parameter, value): the value is a view of the owner's memory, 1-D for a slice, of
+    the parameter's shape for a whole tensor. Keys are the owner's own, unique. `clip` are the bounds of every element
+    of a gradient (SINGA's clip_low and clip_high). Not thread-safe: an owner steps one update at a time.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        segments: Sequence[tuple[int, int, torch.Tensor]],
+        import_module: str = "",
+        clip: tuple[float, float] | None = None,
+    ) -> None:
+        cls = _class(spec.name, import_module)
+        self._values: dict[int, torch.Tensor] = {}
+        self._count = len(spec.groups)
+        self._clip = clip
+        members: dict[int, list[torch.Tensor]] = {}
+        for key, parameter, value in segments:
+            if key in self._values:
+                raise ValueError(f"segment key {key} is used twice")
+            self._values[key] = value.detach()  # the same memory, without autograd's history
+            if (group := spec.assignment[parameter]) >= 0:
+                members.setdefault(group, []).append(self._values[key])
+        self._numbers = sorted(members)  # torch's groups are the spec's, without those that have nothing here
+        self._optimizer = _make(cls, [{**spec.groups[n], "params": members[n]} for n in self._numbers])
+        self._hyper = b""
+
+    def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None]) -> None:
+        """One step, in place. `hyper` is what `hyper(optimizer)` gave; a key without gradient, or with None, is skipped
+        (Adam on None is not Adam on zero). Gradients are read only, and not kept.
+
+        Raises KeyError for a key that is not held here, ConfigError for hyper-parameters of another optimizer.
+        """
+        if self._optimizer is None:
+            return
+        if hyper != self._hyper:
+            self._set(hyper)
+        try:
+            for key, grad in grads.items():
+                value = self._values[key]
+                value.grad = None if grad is None else self._clipped(grad).view_as(value)
+            self._step(self._optimizer)
+        finally:
+            for value in self._values.values():
+                value.grad = None
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """torch's fused SGD fails when some momentum buffers exist and some do not: then those without go first."""
+        late = list(_without_momentum(optimizer))
+        if late:
+            first = {id(value) for value in late}
+            waiting = [(value, value.grad) for value in self._values.values() if id(value) not in first]
+            for value, _ in waiting:
+                value.grad = None
+            optimizer.step()
+            for value in late:
+                value.grad = None
+            for value, grad in waiting:
+                value.grad = grad
+        optimizer.step()
+
+    def _clipped(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad if self._clip is None else grad.clamp(*self._clip)
+
+    def _set(self, hyper: bytes) -> None:
+        groups = _groups(json.loads(hyper))
+        if len(groups) != self._count or self._optimizer is None:
+            raise ConfigError("optimizer.groups", len(groups), f"must be {self._count} groups, as when the job began")
+        for group, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+            kernels: dict[str, Any] = {name: group[name] for name in ("fused", "foreach") if name in group}
+            group.update(groups[number])
+            if groups[number].get("fused") is None and groups[number].get("foreach") is None:
+                group.update(kernels)  # the choice that was made here when the user made none
+        self._hyper = hyper
+
+    def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
+        """(key, name, value): the optimizer's own tensors, of the segment's shape or 0-D, and plain numbers."""
+        states = self._optimizer.state if self._optimizer is not None else {}
+        for key, value in self._values.items():
+            for name, item in states.get(value, {}).items():
+                if item is None:
+                    continue
+                if not isinstance(item, torch.Tensor | float | int):
+                    raise UnsupportedOptimizer(f"optimizer.state.{name}", item, "must be a tensor or a number")
+                yield key, name, item
+
+    def load_state(self, key: int, name: str, value: torch.Tensor | float) -> None:
+        """Put back what `state` gave; every name of a key, or none. Tensors are copied."""
+        place = self._values[key]
+        if self._optimizer is None:
+            raise KeyError(key)
+        if isinstance(value, torch.Tensor):
+            if value.shape not in (place.shape, torch.Size(())) and value.numel() == place.numel():
+                value = value.view_as(place)
+            value = value.detach().clone()
+        self._optimizer.state[place][name] = value
+
+
+def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Of fused SGD with momentum: values that get their first gradient now, while others of their group are past it."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"]:
+            here = [value for value in group["params"] if value.grad is not None]
+            new = [value for value in here if optimizer.state[value].get("momentum_buffer") is None]
+            if len(new) < len(here):
+                yield from new
+
+
+def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
+    """None if there is nothing to optimize here, which torch has no optimizer for."""
+    if not groups:
+        return None
+    for group in groups:
+        if "fused" in group and group["fused"] is None and group.get("foreach") is None:
+            kinds = {(value.dtype, value.device.type) for value in group["params"]}
+            fuses = not group.get("differentiable") and all(_fuses(cls, *kind) for kind in kinds)
+            group["fused"] = fuses or None
+    # Some settings act in the constructor only (Adagrad's initial_accumulator_value), so it gets them all.
+    known = inspect.signature(cls).parameters
+    settings = {name: value for name, value in groups[0].items() if name in known and name != "params"}
+    made: Optimizer = cls(groups, **settings)
+    return made
+
+
+@lru_cache(maxsize=64)
+def _fuses(cls: Any, dtype: torch.dtype, device: str) -> bool:
+    """Whether this torch has a fused kernel: asked by running it, which no table of versions can replace."""
+    value = torch.zeros(1, dtype=dtype, device=device)
+    value.grad = torch.zeros_like(value)
+    try:
+        cls([value], lr=0.0, fused=True).step()
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError):
+        return False
+    return True
+
+
+# ---- the updater block -----------------------------------------------------------------------------------------------
+
+
+def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
+    """The optimizer of an updater block, at the learning rate of step 0; `set_lr` moves it on.
+
+    The rules are torch's: Adam and AdaMax correct their bias (Kingma and Ba, 2015), momentum multiplies the sum of
+    gradients and not of steps, `delta` is added to the root. Parameters with equal scales form one group, which keeps
+    its `lr_scale`. Raises ConfigError for a type or schedule of the user's own, and for a block that is missing.
+    """
+    scaled: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, parameter in named_parameters:
+        scale = next(((p.lr_scale, p.wd_scale) for p in updater.param if re.search(p.match, name)), (1.0, 1.0))
+        scaled.setdefault(scale, []).append((name, parameter))
+    cls, settings = _rule(updater)
+    rate = schedule.lr(updater, 0)
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [parameter for _, parameter in members],
+            "lr": rate * lr_scale,
+            "weight_decay": updater.weight_decay * wd_scale,
+            "lr_scale": lr_scale,
+        }
+        for (lr_scale, wd_scale), members in scaled.items()
+    ]
+    return cls(groups, lr=rate, **settings)  # type: ignore[call-arg]
+
+
+def set_lr(optimizer: Optimizer, updater: Updater, step: int) -> None:
+    """Give every group of a built optimizer the learning rate of `step`, counted from 0."""
+    rate = schedule.lr(updater, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
+def _rule(updater: Updater) -> tuple[type[Optimizer], dict[str, Any]]:
+    match updater.type:
+        case UpdaterType.kSGD:
+            return torch.optim.SGD, {"momentum": updater.momentum}
+        case UpdaterType.kNesterov:
+            if updater.momentum == 0:
+                raise ConfigError("updater.momentum", updater.momentum, "must be > 0 for kNesterov")
+            return torch.optim.SGD, {"momentum": updater.momentum, "nesterov": True}
+        case UpdaterType.kAdaGrad:
+            return torch.optim.Adagrad, {"eps": updater.delta}
+        case UpdaterType.kRMSProp:
+            if updater.rmsprop_conf is None:
+                raise ConfigError("updater.rmsprop_conf", None, "is required by kRMSProp, such as { rho: 0.9 }")
+            return torch.optim.RMSprop, {"alpha": updater.rmsprop_conf.rho, "eps": updater.delta}
+        case UpdaterType.kAdaDelta:
+            return torch.optim.Adadelta, {"rho": (updater.adadelta_conf or AdaDelta()).rho, "eps": updater.delta}
+        case UpdaterType.kAdam:
+            adam = updater.adam_conf or Adam()
+            return torch.optim.Adam, {"betas": (adam.beta1, adam.beta2), "eps": updater.delta}
+        case UpdaterType.kAdamMax:
+            adamax = updater.adammax_conf or AdamMax()
+            return torch.optim.Adamax, {"betas": (adamax.beta1, adamax.beta2), "eps": updater.delta}
+    accepted = ", ".join(t.value for t in UpdaterType if t is not UpdaterType.kUserUpdater)
+    raise ConfigError("updater.type", updater.type, f"must be one of {accepted}; or pass prepare() an optimizer")

@@ -1,0 +1,233 @@
+"""A job while it runs: a live table on a terminal, plain lines elsewhere; the main worker's own output goes above it.
+
+Rule: events only change rows, and drawing only reads them, at most four times a second and not once per event: a
+window must not cost the job time. Leaving the context restores the terminal, however the job ended.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from topotrain.events import Event, Exited, Failed, Finished, Notice, Output, Started, StepDone
+from topotrain.topology import Topology
+
+LINE_EVERY = 5.0
+"""Seconds between two plain lines."""
+
+REFRESH_PER_SECOND = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one worker is doing; `samples_per_s` is its mean rate since its first step."""
+
+    unit: int
+    who: str
+    step: int = 0
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    state: str = "starting"
+
+
+class Rows:
+    """All workers' rows. An event replaces a row and never changes one, so a drawing thread needs no lock."""
+
+    def __init__(self, topology: Topology) -> None:
+        workers = [worker for unit in topology.units for worker in unit.workers]
+        self._rows = {str(worker): Row(topology.unit_of(worker), str(worker)) for worker in workers}
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        match event:
+            case Started(who=who) if who in self._rows:
+                self._change(who, state="preparing")
+            case StepDone(who=who) if who in self._rows:
+                self._rows[who] = _stepped(self._rows[who], event)
+            case Finished(who=who) if who in self._rows:
+                self._change(who, state="finished", step=event.steps)
+            case Failed(who=who) if who in self._rows:
+                self._change(who, state="failed")
+            case Exited(who=who) if who in self._rows and event.code != 0 and self._rows[who].state != "failed":
+                self._change(who, state="stopped")  # whoever failed has said so; the others are made to end
+            case _:
+                pass
+
+    def all(self) -> list[Row]:
+        """Every worker's row, in layout order."""
+        return list(self._rows.values())
+
+    def _change(self, who: str, state: str, step: int | None = None) -> None:
+        row = self._rows[who]
+        self._rows[who] = replace(row, state=state, step=row.step if step is None else step)
+
+
+def _stepped(row: Row, event: StepDone) -> Row:
+    return replace(
+        row,
+        step=event.step,
+        loss=row.loss if event.loss is None else event.loss,
+        samples_per_s=event.samples / event.time if event.time > 0 else 0.0,
+        staleness_mean=event.staleness_mean,
+        staleness_max=event.staleness_max,
+        state="training",
+    )
+
+
+class Progress(Protocol):
+    """A window: a context manager that takes events."""
+
+    def __call__(self, event: Event) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def progress(topology: Topology, console: Console, quiet: bool = False, out: TextIO | None = None) -> Progress:
+    """The window that fits `console`. `out` receives the main worker's stdout; None: wherever `console` writes."""
+    if quiet:
+        return Silent(topology, console, out)
+    return LiveTable(topology, console, out) if console.is_terminal else Lines(topology, console, out)
+
+
+class Silent:
+    """Shows what the program prints, and notices; the other windows add to this one."""
+
+    def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
+        self.console = console
+        self.rows = Rows(topology)
+        self._main = str(topology.workers(0)[0])
+        self._out = out
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        self.rows(event)
+        match event:
+            case Output(who=who) if who == self._main:
+                self._print(event)
+            case Notice():
+                self.console.print(Text(f"topotrain: {event.who}: {event.text}"), soft_wrap=True)
+            case _:
+                pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def _print(self, event: Output) -> None:
+        """A program's line as it is: no markup, no wrapping, its own colors kept on a terminal."""
+        if event.stream == "stdout" and self._out is not None:
+            print(event.text.removesuffix("\n"), file=self._out, flush=True)
+        else:
+            self.console.print(Text.from_ansi(event.text.removesuffix("\n")), soft_wrap=True)
+
+
+class Lines(Silent):
+    """One line every few seconds, and a last one."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        console: Console,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(topology, console, out)
+        self._clock = clock
+        self._begin = self._last = clock()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event; a step that comes long enough after the last line is worth a new one."""
+        super().__call__(event)
+        if isinstance(event, StepDone) and self._clock() - self._last >= LINE_EVERY:
+            self._line()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._line()
+
+    def _line(self) -> None:
+        self._last = self._clock()
+        text = f"{self._last - self._begin:6.1f} s  {describe(self.rows.all())}"
+        self.console.print(Text(text), soft_wrap=True)
+
+
+class LiveTable(Silent):
+    """One row per worker, redrawn in place."""
+
+    def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
+        super().__init__(topology, console, out)
+        self._live = Live(
+            console=console,
+            get_renderable=lambda: draw(self.rows.all()),
+            refresh_per_second=REFRESH_PER_SECOND,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+def draw(rows: Iterable[Row]) -> Table:
+    """The table of a live job."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("unit", justify="right")
+    table.add_column("worker")
+    for title in ("step", "loss", "samples/s", "staleness", "max"):
+        table.add_column(title, justify="right")
+    table.add_column("state")
+    for row in rows:
+        table.add_row(*_cells(row), Text(row.state, style="red" if row.state == "failed" else ""))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.unit),
+        row.who.removeprefix("worker "),
+        str(row.step),
+        "–" if row.loss is None else f"{row.loss:.4f}",
+        f"{row.samples_per_s:,.0f}",
+        f"{row.staleness_mean:.2f}",
+        str(row.staleness_max),
+    )
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """All workers in one line."""
+    low, high = min(row.step for row in rows), max(row.step for row in rows)
+    steps = f"step {high}" if low == high else f"steps {low} to {high}"
+    losses = [row.loss for row in rows if row.loss is not None]
+    loss = f"loss {sum(losses) / len(losses):.4f}  " if losses else ""
+    rate = sum(row.samples_per_s for row in rows)
+    mean = sum(row.staleness_mean for row in rows) / len(rows)
+    worst = max(row.staleness_max for row in rows)
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.state] = counts.get(row.state, 0) + 1
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return f"{steps}  {loss}{rate:,.0f} samples/s  staleness {mean:.2f} (max {worst})  workers: {states}"

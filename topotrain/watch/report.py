@@ -1,0 +1,238 @@
+"""Adds up a job: events in, plain data out, which `--report` writes as JSON and `compare` tabulates.
+
+Rule: counters in events are cumulative, so the last one of a resident counts, and a lost or late event costs nothing.
+Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, Started, StepDone
+from topotrain.job import Job
+from topotrain.launch import Outcome
+from topotrain.topology import Address, Role, Topology
+
+Point = tuple[float, float]
+"""Seconds since the first step, and a loss."""
+
+
+@dataclass(slots=True)
+class Curve:
+    """(time, loss) points of one worker in bounded memory: when full, neighbors are averaged and the stride doubles."""
+
+    limit: int = 2048
+    points: list[Point] = field(default_factory=list)
+    _stride: int = 1
+    _open: list[Point] = field(default_factory=list)
+
+    def add(self, time: float, loss: float) -> None:
+        """Take one more point; `time` (seconds) never falls."""
+        self._open.append((time, loss))
+        if len(self._open) < self._stride:
+            return
+        self.points.append(_mean(self._open))
+        self._open.clear()
+        if len(self.points) >= self.limit:
+            self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
+            self._stride *= 2
+
+
+def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
+    """One curve from several: per time bin the mean over the curves that have points there. Empty bins are left out.
+
+    Never more bins than an average curve has points: a short run is shown step by step.
+    """
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    end = max(curve[-1][0] for curve in curves)
+    bins = max(1, min(bins, sum(map(len, curves)) // len(curves)))
+    means: list[list[Point]] = [[] for _ in range(bins)]
+    for curve in curves:
+        inside: dict[int, list[Point]] = {}
+        for point in curve:
+            inside.setdefault(min(int(point[0] / end * bins), bins - 1) if end > 0 else 0, []).append(point)
+        for index, points in inside.items():
+            means[index].append(_mean(points))
+    return [_mean(points) for points in means if points]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return sum(t for t, _ in points) / len(points), sum(loss for _, loss in points) / len(points)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The last that was heard of one resident."""
+
+    pid: int | None = None
+    steps: int = 0
+    samples: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    loss: float | None = None
+    time: float = 0.0
+    curve: Curve = field(default_factory=Curve)
+
+    def take(self, event: StepDone | Finished) -> None:
+        self.samples = event.samples
+        self.bytes_out, self.bytes_in = event.bytes_out, event.bytes_in
+        self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max
+
+
+class Report:
+    """Call it with every event of a job; ask `as_data` when the job is over."""
+
+    def __init__(self, job: Job, topology: Topology) -> None:
+        self._job = job
+        self._topology = topology
+        residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
+        self._tallies = {str(resident): _Tally() for resident in residents}
+        self._metrics: dict[str, float] = {}
+        self._final: str | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        match event:
+            case Metrics():
+                self._metrics.update(event.values)
+            case Final():
+                self._final = event.path
+            case Started() | Serving() | StepDone() | Finished():
+                tally = self._tallies.get(event.who)
+                if tally is not None:
+                    _note(tally, event)
+            case _:
+                pass
+
+    def curve(self, bins: int = 60) -> list[Point]:
+        """Loss over time (seconds since the first step): per time bin the mean over groups of the groups' means."""
+        groups = range(self._topology.worker_groups)
+        by_group = [[self._tallies[str(w)].curve.points for w in self._topology.workers(g)] for g in groups]
+        return merge([merge(curves, bins) for curves in by_group], bins)
+
+    def as_data(self, outcome: Outcome) -> dict[str, Any]:
+        """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
+        workers = self._of(Role.WORKER)
+        seconds = max((tally.time for tally in workers), default=0.0)
+        samples = sum(tally.samples for tally in workers)
+        losses = [tally.loss for tally in workers if tally.loss is not None]
+        return {
+            "job": self._job.name,
+            "program": self._job.program,
+            "args": list(self._job.args),
+            "framework": self._topology.framework,
+            "workspace": self._job.workspace,
+            "code": outcome.code,
+            "cause": _cause(outcome.cause),
+            "layout": self._topology.as_data(),
+            "seconds": seconds,
+            "wall_seconds": outcome.seconds,
+            "steps": max((tally.steps for tally in workers), default=0),
+            "samples": samples,
+            "samples_per_s": samples / seconds if seconds > 0 else 0.0,
+            "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "metrics": {name: _finite(value) for name, value in self._metrics.items()},
+            **_staleness(workers),
+            **_traffic(list(self._tallies.values())),
+            "final": self._final,
+            "processes": self._processes(),
+        }
+
+    def _of(self, role: Role) -> list[_Tally]:
+        residents = [r for unit in self._topology.units for r in (*unit.workers, *unit.servers) if r.role is role]
+        return [self._tallies[str(resident)] for resident in residents]
+
+    def _processes(self) -> list[dict[str, Any]]:
+        """One entry per operating-system process that was heard of; residents with one pid share a process."""
+        found: dict[tuple[int, int], list[Address]] = {}
+        for unit in self._topology.units:
+            for resident in (*unit.workers, *unit.servers):
+                pid = self._tallies[str(resident)].pid
+                if pid is not None:
+                    found.setdefault((unit.rank, pid), []).append(resident)
+        return [self._process(unit, pid, residents) for (unit, pid), residents in found.items()]
+
+    def _process(self, unit: int, pid: int, residents: Sequence[Address]) -> dict[str, Any]:
+        workers = [r for r in residents if r.role is Role.WORKER]
+        tallies = [self._tallies[str(r)] for r in residents]
+        return {
+            "unit": unit,
+            "rank": self._rank(workers[0]) if workers else None,
+            "pid": pid,
+            "workers": [[r.group, r.index] for r in workers],
+            "servers": [[r.group, r.index] for r in residents if r.role is Role.SERVER],
+            "steps": max(tally.steps for tally in tallies),
+            "samples": sum(self._tallies[str(r)].samples for r in workers),
+            **_traffic(tallies),
+            **_staleness(tallies),
+        }
+
+    def _rank(self, worker: Address) -> int:
+        return worker.group * self._topology.workers_per_group + worker.index
+
+
+def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None:
+    match event:
+        case Started() | Serving():
+            tally.pid = event.pid
+        case Finished():
+            tally.take(event)
+            tally.steps = event.steps
+        case StepDone():
+            tally.take(event)
+            tally.steps, tally.time = event.step, event.time
+            if event.loss is not None:
+                tally.loss = event.loss
+                if math.isfinite(event.loss):  # one that is not would spoil every mean it enters
+                    tally.curve.add(event.time, event.loss)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: they become null."""
+    return value if math.isfinite(value) else None
+
+
+def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
+    """Mean over steps and maximum."""
+    steps = sum(tally.steps for tally in tallies)
+    total = sum(tally.staleness_mean * tally.steps for tally in tallies)
+    return {
+        "staleness_mean": total / steps if steps else 0.0,
+        "staleness_max": max((tally.staleness_max for tally in tallies), default=0),
+    }
+
+
+def _traffic(tallies: Sequence[_Tally]) -> dict[str, int]:
+    return {"bytes_out": sum(t.bytes_out for t in tallies), "bytes_in": sum(t.bytes_in for t in tallies)}
+
+
+def _cause(failed: Failed | None) -> dict[str, str] | None:
+    if failed is None:
+        return None
+    return {"who": failed.who, "kind": failed.kind, "text": failed.text, "traceback": failed.traceback}
+
+
+def story(cause: Failed, job: Job, topology: Topology) -> str:
+    """The first cause of a failed job: who, what, the traceback where there is one, and where to read more."""
+    residents = {str(r): r for unit in topology.units for r in (*unit.workers, *unit.servers)}
+    resident = residents.get(cause.who)
+    unit = f" (unit {topology.unit_of(resident)})" if resident else ""
+    named = cause.text.startswith(cause.who)
+    head = cause.text if named else f"{cause.who}{unit} {_DEEDS.get(cause.kind, 'failed')}: {cause.text}"
+    log = f"{job.workspace}/logs" + (f"/{log_name(resident, topology)}" if resident else "")
+    return "\n".join([head, *cause.traceback.splitlines(), f"log: {log}"])
+
+
+def log_name(resident: Address, topology: Topology) -> str:
+    """The file in workspace/logs that a unit keeps for this resident's process."""
+    if resident.role is Role.WORKER:
+        return f"worker-{resident.group}-{resident.index}.log"
+    return f"servers-unit-{topology.unit_of(resident)}.log"
+
+
+_DEEDS = {"died": "died", "config": "refused the job", "peer": "lost a peer"}

@@ -1,0 +1,247 @@
+"""What the roads made of sockets share: a listener for all residents of a process, handshakes, and the table of ways.
+
+Rule: a stranger cannot stop the job. Every handshake runs on a thread of its own with its own deadline, at most
+MAX_STRANGERS at once (more are told FULL), and whoever fails it leaves nothing behind. A thread whose handshake went
+well becomes the reader of the connection.
+
+Of each pair one side connects and the other is connected to; a newer connection of the same peer replaces the older
+one, and a peer with a lower incarnation number than one seen before is refused (FENCED).
+"""
+
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from urllib.parse import SplitResult, urlsplit
+
+from topotrain.message import Message
+from topotrain.topology import Address
+from topotrain.wire import Refused, Resident, WireError
+from topotrain.wire.auth import DEADLINE, Identity, Peer, answer, dial, refuse
+from topotrain.wire.outbox import LINGER
+from topotrain.wire.stream import Connection, Regions
+
+MAX_STRANGERS = 64
+BACKLOG = 128
+
+
+class SocketWire:
+    """A `Wire` over stream sockets; the subclasses know how to listen, how to reach a peer, and whom to hear at all.
+
+    patience: seconds for which `connect` tries again when the peer is FULL.
+    """
+
+    scheme = ""
+
+    def __init__(self, identity: Identity, memory: Regions | None = None, patience: float = 10.0) -> None:
+        self._identity, self._regions, self._patience = identity, memory, patience
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._residents: dict[Address, Resident] = {}
+        self._ways: dict[tuple[Address, Address], Connection] = {}
+        self._connections: set[Connection] = set()
+        self._strangers: dict[socket.socket, threading.Thread] = {}
+        self._incarnations: dict[Address, int] = {}
+        self._sent = self._received = 0
+        self._listener: socket.socket | None = None
+        self._doorman: threading.Thread | None = None
+        self._url = ""
+        self._refused: Counter[str] = Counter()
+
+    # --- for the subclasses --------------------------------------------------------------------------------------
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        """A listening socket and its URL."""
+        raise NotImplementedError
+
+    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+        """A socket connected to the URL. Raises OSError."""
+        raise NotImplementedError
+
+    def _inspect(self, sock: socket.socket) -> None:
+        """Prepare a connected socket; raises WireError when the system says that its peer must not be heard."""
+
+    # --- the contract --------------------------------------------------------------------------------------------
+
+    def attach(self, me: Address, resident: Resident) -> str:
+        """Make a resident reachable; all residents of a process share one URL."""
+        with self._lock:
+            if self._stop.is_set():
+                raise WireError("this road is closed")
+            if me in self._residents:
+                raise WireError(f"{me} is attached already")
+            if self._listener is None:
+                self._listener, self._url = self._listen()
+                self._doorman = threading.Thread(target=self._accept, name=f"door {self._url}", daemon=True)
+                self._doorman.start()
+            self._residents[me] = resident
+            return self._url
+
+    def connect(self, me: Address, peer: Address, url: str) -> None:
+        """Open the way from an attached resident to a peer; nothing happens when there is one already."""
+        parts = urlsplit(url)
+        if parts.scheme != self.scheme:
+            raise WireError(f"{url}: this road takes {self.scheme}:// addresses")
+        until, pause = time.monotonic() + self._patience, 0.02
+        while (me, peer) not in self._ways:
+            try:
+                self._dial(me, peer, parts)
+                return
+            except Refused as refused:
+                if refused.code != "FULL" or time.monotonic() + pause > until:
+                    raise
+            self._stop.wait(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, 0.5)
+
+    def send(self, me: Address, to: Address, message: Message) -> None:
+        """Queue a message; never waits for the peer. Raises WireError when there is no way to the peer (any more)."""
+        connection = self._ways.get((me, to))
+        if connection is None:
+            raise WireError(f"no way from {me} to {to}")
+        connection.send(message)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of messages sent and received so far.
+
+        Headers and fields count; a payload that travels as a reference to shared memory counts as the bytes it stands
+        for. Handshakes do not count.
+        """
+        with self._lock:
+            sent = self._sent + sum(c.sent for c in self._connections)
+            return sent, self._received + sum(c.received for c in self._connections)
+
+    def refusals(self) -> dict[str, int]:
+        """How often a dialer was turned away here: by refusal code, and "STRANGER" for no handshake at all."""
+        with self._lock:
+            return dict(self._refused)
+
+    def close(self) -> None:
+        """End all connections; queued messages are sent first, as far as the peers take them within LINGER seconds.
+
+        Residents hear of each connection's end (`lost`) while this runs.
+        """
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            connections, strangers = list(self._connections), dict(self._strangers)
+        if self._listener is not None and self._doorman is not None:
+            _hang_up(self._listener)  # wakes `accept`, closing alone would not
+            self._doorman.join(LINGER)
+            self._listener.close()
+        for sock in strangers:
+            _hang_up(sock)
+        for connection in connections:
+            connection.shut()
+        until = time.monotonic() + LINGER
+        for connection in connections:
+            if not connection.join(until - time.monotonic()):
+                connection.cut("closed on this side; the peer did not take everything in time")
+                connection.join(LINGER)
+        for thread in strangers.values():
+            if thread is not threading.current_thread():
+                thread.join(LINGER)
+
+    # --- coming in -----------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._stop.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                self._stop.wait(0.05)  # out of descriptors: some will be closed; closing: the loop ends
+                continue
+            self._hear_apart(sock)
+
+    def _hear_apart(self, sock: socket.socket) -> None:
+        thread = threading.Thread(target=self._hear, args=(sock,), name="handshake", daemon=True)
+        with self._lock:
+            room = len(self._strangers) < MAX_STRANGERS and not self._stop.is_set()
+            if room:
+                self._strangers[sock] = thread
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no thread left
+                    del self._strangers[sock]
+                    room = False
+            self._refused["FULL"] += not room
+        if not room:
+            refuse(sock, Refused("FULL", f"{MAX_STRANGERS} others are introducing themselves; try again"))
+            sock.close()
+
+    def _hear(self, sock: socket.socket) -> None:
+        connection = None
+        try:
+            self._inspect(sock)
+            peer, welcome = answer(sock, self._identity, self._residents.__contains__)
+            try:
+                connection = self._enter(sock, peer, welcome)
+            except Refused as refused:
+                refuse(sock, refused)
+                raise
+        except (WireError, OSError) as error:
+            with self._lock:
+                self._refused[error.code if isinstance(error, Refused) else "STRANGER"] += 1
+        finally:
+            with self._lock:
+                self._strangers.pop(sock, None)
+            if connection is None:
+                sock.close()
+        if connection is not None:
+            connection.run()
+
+    # --- going out -----------------------------------------------------------------------------------------------
+
+    def _dial(self, me: Address, peer: Address, url: SplitResult) -> None:
+        if me not in self._residents:
+            raise WireError(f"{me} is not attached here")
+        try:
+            sock = self._reach(url, DEADLINE)
+        except BlockingIOError as error:  # a local socket whose backlog is full
+            raise Refused("FULL", f"{peer} at {url.geturl()} has no room for a connection now") from error
+        except OSError as error:
+            raise WireError(f"cannot reach {peer} at {url.geturl()}: {error}") from error
+        try:
+            self._inspect(sock)
+            self._enter(sock, dial(sock, self._identity, me, peer)).start()
+        except BaseException:
+            sock.close()
+            raise
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, sock: socket.socket, peer: Peer, greeting: bytes = b"") -> Connection:
+        """Put a connection whose peer is proven into the table; what is sent from now on follows the greeting."""
+        way = (peer.me, peer.address)
+        with self._lock:
+            if self._stop.is_set():
+                raise WireError("this road is closed")
+            if peer.incarnation < self._incarnations.get(peer.address, 0):
+                known = self._incarnations[peer.address]
+                raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
+            self._incarnations[peer.address] = peer.incarnation
+            generation = self._identity.generation
+            resident = self._residents[peer.me]
+            connection = Connection(sock, *way, resident, generation, self._regions, greeting, self._leave)
+            older, self._ways[way] = self._ways.get(way), connection
+            self._connections.add(connection)
+        if older is not None:
+            older.cut("replaced by a newer connection of the same peer")
+        return connection
+
+    def _leave(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            self._sent += connection.sent
+            self._received += connection.received
+            way = (connection.me, connection.peer)
+            if self._ways.get(way) is connection:
+                del self._ways[way]
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):  # it may be closed already
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,329 @@
+"""A worker: the user's model and optimizer, tied to a place in the job.
+
+The gradient's trip starts here. Autograd finishes with a parameter, a hook copies the gradient into a flat buffer and
+its bucket goes home (`gradients`, `exchange`). `optimizer.step()` does no arithmetic here: it commits the step on every
+server and returns when the new values stand in the model's parameters.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from topotrain.buffers import ModelBuffers, ModelParts
+from topotrain.exchange import Exchange, Outcome, StepEnd
+from topotrain.gradients import GradientPath, MeanPath, PushPath
+from topotrain.job import Grads, Job
+from topotrain.shard import FlatBuffers, Schema, torch_dtype
+from topotrain.slices import SliceMap, cut
+from topotrain.topology import Address, Topology
+from topotrain.update import OptimizerSpec, describe, hyper
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a worker has done. Staleness counts versions, per step and slice; losses are those since `take_loss`."""
+
+    steps: int = 0
+    samples: int = 0
+    lost: int = 0  # batches that a stream did not give again
+    staleness_sum: int = 0
+    staleness_count: int = 0
+    staleness_max: int = 0
+    loss_sum: float = 0.0
+    losses: int = 0
+    started: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count a committed step."""
+        self.staleness_sum += sum(outcome.staleness)
+        self.staleness_count += len(outcome.staleness)
+        self.staleness_max = max(self.staleness_max, *outcome.staleness)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Mean over steps and slices."""
+        return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
+
+    def take_loss(self) -> float | None:
+        """Mean loss per step since the last call, or None."""
+        mean = self.loss_sum / self.losses if self.losses else None
+        self.loss_sum, self.losses = 0.0, 0
+        return mean
+
+
+def plan_of(job: Job, topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
+    """The description of a model for the servers, and its map; every worker computes the same."""
+    groups = topology.server_groups if topology.synced else 1
+    slice_map = cut(parts.parameters, topology.shards, groups, job.cluster.slicing)
+    return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
+
+
+class Worker:
+    """One worker of the job.
+
+    Args:
+        me, job, topology: its place.
+        parts: the model, taken apart.
+        optimizer: the user's.
+        exchange: the door to the servers.
+        flats: makes the worker's flat buffers from the map; they may lie in shared memory.
+    """
+
+    def __init__(
+        self,
+        me: Address,
+        job: Job,
+        topology: Topology,
+        parts: ModelParts,
+        optimizer: torch.optim.Optimizer,
+        exchange: Exchange,
+        flats: Callable[[SliceMap], FlatBuffers],
+    ) -> None:
+        self.me = me
+        self.job = job
+        self.parts = parts
+        self.optimizer = optimizer
+        self.exchange = exchange
+        self.tally = Tally()
+        spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_)
+        self._groups = len(optimizer.param_groups)
+        schema, self.map = plan_of(job, topology, parts, spec)
+        self.buffers = ModelBuffers(parts, self.map, flats(self.map))
+        exchange.open(schema, self.map, self.buffers.flats)
+        self._said_weight: float | None = None
+        self._samples_weight = 1.0
+        self._marks: list[tuple[int, int, int]] = []
+        self._hyper = b""
+        self._clip = (0.0, 2.0)
+        self.last_norm = float("nan")
+        self._own_steps = 0
+        self._committed = 0
+        self._accrued: set[int] = set()
+        self.path: GradientPath = self._make_path(topology.workers_per_group)
+        self.after_step: list[Callable[[Outcome | None], None]] = []
+
+    def _make_path(self, group_size: int) -> GradientPath:
+        args = (self.parts, self.buffers, self.exchange, self.map, self.weight)
+        if group_size > 1 and self.job.grads is Grads.kVisible:
+            return MeanPath(*args)
+        return PushPath(*args, compare=group_size == 1, eager=self.job.cluster.n_push == 1)
+
+    def start(self) -> None:
+        """Take the job's initial values: worker (0,0)'s."""
+        if self.me.group == 0 and self.me.index == 0:
+            self.buffers.copy_from_model("local")
+            self.exchange.give_initial("local")
+        self.exchange.fetch()
+        self.buffers.move_model()
+
+    # --- what the script says ------------------------------------------------------------------------------------
+
+    def weight(self) -> float:
+        """What this worker's gradient counts: samples of its share, or what `tt.weight` said."""
+        return self._samples_weight if self._said_weight is None else self._said_weight
+
+    def left_early(self, epoch: int, batches: int) -> None:
+        """The script left the loop over the loader; the batches it did not read are free again."""
+
+    def lost(self, stream: int, batches: int) -> None:
+        """A stream that was read again no longer had these batches: they are counted as lost."""
+        self.tally.lost += batches
+
+    def say_weight(self, weight: float) -> None:
+        """The coming backward counts this much (tokens of a token mean, say)."""
+        self._said_weight = weight
+
+    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+        """The loader gave the script a batch."""
+        if not self.tally.started:
+            self.tally.started = time.monotonic()
+        self._samples_weight = weight
+        self._said_weight = None
+        self.tally.samples += samples
+        if self._marks and self._marks[-1][0] == stream:
+            self._marks[-1] = (stream, self._marks[-1][1], seq)
+        else:
+            self._marks.append((stream, seq, seq))
+
+    def clip(self, max_norm: float, norm_type: float) -> None:
+        """Clip this step's global gradient norm on the servers."""
+        self._clip = (max_norm, norm_type)
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def step(self, inv_scale: float = 1.0, check_finite: bool = False) -> Outcome | None:
+        """Commit the step; the new values stand in the parameters when this returns.
+
+        Returns None where the job lets a worker go on alone for some steps (`n_push` > 1).
+        """
+        if not self.tally.started:
+            self.tally.started = time.monotonic()
+        self._check()
+        cluster = self.job.cluster
+        self._own_steps += 1
+        outcome = None
+        if cluster.n_push > 1 or cluster.n_fetch > 1:
+            outcome = self._step_alone(inv_scale)
+        else:
+            outcome = self._commit(inv_scale, check_finite, fetch=True)
+        self.buffers.remember()
+        self.tally.steps += 1
+        for call in self.after_step:
+            call(outcome)
+        return outcome
+
+    def _check(self) -> None:
+        self.buffers.check(self.parts.parameters)
+        if len(self.optimizer.param_groups) != self._groups:
+            raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
+
+    def _commit(self, inv_scale: float, check_finite: bool, fetch: bool) -> Outcome:
+        step = self._committed
+        revisions, edited, dropped = self.path.at_step(step)
+        updater = self.job.updater
+        clip_norm, clip_type = self._clip
+        if not clip_norm and updater is not None and updater.clip_norm:
+            clip_norm = updater.clip_norm
+        text = hyper(self.optimizer)
+        end = StepEnd(
+            backwards=self.path.backwards,
+            weight=self.weight(),
+            fetch=fetch,
+            hyper=b"" if text == self._hyper else text,
+            marks=tuple(number for mark in self._marks for number in mark),
+            revisions=revisions,
+            edited=edited,
+            dropped=dropped,
+            inv_scale=inv_scale,
+            check_finite=check_finite,
+            clip_norm=clip_norm,
+            clip_type=clip_type,
+        )
+        outcome = self.exchange.commit(step, end)
+        if outcome.norm >= 0:
+            self.last_norm = outcome.norm
+        self._hyper = text
+        self._marks.clear()
+        self._clip = (0.0, 2.0)
+        self._committed += 1
+        self.path.after_step()
+        self.tally.add(outcome)
+        return outcome
+
+    # --- Downpour's own steps (n_push, n_fetch) --------------------------------------------------------------------
+
+    def _step_alone(self, inv_scale: float) -> Outcome | None:
+        """Local plain SGD between pushes of the summed gradient (Dean et al., 2012, section 4.1)."""
+        rate = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
+        push = self._own_steps % self.job.cluster.n_push == 0
+        fetch = self._own_steps % self.job.cluster.n_fetch == 0
+        for index, tensor in enumerate(self.parts.tensors):
+            if tensor.grad is None:
+                continue
+            gradient = tensor.grad if inv_scale == 1.0 else tensor.grad * inv_scale
+            total = self.buffers.view("accrued", index)
+            total.add_(gradient)
+            self._accrued.add(index)
+            self.buffers.view("params", index).add_(gradient, alpha=-rate.get(id(tensor), 0.0))
+        outcome = self._push_accrued(fetch) if push else None
+        if fetch and not push:
+            self.exchange.fetch()
+        return outcome
+
+    def _push_accrued(self, fetch: bool) -> Outcome:
+        kept = {index: self.parts.tensors[index].grad for index in range(len(self.parts.tensors))}
+        for index, tensor in enumerate(self.parts.tensors):
+            tensor.grad = self.buffers.view("accrued", index) if index in self._accrued else None
+        try:
+            outcome = self._commit(1.0, False, fetch)
+        finally:
+            for index, gradient in kept.items():
+                self.parts.tensors[index].grad = gradient
+        for index in self._accrued:
+            self.buffers.view("accrued", index).zero_()
+        self._accrued.clear()
+        return outcome
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The script ended: push what is left, leave the buffers, say goodbye."""
+        if self._accrued:
+            self._push_accrued(fetch=False)
+        if self.me.index == 0:
+            self.exchange.put_buffers(self.parts.buffer_tensors)
+        self.exchange.finish(self._committed)
+
+    def take_final(self) -> None:
+        """Worker (0,0): the job's result goes into the model: the master view, and buffers averaged over the groups."""
+        self.exchange.final_values()
+        found = self.exchange.final_buffers()
+        for index, buffer in enumerate(self.parts.buffer_tensors):
+            rows = [found[group][index].view(buffer.dtype).reshape(buffer.shape) for group in sorted(found)]
+            buffer.copy_(_averaged(rows))
+        self.buffers.remember()
+
+    # --- optimizer state -----------------------------------------------------------------------------------------
+
+    def gather_state(self) -> None:
+        """Fill `optimizer.state` with what the servers hold."""
+        held: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for part in self.exchange.get_state():
+            bucket = self.map.buckets[part.bucket]
+            piece = bucket.pieces[part.piece]
+            segment = self.map.segments[piece.segment]
+            entry = held.setdefault(self.parts.tensors[segment.parameter], {})
+            if part.body is None:
+                entry[part.key] = torch.tensor(part.number)
+                continue
+            if part.key not in entry:
+                described = self.map.parameters[segment.parameter]
+                laid_out = torch.empty(described.count, dtype=torch_dtype(described.dtype))
+                entry[part.key] = laid_out.as_strided(described.shape, described.stride)
+            flat = entry[part.key].as_strided((entry[part.key].numel(),), (1,))
+            at = segment.start + piece.lo - segment.lo
+            flat[at : at + piece.hi - piece.lo] = part.body.view(flat.dtype)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(held)
+
+    def scatter_state(self) -> None:
+        """Hand `optimizer.state` to the servers (one worker of a group speaks), and forget it here."""
+        if self.me.index == 0:
+            index_of = {id(tensor): index for index, tensor in enumerate(self.parts.tensors)}
+            for tensor, entry in self.optimizer.state.items():
+                for key, value in entry.items():
+                    self._put(index_of[id(tensor)], key, value)
+        self.optimizer.state.clear()
+
+    def _put(self, index: int, key: str, value: object) -> None:
+        described = self.map.parameters[index]
+        number = _as_number(value)
+        if number is None:
+            assert isinstance(value, torch.Tensor)
+            if value.numel() != described.count:
+                raise RuntimeError(f"optimizer state {key!r} of {described.name} is not element-wise")
+            laid_out = torch.empty(described.count, dtype=value.dtype).as_strided(described.shape, described.stride)
+            flat = laid_out.copy_(value).as_strided((described.count,), (1,)).to(torch_dtype(described.dtype))
+        for segment in self.map.segments_of_parameter(index):
+            for piece in self.map.pieces_of(segment.id):
+                bucket = self.map.buckets[piece.bucket]
+                at = segment.start + piece.lo - segment.lo
+                part = number if number is not None else flat[at : at + piece.hi - piece.lo].clone()
+                self.exchange.put_state(bucket, bucket.pieces.index(piece), key, part)
+
+
+def _as_number(value: object) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.dim() == 0 else None
+    if isinstance(value, int | float):
+        return float(value)
+    raise RuntimeError(f"optimizer state of type {type(value).__name__} cannot be handed over")
+
+
+def _averaged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The mean over the worker groups; counters and other whole numbers are group 0's."""
+    if len(rows) == 1 or not rows[0].is_floating_point():
+        return rows[0]
+    return torch.stack(list(rows)).to(torch.float64).mean(0).to(rows[0].dtype)
