@@ -98,6 +98,7 @@ def late_program(spec, control, fds):
 
 
 def talk(spec, control, fds):
+    assert os.path.isdir(spec["sockets"]) and spec["program"] == "play.py" and spec["incarnation"] == 0
     print("one\ntwo")
     print("warned", file=sys.stderr)
     print("input", repr(sys.stdin.read()))

@@ -23,7 +23,7 @@ FLOORS = (
     "topology slices",
     "message reduction consistency schedule update neighbor leases shard ending server",
     "wire rendezvous",
-    "exchange buffers gradients worker optimizer sampling data host",
+    "exchange buffers gradients worker optimizer sampling feeds streams data host",
     "launch plan",
     "front watch cli",
 )

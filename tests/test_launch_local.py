@@ -157,6 +157,7 @@ def test_ctrl_c_in_the_terminal_ends_the_job_in_order(tmp_path, mark):
 def test_a_second_ctrl_c_does_not_wait(tmp_path, mark):
     launcher = Process(tmp_path, parts(worker_0_0="stay", worker_0_1="deaf"))
     launcher.until(Notice, "worker 0/1")
+    wait_for((tmp_path / "processes.json").exists)
     launcher.process.send_signal(signal.SIGINT)
     launcher.until(Exited, "worker 0/0")
     launcher.process.send_signal(signal.SIGINT)

@@ -257,8 +257,10 @@ def test_draws_reach_every_other_worker_in_any_order_and_are_forgotten():
     put = DrawPut(0, 0, True, (2,), (4, 5))
     assert book.handle(worker(0, 2), DrawAsk(0, 0)) == []
     assert book.handle(worker(0, 0), put) == [(worker(0, 2), put)]
+    assert book.handle(worker(0, 0), put) == []  # said twice
     with pytest.raises(ProtocolError):
-        book.handle(worker(0, 0), put)
+        book.handle(worker(0, 0), DrawPut(0, 0, True, (2,), (4, 6)))
+    assert book.handle(worker(0, 2), DrawAsk(0, 0)) == [(worker(0, 2), put)]  # asked twice, counts once
     assert book.kept_chunks == 1
     assert book.handle(worker(0, 1), DrawAsk(0, 0)) == [(worker(0, 1), put)]
     assert book.kept_chunks == 0

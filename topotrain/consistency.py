@@ -42,8 +42,11 @@ class Clocks:
         self._away.add(group)
 
     def join(self, group: int) -> None:
-        """The group runs: it counts as live."""
-        self._away.discard(group)
+        """The group runs (again): it counts as live, and stands where the slowest of the others stands, or further."""
+        if group in self._away:
+            others = [self._clock[g] for g in self.live()]
+            self._clock[group] = max([self._clock[group], *([min(others)] if others else [])])
+            self._away.discard(group)
 
     def clock(self, group: int) -> int:
         """Committed steps of a group."""

@@ -144,6 +144,7 @@ class _Pass(Iterator[Any]):
             place, samples, data = self._feed.next()
         except StopIteration:
             self._open = False
+            self._feed.end()
             raise
         self._ledger.drawn(place.stream, place.seq, float(samples), samples)
         self._given += 1

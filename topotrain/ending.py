@@ -41,7 +41,9 @@ class Ending:
         self._asks: list[tuple[Address, m.Message]] = []
         self._answered: set[type[m.Message]] = set()
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._buffers_here: set[tuple[int, int]] = set()
         self._buffers_from: set[int] = set()
+        self._buffers_each = 0
 
     @property
     def done(self) -> bool:
@@ -74,6 +76,10 @@ class Ending:
             self._asks.append((sender, message))
         return self._advance(buckets, view)
 
+    def expect_buffers(self, count: int) -> None:
+        """So many buffers has the model."""
+        self._buffers_each = count
+
     def buffer_place(self, message: m.BufferPut, schema: Schema) -> torch.Tensor:
         """Memory for a model buffer of a group."""
         if not 0 <= message.index < len(schema.buffers) or message.group not in self._worker_groups:
@@ -88,6 +94,7 @@ class Ending:
             self._buffers_from.add(message.group)
         elif body is not None:
             self._buffers[(message.group, message.index)] = body
+            self._buffers_here.add((message.group, message.index))
 
     def _keep_final(self, group: int, number: int, body: torch.Tensor, buckets: Sequence[Bucket], view: View) -> None:
         bucket = buckets[number - buckets[0].id]
@@ -139,7 +146,8 @@ class Ending:
             if not self._final:
                 return None
             return [(to, m.Values(ask.round, b.id, -1, body=view(b))) for b in buckets]
-        if self._buffers_from != self._worker_groups:
+        each = self._buffers_each
+        if self._buffers_from != self._worker_groups or len(self._buffers_here) < each * len(self._worker_groups):
             return None
         found: Out = [
             (to, m.BufferPut(group, index, body=body))

@@ -91,6 +91,7 @@ class Exchange:
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
+        self._bounded = topology.cluster.max_staleness is not None
         self._send = send
         self._waiter = waiter
         self._failure: Exception | None = None
@@ -100,11 +101,13 @@ class Exchange:
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
         self._reduced: dict[Address, int] = {}
-        self._desk_replies: dict[type[m.Message], m.Message] = {}
-        self._states: list[m.StatePart] = []
-        self._states_done = 0
-        self._buffers: list[m.BufferPut] = []
+        self._answers: Callable[[m.Message], bool] = lambda _: False  # what server (0,0) was asked last
+        self._desk_replies: list[m.Message] = []
+        self._states: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
+        self._states_ended: dict[Address, int] = {}  # how many parts the server has sent
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._buffers_done = False
+        self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
         self._leaving = False
 
@@ -125,7 +128,9 @@ class Exchange:
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
         if isinstance(message, m.Values):
-            return self.flats.view("params", self._bucket(sender, message.bucket))
+            # Values that nobody awaits (a road said them twice) must not overwrite the parameters.
+            name = "params" if message.round == self._round else "unwanted"
+            return self.flats.view(name, self._bucket(sender, message.bucket))
         if isinstance(message, m.BufferPut) and 0 <= message.index < len(self.schema.buffers):
             return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
         if isinstance(message, m.StatePart):
@@ -151,17 +156,20 @@ class Exchange:
                 if (message.step, message.ordinal) == self._backward:
                     self._reduction(sender, message)
             elif isinstance(message, m.Applied):
-                self._applied[sender] = message
+                known = self._applied.get(sender)
+                if known is None or known.step < message.step:
+                    self._applied[sender] = message
             elif isinstance(message, m.Fail):
                 self._failure = self._failure or JobError(message.text, message.config)
             elif isinstance(message, m.StatePart):
-                self._states_done += not message.key
-                self._states += [message] if message.key else []
+                if message.round == self._rounds:
+                    self._take_state(sender, message)
             elif isinstance(message, m.BufferPut):
                 self._buffers_done = self._buffers_done or message.index < 0
-                self._buffers += [message] if message.index >= 0 else []
-            else:
-                self._desk_replies[type(message)] = message
+                if message.index >= 0:
+                    self._buffers[(message.group, message.index)] = _present_body(message)
+            elif self._answers(message):
+                self._desk_replies.append(message)
 
     def _reduction(self, sender: Address, message: m.Mean | m.Reduced) -> None:
         if isinstance(message, m.Reduced):
@@ -201,10 +209,10 @@ class Exchange:
 
     def fetch(self) -> None:
         """Wait for current values of all slices; they land in the flat buffer "params"."""
-        self._rounds += 1
-        self._await_values(-1 - self._rounds)
+        self._fetches += 1
+        self._await_values(-1 - self._fetches)
         for server in self.servers:
-            self._send(server, m.Fetch(self._rounds))
+            self._send(server, m.Fetch(self._fetches))
         self._wait_values()
 
     def _await_values(self, number: int) -> None:
@@ -315,19 +323,20 @@ class Exchange:
 
     def final_values(self) -> None:
         """Worker (0,0): wait for the master view after the drain; it lands in "params"."""
-        self._rounds += 1
-        self._await_values(-1 - self._rounds)
+        self._fetches += 1
+        self._await_values(-1 - self._fetches)
         for server in self.servers:
-            self._send(server, m.FinalAsk(-1 - self._rounds))
+            self._send(server, m.FinalAsk(-1 - self._fetches))
         self._wait_values()
 
     def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
         """Worker (0,0): the model's buffers of every group, as bytes: group -> index -> 1-D uint8."""
         self._send(self.desk, m.BufferAsk())
-        self._wait(lambda: self._buffers_done)
+        count = self._topology.worker_groups * len(self.schema.buffers)
+        self._wait(lambda: self._buffers_done and len(self._buffers) == count)
         found: dict[int, dict[int, torch.Tensor]] = {}
-        for put in self._buffers:
-            found.setdefault(put.group, {})[put.index] = _present_body(put)
+        for (group, index), body in self._buffers.items():
+            found.setdefault(group, {})[index] = body
         return found
 
     def leave(self) -> None:
@@ -338,12 +347,23 @@ class Exchange:
 
     def get_state(self) -> list[m.StatePart]:
         """All optimizer state, in parts."""
-        self._states, self._states_done = [], 0
-        self._rounds += 1
+        with self._waiter.update():
+            self._states = {server: {} for server in self.servers}
+            self._states_ended.clear()
+            self._rounds += 1
         for server in self.servers:
             self._send(server, m.StateAsk(self._rounds))
-        self._wait(lambda: self._states_done == len(self.servers))
-        return self._states
+        self._wait(self._all_states)
+        return [part for server in self.servers for part in self._states[server].values()]
+
+    def _take_state(self, sender: Address, message: m.StatePart) -> None:
+        if message.key:
+            self._states[sender][(message.bucket, message.piece, message.key)] = message
+        else:
+            self._states_ended[sender] = int(message.number)
+
+    def _all_states(self) -> bool:
+        return all(self._states_ended.get(server) == len(self._states[server]) for server in self.servers)
 
     def put_state(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
         """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D)."""
@@ -355,8 +375,27 @@ class Exchange:
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         """(lease, first, last); see message.Lease."""
-        reply = self._ask_desk(m.LeaseAsk(epoch, ordinal, total, digest, passed, wait), m.Lease)
+
+        def answers(reply: m.Lease) -> bool:
+            none_now = reply.first == reply.last
+            return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
+
+        question = m.LeaseAsk(epoch, ordinal, total, digest, passed, wait)
+        if not wait:
+            reply = self._ask_desk(question, m.Lease, answers)
+        else:
+            self._rest(True)
+            reply = self._ask_desk(question, m.Lease, answers)
+            self._rest(False)
         return reply.lease, reply.first, reply.last
+
+    def _rest(self, resting: bool) -> None:
+        """Nobody shall wait for a group that waits; what it reads afterwards must not be older than the job allows."""
+        if self.me.index == 0:
+            for server in self.servers:
+                self._send(server, m.Rest(resting))
+        if not resting and self._bounded:
+            self.fetch()
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         """Give the rest of the epoch's leases back."""
@@ -368,15 +407,19 @@ class Exchange:
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
-        reply = self._ask_desk(m.DrawAsk(epoch, chunk), m.DrawPut)
+        question = m.DrawAsk(epoch, chunk)
+        reply = self._ask_desk(question, m.DrawPut, lambda put: (put.epoch, put.chunk) == (epoch, chunk))
         return reply.sizes, reply.indices, reply.end
 
-    def _ask_desk(self, question: m.Message, answer: type[T]) -> T:
-        self._desk_replies.pop(answer, None)
+    def _ask_desk(self, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
+        """Ask server (0,0) and wait for the reply to just this question."""
+        with self._waiter.update():
+            self._desk_replies.clear()
+            self._answers = lambda reply: isinstance(reply, kind) and answers(reply)
         self._send(self.desk, question)
-        self._wait(lambda: answer in self._desk_replies)
-        reply = self._desk_replies.pop(answer)
-        assert isinstance(reply, answer)
+        self._wait(lambda: bool(self._desk_replies))
+        reply = self._desk_replies[0]
+        assert isinstance(reply, kind)
         return reply
 
 

@@ -145,11 +145,15 @@ class _Mark(NamedTuple):
 # --- the copied loader -------------------------------------------------------------------------------------------
 
 
+def _nothing() -> Iterator[Any]:
+    return iter(())
+
+
 class _Indices:
     """Stands in for the copied loader's sampler, and notes what each batch is that the loader will give."""
 
     def __init__(self) -> None:
-        self.open: Callable[[], Iterator[tuple[_Mark, Any]]] = lambda: iter(())
+        self.open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
         self.marks: deque[_Mark] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -197,11 +201,14 @@ class Copied:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self.loader, name, value)
 
-    def reseed(self, seed: int) -> None:
-        """Let all workers' copies give the same seeds to their processes; the script's generator moves as ever."""
+    def seed(self, seed: int) -> None:
+        """Let all workers' copies give the same seeds to their processes."""
+        self._set("generator", torch.Generator().manual_seed(seed))
+
+    def throw(self) -> None:
+        """Move the script's dice as far as the plain loader's `iter()` does."""
         if self.loader._iterator is None:
             torch.empty((), dtype=torch.int64).random_(generator=self.original.generator)
-        self._set("generator", torch.Generator().manual_seed(seed))
 
 
 # --- leases ------------------------------------------------------------------------------------------------------
@@ -248,7 +255,7 @@ class MapFeed:
     """One pass over a loader with a sampler."""
 
     def __init__(self, inner: Copied, indices: _Indices, plan: DataPlan, desk: Desk, epoch: int) -> None:
-        self._inner, self._indices, self._plan, self._desk, self._epoch = inner, indices, plan, desk, epoch
+        self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
         self._leases: Leases | None = None
         if plan.mode == "broadcast":
             places: Callable[[], Iterator[tuple[Place, Any]]] = self._broadcast
@@ -260,7 +267,8 @@ class MapFeed:
                 self._leases = Leases(desk, epoch, len(units), digest(batches))
                 places = partial(self._leased, self._leases, units)
         indices.open = lambda: map(self._own, places())
-        self._batches: Iterator[Any] = iter(inner.loader)
+        self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
+        self._batches = self._reopen()
 
     def next(self) -> tuple[Place, int, Any]:
         """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
@@ -272,13 +280,13 @@ class MapFeed:
                 # The sampler stopped because the queue was empty. Now that all is read, wait for what others leave.
                 if self._leases is None or not self._leases.ask(wait=True):
                     raise
-                self._batches = iter(self._inner.loader)
+                self._batches = self._reopen()
             except Exception:
                 if self._indices.marks:  # the loader skips the batch that failed
                     self._indices.marks.popleft()
                 raise
         if not self._indices.marks:
-            raise RuntimeError(f"{type(self._inner.loader).__name__} gave more batches than its sampler")
+            raise RuntimeError(f"{type(self._original).__name__} gave more batches than its sampler")
         mark = self._indices.marks.popleft()
         if self._leases is not None:
             self._leases.passed = mark.place.ordinal + mark.place.last
@@ -292,11 +300,16 @@ class MapFeed:
         """Give back what was drawn and not read."""
         if self._leases is not None:
             self._leases.leave(self._indices.marks[0].place if self._indices.marks else None)
-        self._batches = iter(())
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the loader's iterator at once: its processes are not to wait for the garbage collector."""
+        self._batches = _nothing()
+        self._reopen = self._indices.open = _nothing
 
     def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Batches as lists, whatever the sampler makes of them; with `batch_size=None` a tuple is a key."""
-        if self._plan.alone or self._inner.original.batch_sampler is None:
+        if self._plan.alone or self._original.batch_sampler is None:
             return iter(batches)
         return (batch if is_list(batch) else list(batch) for batch in batches)
 
@@ -308,7 +321,7 @@ class MapFeed:
         return iter(lambda: list(islice(flow, self._plan.workers)), [])
 
     def _broadcast(self) -> Iterator[tuple[Place, Any]]:
-        plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._inner.original
+        plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._original
 
         def put(number: int, chunk: Chunk) -> None:
             sizes, indices, end = chunk
@@ -338,7 +351,7 @@ class MapFeed:
 
     def _own(self, drawn: tuple[Place, Any]) -> tuple[_Mark, Any]:
         place, unit = drawn
-        plan, auto = self._plan, self._inner.original.batch_sampler is not None
+        plan, auto = self._plan, self._original.batch_sampler is not None
         if plan.in_rounds and plan.index >= len(unit):
             spare = unit[0]
             if is_list(spare):

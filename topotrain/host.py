@@ -5,7 +5,6 @@ holds one worker. Server processes meet each other before they let workers in, s
 message for which there is no way yet.
 """
 
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,7 @@ from topotrain.topology import Address, Role, Topology, layout
 from topotrain.wire import Resident, Wire, WireError
 from topotrain.wire.auth import Identity
 from topotrain.wire.local import LocalWire
-from topotrain.wire.shm import Memory, ShmWire, socket_directory
+from topotrain.wire.shm import Memory, ShmWire
 from topotrain.wire.tcp import TcpWire
 
 MEETING_S = 60.0
@@ -38,12 +37,13 @@ class Place:
     topology: Topology
     identity: Identity
     store: Store
+    sockets: Path  # a private folder with a short path
 
     @staticmethod
-    def of(job: Job, rendezvous: str, token: Path, incarnation: int) -> "Place":
+    def of(job: Job, rendezvous: str, token: Path, sockets: Path, incarnation: int) -> "Place":
         """Read the token and open the store."""
         identity = Identity(job.name, token.read_bytes(), incarnation, 0, job.digest())
-        return Place(job, layout(job.cluster), identity, open_store(rendezvous))
+        return Place(job, layout(job.cluster), identity, open_store(rendezvous), sockets)
 
 
 class Roads:
@@ -56,10 +56,9 @@ class Roads:
 
     def __init__(self, place: Place, shared: Memory) -> None:
         road = place.job.cluster.road
-        self._directory = socket_directory()
         self._wires: dict[str, Wire] = {"local": LocalWire()}
         if road is not Road.kTcp:
-            self._wires["unix"] = ShmWire(place.identity, self._directory, shared)
+            self._wires["unix"] = ShmWire(place.identity, str(place.sockets), shared)
         if road is not Road.kShm:
             self._wires["tcp"] = TcpWire(place.identity, place.job.cluster.start_port)
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
@@ -119,7 +118,6 @@ class Roads:
         """Send what is queued, then end all connections."""
         for wire in self._wires.values():
             wire.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class _Port:
@@ -242,9 +240,8 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def _peers(me: Address, topology: Topology) -> list[Address]:
     """Whom a server calls on: its coordinator, and its own shard in the groups before it."""
     peers = [Address(Role.SERVER, me.group, 0)] if me.index else []
-    if topology.synced:
-        peers += [Address(Role.SERVER, group, me.index) for group in range(me.group)]
-    return peers
+    groups = range(me.group) if topology.synced else range(min(me.group, 1))
+    return peers + [Address(Role.SERVER, group, me.index) for group in groups]
 
 
 # --- workers -----------------------------------------------------------------------------------------------------

@@ -301,7 +301,7 @@ def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
 @dataclass(slots=True)
 class _Chunk:
     put: DrawPut | None = None
-    fetched: int = 0
+    fetched: set[Address] = field(default_factory=set)
     held: list[Address] = field(default_factory=list)
 
 
@@ -313,10 +313,10 @@ class Draws:
         self._chunks: dict[tuple[int, int], _Chunk] = {}
 
     def put(self, put: DrawPut) -> Replies:
-        """A chunk is there: answer those who wait for it. Raises ProtocolError for a chunk that was there already."""
+        """A chunk is there: answer those who wait for it. Raises ProtocolError if it was another one before."""
         key = (put.epoch, put.chunk)
         chunk = self._chunks.setdefault(key, _Chunk())
-        if chunk.put is not None:
+        if chunk.put not in (None, put):
             raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came twice")
         chunk.put = put
         return self._serve(key)
@@ -335,8 +335,8 @@ class Draws:
         if chunk.put is None:
             return []
         replies: Replies = [(who, chunk.put) for who in chunk.held]
-        chunk.fetched += len(chunk.held)
+        chunk.fetched.update(chunk.held)
         chunk.held.clear()
-        if chunk.fetched >= self._askers:
+        if len(chunk.fetched) >= self._askers:
             del self._chunks[key]
         return replies

@@ -314,6 +314,17 @@ class Finish(Message):
     steps: int
 
 
+@_message(18)
+@dataclass(frozen=True, slots=True)
+class Rest(Message):
+    """Worker 0 of a group -> servers: the group has nothing to do until others are done with the epoch (or has again).
+
+    A group at rest counts as not live: whoever is bound to its clock would wait for a group that waits for him.
+    """
+
+    resting: bool
+
+
 # --- between the shards of a server group ------------------------------------------------------------------------
 
 
@@ -510,7 +521,10 @@ class StateAsk(Message):
 @_message(61)
 @dataclass(frozen=True, slots=True)
 class StatePart(Message):
-    """One entry of the optimizer state of one piece of a parameter: a tensor (body, float32 bytes), or a number."""
+    """One entry of the optimizer state of one piece of a parameter: a tensor (body, float32 bytes), or a number.
+
+    The last one has no key, and the number of entries before it as its number.
+    """
 
     round: int
     bucket: int

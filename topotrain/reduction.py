@@ -285,6 +285,12 @@ class Staging:
 
     # --- the commit ----------------------------------------------------------------------------------------------
 
+    @property
+    def waits(self) -> bool:
+        """Somebody has done all it can and waits for another worker of the group."""
+        open_backward = any(reduction.ends and not reduction.closed for reduction in self._reductions.values())
+        return open_backward or (bool(self.commits) and not self.staged)
+
     def try_stage(self) -> bool:
         """True once, when every contribution to the step is here; the gradient is then complete in its buffer."""
         if self.staged or len(self.commits) < self._workers:

@@ -8,7 +8,7 @@ network. What differs between the frameworks is decided elsewhere: whom a gradie
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,9 @@ class Server:
         self._initialised: set[int] = set()
         self._ready_groups: set[int] = set()
         self._common = False
+        self._asked: set[int] = set()  # groups that have read values
+        self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
+        self._early: list[tuple[Address, m.Message]] = []
         self.version = 0
         self.pulled = dict.fromkeys(self.groups, 0)
         self._hyper = dict.fromkeys(self.groups, b"")
@@ -135,7 +138,7 @@ class Server:
         if isinstance(message, m.BufferPut):
             return self._ending.buffer_place(message, model.schema)
         bucket = self._bucket(getattr(message, "bucket", -1))
-        if isinstance(message, m.Init) and not self._common:
+        if isinstance(message, m.Init) and message.bucket not in self._initialised:
             return model.flats.view("values", bucket)
         if isinstance(message, m.StatePart):
             piece = bucket.pieces[message.piece]
@@ -190,6 +193,7 @@ class Server:
         slice_map = cut(schema.parameters, self._topology.shards, groups, cluster.slicing)
         flats = FlatBuffers(slice_map, self.me.index, self._allocate)
         spec = OptimizerSpec.from_text(schema.optimizer)
+        self._ending.expect_buffers(len(schema.buffers))
         mine = slice_map.segments_of(self.me.index)
         segments = [(s.id, s.parameter, flats.segment("values", s)) for s in mine]
         buckets = slice_map.buckets_of(self.me.index)
@@ -226,8 +230,8 @@ class Server:
         return MasterAgreement(self.me.group, buckets, view, cluster.sync_freq)
 
     def _init(self, sender: Address, message: m.Init) -> None:
-        if self._common:
-            return
+        if message.bucket in self._initialised:
+            return  # said twice; the group may be warming up already
         target = self._known.flats.view("values", self._bucket(message.bucket))
         body = typed(_body(message), target)
         if body.data_ptr() != target.data_ptr():
@@ -237,7 +241,7 @@ class Server:
             self._all_values_here()
 
     def _all_values_here(self) -> None:
-        if self.me.group == 0 or not self._topology.synced:
+        if self.me.group == 0:
             self._share()
         else:
             self._common_start()
@@ -250,29 +254,40 @@ class Server:
 
     def _share(self) -> None:
         """Give every group the same start: at once, or after group 0's warm-up (`warmup_steps`)."""
-        others = range(1, self._topology.server_groups) if self._topology.synced else range(0)
+        others = range(1, self._topology.server_groups)
         complete = self._model is not None and len(self._initialised) == len(self._known.buckets)
-        if self._common or not complete or self._ready_groups != set(others):
+        if self._common or self.me.group != 0 or not complete or self._ready_groups != set(others):
             return
-        if 0 in self.groups and self.clocks.clock(0) < self._job.warmup_steps:
+        if self.clocks.clock(0) < self._job.warmup_steps and self._runs(0):
             return
         for group in others:
             for bucket in self._known.buckets:
                 body = self._known.flats.view("values", bucket).clone()
                 self._send(Address(Role.SERVER, group, self.me.index), m.Init(bucket.id, body=body))
-        self.clocks.set_all(self._job.warmup_steps)
-        for group in self.groups:
-            if len(self._finished[group]) < self._topology.workers_per_group:
-                self.clocks.join(group)
         self._common_start()
 
     def _common_start(self) -> None:
         self._common = True
+        self.clocks.set_all(self._job.warmup_steps)
+        for group in self.groups:
+            if self._runs(group):
+                self.clocks.join(group)
         self._known.agreement.begin()
+        self._inside += self._early
+        self._early = []
+
+    def _runs(self, group: int) -> bool:
+        return len(self._finished[group]) < self._topology.workers_per_group
 
     # --- values --------------------------------------------------------------------------------------------------
 
     def _fetch(self, sender: Address, message: m.Fetch) -> None:
+        now = (message.round, self._known.staging[sender.group].step)
+        before = self._fetched.get(sender, now)
+        if message.round < before[0] or (message.round == before[0] and now != before):
+            return  # said twice, and answered long ago: another moment's values would falsify the staleness
+        self._fetched[sender] = now
+        self._asked.add(sender.group)
         self._held.append(_Held(sender, -1 - message.round, None, True))
         self._release()
 
@@ -280,6 +295,8 @@ class Server:
         if not self._common:
             warming = group == 0 and self.me.group == 0 and self.clocks.clock(0) < self._job.warmup_steps
             return warming and len(self._initialised) == len(self._known.buckets)
+        if self._job.cluster.max_staleness == 0 and not self._asked.issuperset(self.clocks.live()):
+            return False  # a barrier from the start: nobody's first update may come before somebody's first read
         return self.clocks.may_start(group)
 
     def _release(self) -> None:
@@ -322,6 +339,8 @@ class Server:
         staging = self._current(sender, message.step)
         if staging is not None:
             self._tell_means(sender.group, message.ordinal, staging.end(sender.index, message))
+            if staging.waits:
+                self._check_nobody_left(sender.group)
 
     def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
         staging = self._known.staging[group]
@@ -346,7 +365,8 @@ class Server:
     def _commit(self, sender: Address, message: m.Commit) -> None:
         staging = self._known.staging[sender.group]
         if message.step == staging.step - 1 and sender.group in self._applied:
-            self._held.append(_Held(sender, message.step, self._applied[sender.group], message.fetch))
+            fetch = message.fetch and self._snapshots.get(sender.group) == message.step
+            self._held.append(_Held(sender, message.step, self._applied[sender.group], fetch))
             self._release()
             return
         if self._current(sender, message.step) is None:
@@ -426,7 +446,10 @@ class Server:
 
     def _apply(self, sender: Address, message: m.Apply) -> None:
         for decision in self._order.arrive(message):
-            self._carry_out(decision)
+            try:
+                self._carry_out(decision)
+            except StepError as error:
+                self._fail_group(decision.group, f"worker group {decision.group}: {error}")
         self._share()
         self._decide()
         self._release()
@@ -483,10 +506,22 @@ class Server:
         if self._log is not None:
             self._log.abandon(group)
 
+    def _rest(self, sender: Address, message: m.Rest) -> None:
+        if message.resting:
+            self.clocks.leave(sender.group)
+        elif self._runs(sender.group):
+            self.clocks.join(sender.group)
+        self._decide()
+        self._release()
+
     # --- other server groups -------------------------------------------------------------------------------------
 
     def _neighbor(self, sender: Address, message: Any) -> None:
         body = self._typed(message)
+        if not self._common:
+            # A group that has its start already may be faster than the start of ours.
+            self._early.append((sender, replace(message, body=body.clone())))
+            return
         self._meet(self._known.agreement.meet(sender.group, message, body))
         self._end()
 
@@ -500,13 +535,14 @@ class Server:
         group = self._finished[sender.group]
         group[sender.index] = message.steps
         staging = self._known.staging[sender.group]
-        if staging.commits and not staging.staged:
+        if staging.waits:
             self._check_nobody_left(sender.group)
-        if len(group) == self._topology.workers_per_group:
+        if not self._runs(sender.group):
             self.clocks.leave(sender.group)
+            self._share()
             self._decide()
             self._release()
-        if all(len(f) == self._topology.workers_per_group for f in self._finished.values()):
+        if not any(self._runs(g) for g in self.groups):
             self._meet(self._known.agreement.drain())
             self._end()
 
@@ -519,8 +555,7 @@ class Server:
 
     def _end(self) -> None:
         """Once every worker group here has ended and nothing is under way: say so, and hand on the final values."""
-        finished = all(len(f) == self._topology.workers_per_group for f in self._finished.values())
-        if finished and self._known.agreement.drained():
+        if not any(self._runs(g) for g in self.groups) and self._known.agreement.drained():
             for to, message in self._ending.drained(self._known.buckets, self._final_view):
                 self._send(to, message)
 
@@ -550,9 +585,10 @@ class Server:
             self._send(to, reply)
 
     def _state_ask(self, sender: Address, message: m.StateAsk) -> None:
-        known = self._known
+        known, parts = self._known, 0
         for key, name, value in known.update.state():
             for piece in known.map.pieces_of(key):
+                parts += 1
                 bucket = known.map.buckets[piece.bucket]
                 index = bucket.pieces.index(piece)
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -565,7 +601,7 @@ class Server:
                 flat = value.as_strided((value.numel(),), (1,)) if value.dim() != 1 else value
                 body = flat[piece.lo - segment.lo : piece.hi - segment.lo].to(known.flats.view("values", bucket).dtype)
                 self._send(sender, m.StatePart(message.round, bucket.id, index, 0.0, name, body=body))
-        self._send(sender, m.StatePart(message.round, -1, -1, 0.0, ""))
+        self._send(sender, m.StatePart(message.round, -1, -1, float(parts), ""))
 
     def _state_part(self, sender: Address, message: m.StatePart) -> None:
         known = self._known
@@ -616,6 +652,7 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Staged: Server._staged,
     m.Apply: Server._apply,
     m.AskApply: Server._ask_apply,
+    m.Rest: Server._rest,
     m.Finish: Server._finish,
     **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), Server._neighbor),
     **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),

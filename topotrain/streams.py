@@ -5,8 +5,7 @@ can read it again when another group left a part of it. A stream that is differe
 and what is missing is told.
 """
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 from topotrain.feeds import STATIC, Copied, DataPlan, Desk, Leases, Ledger, Place
@@ -15,21 +14,52 @@ from topotrain.sampling import Dice, epoch_seed, leading, share_of_loaded
 _END = object()
 
 
+class _Reader:
+    """Reads a stream's batches by number, forwards. `at` is the next one."""
+
+    def __init__(self, inner: Copied, plan: DataPlan, epoch: int) -> None:
+        self.at = 0
+        self._ended = False
+        seed = epoch_seed(plan.seed, epoch)
+        # Processes of the loader have dice of their own; without them the stream would share the script's.
+        self._dice = None if plan.alone or inner.loader.num_workers else Dice(seed)
+        if not plan.alone:
+            inner.seed(seed)
+        self._batches = self._with_dice(lambda: iter(inner.loader))
+
+    def batch(self, number: int) -> Any:
+        """Batch `number` >= `at` of the stream; _END beyond the last."""
+        batch = _END
+        while not self._ended and self.at <= number:
+            batch = self._with_dice(lambda: next(self._batches, _END))
+            self._ended = batch is _END
+            self.at += not self._ended
+        return batch
+
+    def _with_dice(self, do: Callable[[], Any]) -> Any:
+        if self._dice is None:
+            return do()
+        with self._dice:
+            return do()
+
+
 class StreamFeed:
     """As `MapFeed`, for a stream. Leases are asked for on reading, when all before is read: every question may wait."""
 
     def __init__(self, inner: Copied, plan: DataPlan, desk: Desk, ledger: Ledger, epoch: int) -> None:
         self._inner, self._plan, self._ledger, self._epoch = inner, plan, ledger, epoch
         self._leases = Leases(desk, epoch, -1, 0) if plan.mode == "lease" else None
-        self._places = (self._place(seq) for seq in count())
-        self._again = False
-        self._batches: Iterator[Any]
-        self._open()
+        self._seq = 0
+        if not plan.alone:
+            inner.throw()
+        self._front: _Reader | None = _Reader(inner, plan, epoch)
+        self._back: _Reader | None = None  # for batches that went by: the front must not lose its place
 
     def next(self) -> tuple[Place, int, Any]:
         """As `MapFeed.next`."""
         if self._leases is None:
-            place = next(self._places)
+            place = self._place(self._seq)
+            self._seq += 1
             unit = self._unit(place.number)
             if unit is _END:
                 raise StopIteration
@@ -41,7 +71,11 @@ class StreamFeed:
         """As `MapFeed.leave`."""
         if self._leases is not None:
             self._leases.leave(None)
-        self._batches = iter(())
+        self.end()
+
+    def end(self) -> None:
+        """As `MapFeed.end`."""
+        self._front = self._back = None
 
     def _place(self, seq: int) -> Place:
         plan = self._plan
@@ -52,26 +86,19 @@ class StreamFeed:
             if leases.at >= leases.last and not leases.ask(wait=True):
                 raise StopIteration
             place = leases.take()
+            went_by = place.number < self._units_read()
             unit = self._unit(place.number)
             if unit is not _END:
                 return place, unit
-            if self._again:
+            if went_by:
                 self._ledger.lost(place.stream, leases.last - place.number)
             else:
-                leases.total = -(-self._at // self._plan.workers) if self._plan.in_rounds else self._at
+                leases.total = self._units_read()
             leases.at = leases.last
 
-    def _open(self) -> None:
-        """Begin to read the stream, once more if a batch is needed that went by."""
-        self._at, self._ended = 0, False
-        seed = epoch_seed(self._plan.seed, self._epoch)
-        self._dice = Dice(seed)
-        if self._plan.alone:
-            self._batches = iter(self._inner.loader)
-            return
-        self._inner.reseed(seed)
-        with self._dice:
-            self._batches = iter(self._inner.loader)
+    def _units_read(self) -> int:
+        read = self._front.at if self._front else 0
+        return -(-read // self._plan.workers) if self._plan.in_rounds else read
 
     def _unit(self, number: int) -> Any:
         """(samples that count, data) of a unit of the epoch; _END beyond the last."""
@@ -87,25 +114,13 @@ class StreamFeed:
         return (0, self._counted(first)[1]) if mine is _END else self._counted(mine)
 
     def _batch(self, number: int) -> Any:
-        """Batch `number` of the stream; _END beyond the last."""
-        if number < self._at:
-            self._again = True
-            self._open()
-        while not self._ended:
-            batch = self._read()
-            if batch is _END:
-                self._ended = True
-                break
-            self._at += 1
-            if self._at > number:
-                return batch
-        return _END
-
-    def _read(self) -> Any:
-        if self._plan.alone or self._inner.loader.num_workers:
-            return next(self._batches, _END)
-        with self._dice:
-            return next(self._batches, _END)
+        if self._front is None:
+            return _END
+        if number >= self._front.at:
+            return self._front.batch(number)
+        if self._back is None or number < self._back.at:
+            self._back = _Reader(Copied(self._inner.original, self._plan), self._plan, self._epoch)
+        return self._back.batch(number)
 
     def _counted(self, batch: Any) -> tuple[int, Any]:
         plan = self._plan

@@ -45,7 +45,9 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
 
 def _place(spec: dict[str, Any]) -> Place:
     job = textproto.loads(spec["job"], "the job")
-    return Place.of(job, spec["rendezvous"], Path(spec["run_dir"]) / "token", spec["incarnation"])
+    return Place.of(
+        job, spec["rendezvous"], Path(spec["run_dir"]) / "token", Path(spec["sockets"]), spec["incarnation"]
+    )
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:

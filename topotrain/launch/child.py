@@ -139,6 +139,7 @@ def _become(birth: Birth) -> None:
     os.setsid()  # a group of its own: the terminal's Ctrl-C comes once, through the launcher
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
     _open_streams(*birth.fds[1:3])

@@ -32,12 +32,16 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What all children of a unit have in common."""
+    """What all children of a unit have in common.
+
+    `sockets` is a short path of a folder for this user alone, which is removed when the job has ended, however it ends.
+    """
 
     job: Job
     unit: int
     rendezvous: str
     run_dir: Path
+    sockets: str
 
     @property
     def logs(self) -> Path:
@@ -154,6 +158,7 @@ def _spec(home: Home, child: Child, shared_memfd: bool) -> dict[str, Any]:
         "servers": pairs(Role.SERVER),
         "rendezvous": home.rendezvous,
         "run_dir": str(home.run_dir),
+        "sockets": home.sockets,
         "program": home.job.program,
         "args": list(home.job.args),
         "incarnation": 0,

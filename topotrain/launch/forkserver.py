@@ -121,7 +121,8 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
 
     Call it from a thread that lives as long as the job: until torch is loaded the forkserver dies with that thread.
     """
-    directory = tempfile.mkdtemp(prefix="topotrain-")
+    # Unix sockets live in it, whose paths may have 107 bytes.
+    directory = tempfile.mkdtemp(prefix="topotrain-", dir="/tmp" if len(tempfile.gettempdir()) > 60 else None)
     listener = socket.socket(socket.AF_UNIX)
     # Bound here, not there: from now on a unit can connect, however long importing torch takes.
     listener.bind(_socket_path(directory))
@@ -210,6 +211,8 @@ class Server:
             self._signal(connection, body)
             return None
         parent = os.getpid()
+        # A newborn keeps a SIGTERM until it can die of it: our own handler would swallow it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
         except OSError as error:
@@ -218,6 +221,7 @@ class Server:
         if pid == 0:
             self._abandon()
             return child.Birth(body, fds[1:], parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd in fds[1:]:
             os.close(fd)
         if pid > 0:

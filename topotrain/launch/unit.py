@@ -300,13 +300,13 @@ def supervise(place: Place, calls: Calls) -> int:
         raise ConfigError("nprocs", place.nprocs, f"must be {units}, the number of units of this job")
     if not 0 <= place.rank < units:
         raise ConfigError("rank", place.rank, f"must be 0 to {units - 1}")
-    home = Home(job, place.rank, place.rendezvous, run_dir)
     with contextlib.ExitStack() as stack:
         path = place.forkserver
         if not path:
             own = forkserver.start(run_dir / f"forkserver-unit-{place.rank}.log", calls.preload)
             stack.callback(own.close)
             path = own.path
+        home = Home(job, place.rank, place.rendezvous, run_dir, os.path.dirname(path))
         client = forkserver.Client(path)
         stack.callback(client.close)
         return Unit(home, topology, client, owns_forkserver=not place.forkserver).run(calls)

@@ -1,0 +1,513 @@
+"""A whole job in one process, and what it must equal: the same script run plainly, or by a reference trainer.
+
+Rule: a test's script is written once, against `Trainer`, and run by
+* `plain`: one ordinary process, the whole batch;
+* `reference`: one process that computes every worker's share in turn, adds them up in the job's canonical order and
+  updates with the servers' kernels, but has no server, message or wire: synchronous jobs must equal it bit for bit;
+* `run_local`: real servers, exchanges and workers on the in-process road, one thread per worker;
+* `run_hosted`: the same with server processes' and workers' own code (`host`) over shared memory or TCP.
+"""
+
+import copy
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from topotrain.buffers import describe_model
+from topotrain.exchange import Exchange
+from topotrain.feeds import STATIC
+from topotrain.host import Monitor, Place, WorkerRoads, _peers, _ServerResident, serve
+from topotrain.job import Cluster, Job, Reduce
+from topotrain.optimizer import adopt
+from topotrain.reduction import canonical_mean
+from topotrain.rendezvous import open_store
+from topotrain.server import Server
+from topotrain.shard import FlatBuffers
+from topotrain.topology import Address, Role, Topology, layout
+from topotrain.update import SliceUpdate, describe, hyper
+from topotrain.wire.auth import Identity
+from topotrain.wire.local import LocalWire
+from topotrain.worker import Worker
+
+PATIENCE_S = 90.0  # after this a run counts as hung; nothing here takes long
+
+Loss = Callable[..., torch.Tensor]
+Build = Callable[[], tuple[Any, ...]]  # (model, optimizer, whatever the script made of them before `prepare`)
+
+
+class Trainer(Protocol):
+    """What a test's script sees. `losses` are the shares that this process computes; one, except in the reference."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    more: tuple[Any, ...]
+
+    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+        """loss(model, *share) of each share of a batch of the group; it counts its samples, or weight(*share)."""
+        ...
+
+    def backward(self, losses: Sequence[torch.Tensor], **kwargs: bool) -> None:
+        """One backward; `.grad` of the model then has the group's mean."""
+        ...
+
+
+Script = Callable[[Any], None]
+
+
+def share_of(batch: Sequence[torch.Tensor], index: int, workers: int) -> tuple[list[torch.Tensor], int]:
+    """A worker's part of a batch and its samples; without any, one sample that must not count."""
+    samples = len(batch[0])
+    lo, hi = samples * index // workers, samples * (index + 1) // workers
+    return [t[lo:hi] if hi > lo else t[:1] for t in batch], hi - lo
+
+
+# --- one process -------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The script without topotrain."""
+
+    def __init__(self, build: Build) -> None:
+        self.model, self.optimizer, *more = build()
+        self.more = tuple(more)
+
+    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+        return [loss(self.model, *batch)]
+
+    def backward(self, losses: Sequence[torch.Tensor], **kwargs: bool) -> None:
+        (loss,) = losses
+        loss.backward(**kwargs)
+
+
+class Reference:
+    """A synchronous group in one process: a replica per worker over the same parameter values."""
+
+    def __init__(self, build: Build, tree: Sequence[Sequence[int]], divide: bool = True) -> None:
+        self.model, self.optimizer, *more = build()
+        self.more = tuple(more)
+        self._tree = tree
+        self._divide = divide
+        self._workers = sum(len(unit) for unit in tree)
+        self._replicas = [self._replica(number) for number in range(self._workers)]
+        self._weights: list[float] = []
+        self._parameters = list(self.model.parameters())
+        self._update = SliceUpdate(
+            describe(self.optimizer, self._parameters),
+            [(i, i, p.detach().view(-1)) for i, p in enumerate(self._parameters)],
+        )
+        self._take_over_step()
+
+    def _replica(self, number: int) -> nn.Module:
+        replica = copy.deepcopy(self.model)
+        for own, shared in zip(replica.parameters(), self.model.parameters(), strict=True):
+            own.data = shared.data
+        if number == 0:  # the group's buffers are worker 0's
+            for own, shared in zip(replica.buffers(), self.model.buffers(), strict=True):
+                own.data = shared.data
+        return replica
+
+    def _take_over_step(self) -> None:
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None if closure is None else closure()
+            grads = {i: None if p.grad is None else p.grad.reshape(-1) for i, p in enumerate(self._parameters)}
+            self._update.apply(hyper(optimizer), grads)
+            return loss
+
+        cls = type(self.optimizer)
+        had = self.optimizer.__dict__.pop("step", None)
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+        hooked.hooked = True
+        self.optimizer.__class__ = type(cls.__name__, (cls,), {"step": hooked})
+        if had is not None:
+            self.optimizer._opt_called = True
+
+    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+        found = []
+        self._weights = []
+        for index, replica in enumerate(self._replicas):
+            part, samples = share_of(batch, index, self._workers)
+            self._weights.append(float(samples) if weight is None else weight(*part))
+            found.append(loss(replica, *part))
+        return found
+
+    def backward(self, losses: Sequence[torch.Tensor], **kwargs: bool) -> None:
+        rows = []
+        for replica, loss in zip(self._replicas, losses, strict=True):
+            for p in replica.parameters():
+                p.grad = None
+            loss.backward(**kwargs)
+            rows.append([p.grad for p in replica.parameters()])
+        for index, parameter in enumerate(self._parameters):
+            grads = [row[index] for row in rows]
+            if any(g is not None for g in grads):
+                self._add(parameter, grads)
+
+    def _add(self, parameter: nn.Parameter, grads: list[torch.Tensor | None]) -> None:
+        flat = [None if g is None else g.contiguous().view(-1) for g in grads]
+        out = torch.empty(parameter.numel(), dtype=parameter.dtype)
+        parts = {w: (self._weights[w], flat[w]) for w in range(self._workers)}
+        canonical_mean(parts, self._tree, out, lambda k: torch.empty_like(out), self._divide)
+        mean = out.view(parameter.shape)
+        parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+
+
+def plain(build: Build, script: Script) -> "Result":
+    """Run a script in an ordinary process."""
+    trainer = Plain(_seeded(build))
+    script(trainer)
+    return Result.of(trainer.model)
+
+
+def reference(job: Job, build: Build, script: Script) -> "Result":
+    """Run a script by the one-process reference of a synchronous job."""
+    trainer = Reference(_seeded(build), layout(job.cluster).sum_tree(0), job.reduce is Reduce.kMean)
+    script(trainer)
+    return Result.of(trainer.model)
+
+
+def _seeded(build: Build) -> Build:
+    def seeded() -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        return build()
+
+    return seeded
+
+
+# --- a job -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WorkerHandle:
+    """One worker of a job, as its script sees it."""
+
+    me: Address
+    topology: Topology
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    more: tuple[Any, ...]
+    exchange: Exchange
+    worker: Worker
+    seq: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+        part, samples = share_of(batch, self.me.index, self.topology.workers_per_group)
+        self.worker.drawn(STATIC | self.me.group, self.seq, float(samples), samples)
+        self.seq += 1
+        if weight is not None:
+            self.worker.say_weight(weight(*part))
+        return [loss(self.model, *part)]
+
+    def backward(self, losses: Sequence[torch.Tensor], **kwargs: bool) -> None:
+        (loss,) = losses
+        loss.backward(**kwargs)
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """As tt.local, which knows of only one worker per process."""
+        self.worker.path.private = True
+        try:
+            yield
+        finally:
+            self.worker.path.private = False
+
+
+@dataclass
+class Result:
+    """Final values by name (buffers too), and of a job its workers, in order."""
+
+    values: dict[str, torch.Tensor]
+    workers: list[WorkerHandle] = field(default_factory=list)
+    servers: list[Server] = field(default_factory=list)
+    traffic: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of(model: nn.Module, **more: Any) -> "Result":
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return Result({name: t.detach().clone() for name, t in named}, **more)
+
+    def same_bits(self, other: "Result") -> bool:
+        """Every value equal bit for bit (and no NaN, which would be equal in bits and wrong)."""
+        assert self.values.keys() == other.values.keys()
+        return all(
+            torch.equal(v.contiguous().view(-1).view(torch.uint8), other.values[n].contiguous().view(-1).view(torch.uint8))
+            and bool(torch.isfinite(v).all())
+            for n, v in self.values.items()
+        )
+
+    def distance(self, other: "Result") -> float:
+        """Norm of the difference over the norm, all values together."""
+        mine = torch.cat([v.double().reshape(-1) for v in self.values.values()])
+        theirs = torch.cat([other.values[n].double().reshape(-1) for n in self.values])
+        return float((mine - theirs).norm() / theirs.norm())
+
+
+class _Crew:
+    """The threads of a run: the first thing that goes wrong ends it, as the supervisor does."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        self.exchanges: dict[Address, Exchange] = {}
+        self._lock = threading.Lock()
+
+    def failed(self, me: Address | None, error: BaseException) -> None:
+        with self._lock:
+            self.errors.append(error)
+        for address, exchange in list(self.exchanges.items()):
+            if address != me:
+                exchange.lost(me or exchange.servers[0], f"it failed: {error}")
+
+    def trouble(self) -> None:
+        error = sys.exc_info()[1]
+        assert error is not None
+        self.failed(None, error)
+
+    def run(self, jobs: dict[Address, Callable[[], None]]) -> None:
+        threads = [
+            threading.Thread(target=self._guarded, args=(me, job), name=f"run {me}", daemon=True)
+            for me, job in jobs.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        hung = [thread for thread in threads if thread.is_alive()]
+        if hung and not self.errors:
+            frames = sys._current_frames()
+            stacks = ["".join(traceback.format_stack(frames[t.ident])[-6:]) for t in hung if t.ident in frames]
+            raise AssertionError("hung:\n" + "\n".join(stacks))
+
+    def _guarded(self, me: Address, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self.failed(me, error)
+
+
+def run_local(job: Job, build: Build, script: Script) -> Result:
+    """Run a script as a job on the in-process road. Raises what went wrong first."""
+    topology, wire, crew = layout(job.cluster), LocalWire(), _Crew()
+    addresses = [server for unit in topology.units for server in unit.servers]
+    servers = {me: Server(me, job, topology, _zeros) for me in addresses}
+    for me, server in servers.items():
+        wire.attach(me, _ServerResident(server, wire, threading.Condition(), crew.trouble))  # type: ignore[arg-type]
+    for me in servers:
+        for peer in _peers(me, topology):
+            wire.connect(me, peer, "local:")
+    handles = []
+    for me in (worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
+        exchange = Exchange(me, topology, lambda to, message, me=me: wire.send(me, to, message), Monitor(0.1))
+        wire.attach(me, exchange)
+        for server in dict.fromkeys((*exchange.servers, exchange.desk)):
+            wire.connect(me, server, "local:")
+        crew.exchanges[me] = exchange
+        handles.append(_enlist(job, topology, me, build, exchange, _zeros, crew))
+    try:
+        _train(crew, [h for h in handles if h is not None], script)
+    finally:
+        for exchange in crew.exchanges.values():
+            exchange.leave()
+        wire.close()
+    if crew.errors:
+        raise crew.errors[0]
+    return Result.of(handles[0].model, workers=handles, servers=list(servers.values()), traffic=wire.traffic())
+
+
+def run_hosted(job: Job, build: Build, script: Script, directory: Path) -> Result:
+    """Run a script with the code of real processes, in threads, over the road that `cluster.road` names."""
+    topology, crew = layout(job.cluster), _Crew()
+    (directory / "store").mkdir(mode=0o700)
+    url = (directory / "store").as_uri()
+
+    def place(number: int) -> Place:
+        return Place(job, topology, Identity(job.name, bytes(32), number, 0, job.digest()), open_store(url))
+
+    traffic: list[tuple[int, int]] = []
+
+    def servers_of(unit: int) -> None:
+        found = topology.units[unit].servers
+        traffic.append(serve(place(unit), found, lambda me, urls: None, crew.trouble))
+
+    homes = [
+        threading.Thread(target=crew._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)
+        for unit in topology.units
+        if unit.servers
+    ]
+    for home in homes:
+        home.start()
+    handles, roads = [], []
+    for number, me in enumerate(worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
+        roads.append(WorkerRoads(place(100 + number), me))
+        crew.exchanges[me] = roads[-1].exchange
+        handles.append(_enlist(job, topology, me, build, roads[-1].exchange, roads[-1].allocate, crew))
+    closers = dict(zip(crew.exchanges, roads, strict=True))
+    _train(crew, handles, script, lambda me: closers[me].close())
+    for home in homes:
+        home.join(PATIENCE_S if not crew.errors else 0.0)
+    if crew.errors:
+        raise crew.errors[0]
+    assert not any(home.is_alive() for home in homes), "a server did not end"
+    return Result.of(handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic)))
+
+
+def _enlist(
+    job: Job,
+    topology: Topology,
+    me: Address,
+    build: Build,
+    exchange: Exchange,
+    allocate: Callable[[int, torch.dtype], torch.Tensor],
+    crew: _Crew,
+) -> WorkerHandle:
+    """Build a worker's model here, one after another: the seed is the process's."""
+    model, optimizer, *more = _seeded(build)()
+    worker = Worker(
+        me, job, topology, describe_model(model), optimizer, exchange, lambda m: FlatBuffers(m, None, allocate)
+    )
+    return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker)
+
+
+def _train(
+    crew: _Crew, handles: Sequence[WorkerHandle], script: Script, close: Callable[[Address], None] = lambda me: None
+) -> None:
+    def life(handle: WorkerHandle) -> None:
+        try:
+            handle.worker.start()
+            adopt(handle.optimizer, handle.worker)
+            if handle.me == Address(Role.WORKER, 0, 0) and handle.optimizer.state:
+                handle.worker.scatter_state()
+            handle.optimizer.state.clear()
+            script(handle)
+            handle.worker.finish()
+            if handle.me == Address(Role.WORKER, 0, 0):
+                handle.worker.take_final()
+        finally:
+            handle.exchange.leave()
+            close(handle.me)
+
+    crew.run({handle.me: lambda handle=handle: life(handle) for handle in handles})
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+# --- the usual jobs, models and data -----------------------------------------------------------------------------
+
+LAYOUTS = {
+    "sandblaster": {"nworkers_per_group": 3, "nservers_per_group": 2, "server_worker_separate": True},
+    "allreduce": {"nworkers_per_group": 3, "nservers_per_group": 3},
+    "in-memory": {"nworkers_per_group": 2, "nworkers_per_procs": 2},
+    "two by two": {"nworkers_per_group": 4, "nworkers_per_procs": 2, "nservers_per_group": 2},
+    "serverless": {"nworkers_per_group": 2, "nserver_groups": 0},
+    "one": {},
+}
+
+
+def job_of(name: str = "sandblaster", **changes: Any) -> Job:
+    """A job of a named layout; keyword arguments are fields of Job, or of Cluster where it has them."""
+    cluster = {key: changes.pop(key) for key in list(changes) if key in Cluster.__dataclass_fields__}
+    return Job(cluster=Cluster(**{**LAYOUTS[name], **cluster}), **changes)
+
+
+def mlp() -> nn.Module:
+    """Parameters that do not end where a slice does."""
+    return nn.Sequential(nn.Linear(12, 25), nn.Tanh(), nn.Linear(25, 5))
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 36, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
+
+
+class Transformer(nn.Module):
+    """One block, pre-norm; the embedding is the output layer. No bias on the keys: its exact gradient is zero, and
+    Adam makes steps of full size out of what rounding leaves of it."""
+
+    def __init__(self, words: int = 13, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.out = nn.Linear(width, words, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(x + self.down(torch.relu(self.up(x))))
+
+
+def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean over the samples (of every position, for tokens)."""
+    return nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def vectors(count: int, size: int = 12, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`count` batches of `size` samples for `mlp`."""
+    dice = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 12, generator=dice), torch.randint(5, (size,), generator=dice)) for _ in range(count)]
+
+
+def images(count: int, size: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For `Cnn`."""
+    dice = torch.Generator().manual_seed(0)
+    return [(torch.randn(size, 1, 8, 8, generator=dice), torch.randint(5, (size,), generator=dice)) for _ in range(count)]
+
+
+def tokens(count: int, size: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For `Transformer`."""
+    dice = torch.Generator().manual_seed(0)
+    runs = [torch.randint(13, (size, 7), generator=dice) for _ in range(count)]
+    return [(run[:, :-1], run[:, 1:]) for run in runs]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.003)
+
+
+def adagrad(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.03)
+
+
+def building(model: Callable[[], nn.Module] = mlp, optimizer: Callable[..., torch.optim.Optimizer] = sgd) -> Build:
+    """A builder of these two."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = model()
+        return made, optimizer(made)
+
+    return build
+
+
+def usual_loop(batches: Sequence[tuple[torch.Tensor, ...]], loss: Loss = cross_entropy) -> Script:
+    """zero_grad, forward, backward, step."""
+
+    def script(t: Trainer) -> None:
+        for batch in batches:
+            t.optimizer.zero_grad()
+            t.backward(t.losses(loss, *batch))
+            t.optimizer.step()
+
+    return script

@@ -1,0 +1,212 @@
+"""The pretended road: what it promises to whoever is tested on it."""
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from topotrain.message import Applied, Commit, Fetch, Init, Message, ProtocolError, Ready
+from topotrain.topology import Address, Role
+from topotrain.wire import WireError
+from topotrain.wire.simulated import Deadlock, SimulatedWire, Simulation, Weather
+
+A, B = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+BAD = Weather(delay=(0.001, 0.003), late=0.02, drop=0.1, duplicate=0.2, reorder=0.3)
+
+
+@dataclass
+class Ear:
+    """Keeps what it hears, and where it was told to put bodies."""
+
+    sim: Simulation
+    target: torch.Tensor | None = None
+    heard: list[tuple[float, Message]] = field(default_factory=list)
+    bodies: list[torch.Tensor] = field(default_factory=list)
+    gone: list[Address] = field(default_factory=list)
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        assert viewable
+        return self.target
+
+    def handle(self, sender: Address, message: Message) -> None:
+        self.heard.append((self.sim.now, message))
+        if message.body is not None:
+            self.bodies.append(message.body)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        self.gone.append(peer)
+
+    @property
+    def rounds(self) -> list[int]:
+        return [message.round for _, message in self.heard if isinstance(message, Fetch)]
+
+
+def road(seed: int = 0, weather: Weather | None = None) -> tuple[Simulation, SimulatedWire, Ear, Ear]:
+    sim = Simulation(seed)
+    wire = SimulatedWire(sim, weather)
+    a, b = Ear(sim), Ear(sim)
+    wire.attach(A, a)
+    wire.attach(B, b)
+    wire.connect(A, B, "")
+    return sim, wire, a, b
+
+
+def ten(seed: int, weather: Weather | None) -> Ear:
+    sim, wire, _, b = road(seed, weather)
+    for number in range(10):
+        wire.send(A, B, Fetch(number))
+    sim.run()
+    return b
+
+
+def test_a_run_is_its_seed():
+    assert ten(3, BAD).heard == ten(3, BAD).heard != ten(4, BAD).heard
+
+
+def test_a_sender_is_heard_in_order_and_once_unless_the_weather_is_bad():
+    heard = ten(0, None)
+    assert heard.rounds == list(range(10))
+    assert all(0 < time < 0.01 for time, _ in heard.heard)
+    assert any(ten(seed, Weather(reorder=0.5)).rounds != list(range(10)) for seed in range(5))
+    assert sorted(ten(0, Weather(duplicate=1.0)).rounds) == sorted([*range(10)] * 2)
+    assert ten(0, Weather(drop=1.0)).rounds == []
+    assert 0 < len(ten(1, Weather(drop=0.5)).rounds) < 10
+
+
+@pytest.mark.parametrize(("snapshots", "seen"), [(True, 1.0), (False, 2.0)])
+def test_a_body_is_read_when_it_is_sent_or_when_it_arrives(snapshots, seen):
+    sim, wire, _, b = road(weather=Weather(snapshots=snapshots))
+    body = torch.ones(3)
+    wire.send(A, B, Init(0, body=body))
+    body.fill_(2)
+    sim.run()
+    assert b.bodies[0].dtype == torch.uint8 and b.bodies[0].view(torch.float32).tolist() == [seen] * 3
+
+
+def test_a_body_goes_where_the_receiver_wants_it():
+    sim, wire, _, b = road()
+    b.target = torch.zeros(3)
+    wire.send(A, B, Init(0, body=torch.ones(3)))
+    sim.run()
+    assert b.bodies[0] is b.target and b.target.tolist() == [1, 1, 1]
+    wire.send(A, B, Init(0, body=torch.ones(4)))
+    with pytest.raises(ProtocolError):
+        sim.run()
+
+
+def test_only_who_is_there_and_connected_is_reached():
+    sim, wire, _, _ = road()
+    c = Address(Role.WORKER, 1, 0)
+    with pytest.raises(WireError, match="not attached"):
+        wire.connect(A, c, "")
+    wire.attach(c, Ear(sim))
+    with pytest.raises(WireError, match="no way from worker 0/0 to worker 1/0"):
+        wire.send(A, c, Ready())
+    with pytest.raises(WireError, match="already"):
+        wire.attach(c, Ear(sim))
+
+
+def test_traffic_counts_what_was_sent_and_what_arrived():
+    sim, wire, _, _ = road()
+    wire.send(A, B, Init(0, body=torch.ones(100)))
+    assert wire.traffic()[0] > 400 and wire.traffic()[1] == 0
+    sim.run()
+    assert wire.traffic()[1] > 400
+
+
+def test_a_crash_falls_between_two_messages_of_a_kind():
+    sim, wire, a, b = road()
+    wire.crash(A, after=2, kind=Fetch, tell=True)
+    for number in range(4):
+        wire.send(A, B, Fetch(number))
+        wire.send(A, B, Ready())
+    wire.send(B, A, Ready())
+    sim.run()
+    assert [type(message) for _, message in b.heard] == [Fetch, Ready, Fetch, Ready]
+    assert b.gone == [A] and a.heard == [] and len(wire.lost) == 5
+    wire.revive(A)
+    wire.send(A, B, Fetch(9))
+    sim.run()
+    assert b.rounds[-1] == 9
+
+
+def test_a_pause_keeps_what_is_under_way():
+    sim, wire, a, b = road()
+    wire.send(A, B, Fetch(1))
+    wire.pause(B)
+    wire.send(B, A, Fetch(2))
+    wire.send(A, B, Fetch(3))
+    sim.run()
+    assert a.rounds == b.rounds == []
+    wire.resume(B)
+    sim.run()
+    assert a.rounds == [2] and b.rounds == [1, 3]
+
+
+def test_actors_take_turns_in_virtual_time():
+    sim, story = Simulation(0), []
+    inside: set[str] = set()
+
+    def actor(name: str, pause: float) -> None:
+        for _ in range(2):
+            assert not inside
+            inside.add(name)
+            story.append((name, round(sim.now, 3)))
+            inside.remove(name)
+            sim.sleep(pause)
+
+    sim.actor("slow", lambda: actor("slow", 1000.0))
+    sim.actor("fast", lambda: actor("fast", 1.0))
+    sim.run()
+    assert story == [("slow", 0), ("fast", 0), ("fast", 1), ("slow", 1000)]
+
+
+def test_who_waits_for_ever_is_named():
+    sim = Simulation(7)
+    sim.actor("Ada", lambda: sim.waiter().wait(lambda: False))
+    sim.actor("Bob", lambda: sim.sleep(1.0))
+    sim.actor("Cyd", lambda: sim.waiter().wait(lambda: False))
+    before = threading.active_count()
+    with pytest.raises(Deadlock, match=r"seed 7, 1\.000 s: .*: Ada, Cyd$"):
+        sim.run()
+    assert threading.active_count() == before
+
+
+def test_an_error_ends_the_run_and_everybody_in_it():
+    sim, cleaned = Simulation(0), []
+
+    def waits() -> None:
+        try:
+            sim.waiter().wait(lambda: False)
+        finally:
+            cleaned.append(True)
+            sim.sleep(1.0)
+
+    def fails() -> None:
+        sim.sleep(1.0)
+        raise ZeroDivisionError
+
+    sim.actor("waits", waits)
+    sim.actor("fails", fails)
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        sim.run()
+    assert cleaned == [True] and threading.active_count() == before
+
+
+def test_only_an_actor_waits():
+    sim = Simulation(0)
+    sim.waiter().wait(lambda: True)
+    with pytest.raises(RuntimeError, match="only an actor"):
+        sim.waiter().wait(lambda: False)
+
+
+def test_what_travels_is_what_the_bytes_say():
+    sim, wire, _, b = road()
+    commit = Commit(1, 2, 3.0, 1.0, False, 0.0, 2.0, True, b"\x01", b"", b"\x02", b"{}", (1, 2, 3))
+    wire.send(A, B, commit)
+    wire.send(A, B, Applied(1, 2, 3, True, -1.0))
+    sim.run()
+    assert [message for _, message in b.heard] == [commit, Applied(1, 2, 3, True, -1.0)]
+    assert b.heard[0][1] is not commit
