@@ -12,7 +12,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -135,6 +135,7 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+    forkserver: Annotated[str, typer.Option("--forkserver", hidden=True, help="One that is running already.")] = "",
 ) -> None:
     """Train a job on this machine.
 
@@ -149,7 +150,7 @@ def run(
         if report is not None:
             _writable("--report", report)
         terminal = console(stderr=True)
-        result = _train(job, topology, terminal, quiet, chatty=not as_json)
+        result = _train(job, topology, terminal, quiet, not as_json, forkserver)
         data = result.report.as_data(result.outcome)
         text = json.dumps(data, indent=2)
         if report is not None:
@@ -206,6 +207,7 @@ def compare(
     Ends with one table, and with one picture: loss over time, a line per job.
     """
     with _refusing():
+        from topotrain.launch import forkserver
         from topotrain.watch import compare as side_by_side
         from topotrain.watch import plot
         from topotrain.watch.table import comparison, console
@@ -219,9 +221,11 @@ def compare(
 
         def train(entry: side_by_side.Entry) -> "Result":
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            return _train(entry.job, entry.topology, terminal, quiet=False, chatty=not as_json)
+            return _train(entry.job, entry.topology, terminal, False, not as_json, served.path)
 
-        code, rows = side_by_side.compare(jobs, out, train)
+        out.mkdir(parents=True, exist_ok=True)
+        with closing(forkserver.start(out / "forkserver.log")) as served:  # torch is loaded once for all of them
+            code, rows = side_by_side.compare(jobs, out, train)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
         else:
@@ -230,7 +234,7 @@ def compare(
         raise typer.Exit(code)
 
 
-def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, chatty: bool) -> "Result":
+def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, chatty: bool, forkserver: str) -> "Result":
     """Run one job with its windows open. `chatty`: stdout belongs to the program and not to our JSON."""
     from topotrain.launch.local import LocalLauncher
     from topotrain.watch.compare import Result
@@ -246,7 +250,7 @@ def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, cha
             report(event)
             window(event)
 
-        outcome = LocalLauncher().start(job, topology, on_event)
+        outcome = LocalLauncher(forkserver=forkserver).start(job, topology, on_event)
     if outcome.cause is not None:
         _complain(story(outcome.cause, job, topology))
     elif outcome.code >= 128:

@@ -51,9 +51,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class LocalLauncher(Launcher):
-    """Starts every unit on this machine. `calls` says what a child runs; only tests change it."""
+    """Starts every unit on this machine.
+
+    `calls` says what a child runs; only tests change it. `forkserver` is the socket of one that is running already and
+    belongs to somebody else; without it the job has its own.
+    """
 
     calls: Calls = field(default_factory=Calls)
+    forkserver: str = ""
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
         """Run the whole job; no process of it is left on return.
@@ -63,7 +68,7 @@ class LocalLauncher(Launcher):
         workspace that is in use or cannot be written.
         """
         with claimed(job) as workspace, _signals() as signals:
-            run = _Run(job, topology, on_event, workspace, signals)
+            run = _Run(job, topology, on_event, workspace, signals, self.forkserver)
             try:
                 run.begin(self.calls, prepare(job, workspace))
                 return run.watch()
@@ -99,7 +104,16 @@ class _Signals:
 class _Run:
     """One started job, from the first process to the last."""
 
-    def __init__(self, job: Job, topology: Topology, on_event: OnEvent, workspace: Path, signals: _Signals) -> None:
+    def __init__(
+        self,
+        job: Job,
+        topology: Topology,
+        on_event: OnEvent,
+        workspace: Path,
+        signals: _Signals,
+        served_at: str,
+    ) -> None:
+        self._served_at = served_at
         self._job = job
         self._topology = topology
         self._on_event = on_event
@@ -108,7 +122,7 @@ class _Run:
         self._began = time.monotonic()
         self._mark = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self._processes = Processes(topology, workspace / PROCESSES_FILE)
+        self._processes = Processes(topology, workspace / PROCESSES_FILE, own_forkserver=not served_at)
         self._forkserver: forkserver.Running | None = None
         self._units: list[_Unit] = []
         self._pidfds: list[int] = []
@@ -122,14 +136,18 @@ class _Run:
     def begin(self, calls: Calls, rendezvous: str) -> None:
         environ = {**os.environ, RUN_VARIABLE: self._mark}
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
-        run_dir = self._workspace / "run"
-        log = run_dir / "forkserver.log"
+        served_at = self._served_at or self._serve(calls, environ)
+        for unit in self._topology.units:
+            place = Place(unit.rank, len(self._topology.units), rendezvous, served_at)
+            self._start_unit(place, calls, environ)
+
+    def _serve(self, calls: Calls, environ: dict[str, str]) -> str:
+        """Start the job's own forkserver; returns its socket."""
+        log = self._workspace / "run" / "forkserver.log"
         self._forkserver = served = forkserver.start(log, calls.preload, environ)
         self._watch_process(served.process, lambda: self._forkserver_ended(log))
         self._processes(Started("forkserver", served.process.pid))
-        for unit in self._topology.units:
-            place = Place(unit.rank, len(self._topology.units), rendezvous, served.path)
-            self._start_unit(place, calls, environ)
+        return served.path
 
     def _start_unit(self, place: Place, calls: Calls, environ: dict[str, str]) -> None:
         command = [sys.executable, "-m", "topotrain.launch.unit", *arguments(place)]

@@ -99,12 +99,16 @@ class Entry:
 
 
 class Processes:
-    """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes."""
+    """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes.
 
-    def __init__(self, topology: Topology, path: Path) -> None:
+    `own_forkserver`: the job has started one, which is listed with its processes.
+    """
+
+    def __init__(self, topology: Topology, path: Path, own_forkserver: bool = True) -> None:
         self._path = path
         self._topology = topology
-        self._entries = [Entry(["launcher"], pid=os.getpid()), Entry(["forkserver"])]
+        self._entries = [Entry(["launcher"], pid=os.getpid())]
+        self._entries += [Entry(["forkserver"])] if own_forkserver else []
         for unit in topology.units:
             self._entries.append(Entry([f"unit {unit.rank}"], unit.rank, unit.rank))
             if unit.servers:
