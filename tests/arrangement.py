@@ -9,6 +9,7 @@ Rule: a test's script is written once, against `Trainer`, and run by
 """
 
 import copy
+import shutil
 import sys
 import threading
 import traceback
@@ -26,7 +27,7 @@ from topotrain.exchange import Exchange
 from topotrain.feeds import STATIC
 from topotrain.host import Monitor, Place, WorkerRoads, _peers, _ServerResident, serve
 from topotrain.job import Cluster, Job, Reduce
-from topotrain.optimizer import adopt
+from topotrain.optimizer import _tracked, adopt
 from topotrain.reduction import canonical_mean
 from topotrain.rendezvous import open_store
 from topotrain.server import Server
@@ -35,9 +36,10 @@ from topotrain.topology import Address, Role, Topology, layout
 from topotrain.update import SliceUpdate, describe, hyper
 from topotrain.wire.auth import Identity
 from topotrain.wire.local import LocalWire
+from topotrain.wire.shm import socket_directory
 from topotrain.worker import Worker
 
-PATIENCE_S = 90.0  # after this a run counts as hung; nothing here takes long
+PATIENCE_S = 30.0  # after this a run counts as hung; nothing here takes long
 
 Loss = Callable[..., torch.Tensor]
 Build = Callable[[], tuple[Any, ...]]  # (model, optimizer, whatever the script made of them before `prepare`)
@@ -50,7 +52,9 @@ class Trainer(Protocol):
     optimizer: torch.optim.Optimizer
     more: tuple[Any, ...]
 
-    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+    def losses(
+        self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None
+    ) -> list[torch.Tensor]:
         """loss(model, *share) of each share of a batch of the group; it counts its samples, or weight(*share)."""
         ...
 
@@ -79,7 +83,9 @@ class Plain:
         self.model, self.optimizer, *more = build()
         self.more = tuple(more)
 
-    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+    def losses(
+        self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None
+    ) -> list[torch.Tensor]:
         return [loss(self.model, *batch)]
 
     def backward(self, losses: Sequence[torch.Tensor], **kwargs: bool) -> None:
@@ -116,7 +122,8 @@ class Reference:
 
     def _take_over_step(self) -> None:
         def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            loss = None if closure is None else closure()
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
             grads = {i: None if p.grad is None else p.grad.reshape(-1) for i, p in enumerate(self._parameters)}
             self._update.apply(hyper(optimizer), grads)
             return loss
@@ -127,9 +134,11 @@ class Reference:
         hooked.hooked = True
         self.optimizer.__class__ = type(cls.__name__, (cls,), {"step": hooked})
         if had is not None:
-            self.optimizer._opt_called = True
+            self.optimizer.step = _tracked(self.optimizer)
 
-    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+    def losses(
+        self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None
+    ) -> list[torch.Tensor]:
         found = []
         self._weights = []
         for index, replica in enumerate(self._replicas):
@@ -198,7 +207,9 @@ class WorkerHandle:
     seq: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def losses(self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None) -> list[torch.Tensor]:
+    def losses(
+        self, loss: Loss, *batch: torch.Tensor, weight: Callable[..., float] | None = None
+    ) -> list[torch.Tensor]:
         part, samples = share_of(batch, self.me.index, self.topology.workers_per_group)
         self.worker.drawn(STATIC | self.me.group, self.seq, float(samples), samples)
         self.seq += 1
@@ -238,7 +249,9 @@ class Result:
         """Every value equal bit for bit (and no NaN, which would be equal in bits and wrong)."""
         assert self.values.keys() == other.values.keys()
         return all(
-            torch.equal(v.contiguous().view(-1).view(torch.uint8), other.values[n].contiguous().view(-1).view(torch.uint8))
+            torch.equal(
+                v.contiguous().view(-1).view(torch.uint8), other.values[n].contiguous().view(-1).view(torch.uint8)
+            )
             and bool(torch.isfinite(v).all())
             for n, v in self.values.items()
         )
@@ -326,9 +339,10 @@ def run_hosted(job: Job, build: Build, script: Script, directory: Path) -> Resul
     topology, crew = layout(job.cluster), _Crew()
     (directory / "store").mkdir(mode=0o700)
     url = (directory / "store").as_uri()
+    sockets = Path(socket_directory())
 
     def place(number: int) -> Place:
-        return Place(job, topology, Identity(job.name, bytes(32), number, 0, job.digest()), open_store(url))
+        return Place(job, topology, Identity(job.name, bytes(32), number, 0, job.digest()), open_store(url), sockets)
 
     traffic: list[tuple[int, int]] = []
 
@@ -352,10 +366,13 @@ def run_hosted(job: Job, build: Build, script: Script, directory: Path) -> Resul
     _train(crew, handles, script, lambda me: closers[me].close())
     for home in homes:
         home.join(PATIENCE_S if not crew.errors else 0.0)
+    shutil.rmtree(sockets, ignore_errors=True)
     if crew.errors:
         raise crew.errors[0]
     assert not any(home.is_alive() for home in homes), "a server did not end"
-    return Result.of(handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic)))
+    return Result.of(
+        handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic))
+    )
 
 
 def _enlist(
@@ -469,7 +486,9 @@ def vectors(count: int, size: int = 12, seed: int = 0) -> list[tuple[torch.Tenso
 def images(count: int, size: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For `Cnn`."""
     dice = torch.Generator().manual_seed(0)
-    return [(torch.randn(size, 1, 8, 8, generator=dice), torch.randint(5, (size,), generator=dice)) for _ in range(count)]
+    return [
+        (torch.randn(size, 1, 8, 8, generator=dice), torch.randint(5, (size,), generator=dice)) for _ in range(count)
+    ]
 
 
 def tokens(count: int, size: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -23,7 +23,6 @@ from topotrain.host import _peers
 from topotrain.job import Cluster, Job, Reduce
 from topotrain.message import Message
 from topotrain.optimizer import adopt
-from topotrain.reduction import NO_REVISION
 from topotrain.server import Server
 from topotrain.shard import FlatBuffers, Schema
 from topotrain.slices import Parameter, SliceMap, cut
@@ -149,7 +148,11 @@ class Town:
     # --- the real thing ------------------------------------------------------------------------------------------
 
     def worker(
-        self, me: Address, model: nn.Module, optimizer: torch.optim.Optimizer, flats: dict[int, torch.Tensor] | None = None
+        self,
+        me: Address,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        flats: dict[int, torch.Tensor] | None = None,
     ) -> Worker:
         """What `tt.prepare` makes of a model and an optimizer. `flats`: memory for the parameters, by space."""
 
@@ -240,12 +243,11 @@ class Seat:
             self.flats.view("seen", self.town.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 
-    def commit(self, backwards: int = 1, **more: Any) -> Outcome:
-        revisions = () if self.visible else (0,) * len(self.town.map.buckets)
-        if not backwards:
-            revisions = (NO_REVISION,) * len(self.town.map.buckets)
-        end = StepEnd(**{"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": (), **more})
-        outcome = self.door.commit(self.steps, StepEnd(**{**_fields(end), "revisions": revisions}))
+    def commit(self, backwards: int = 1, revision: int = 0, **more: Any) -> Outcome:
+        """`optimizer.step()`; `more` are fields of StepEnd."""
+        revisions = () if self.visible else (revision,) * len(self.town.map.buckets)
+        said = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
+        outcome = self.door.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
         self.steps += 1
         self.outcomes.append(outcome)
         return outcome
@@ -267,10 +269,6 @@ class Seat:
     def sleep(self, low: float, high: float) -> None:
         """Compute for a while."""
         self.town.sim.sleep(self.town.random.uniform(low, high))
-
-
-def _fields(end: StepEnd) -> dict[str, Any]:
-    return {name: getattr(end, name) for name in StepEnd.__dataclass_fields__}
 
 
 def total(gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
@@ -301,7 +299,7 @@ class Book:
     server: Server
     applied: list[tuple[int, int]] = field(default_factory=list)  # (worker group, step)
     read: dict[int, int] = field(default_factory=dict)  # group -> updates that its present values have in them
-    said: dict[int, int] = field(default_factory=dict)
+    said: set[tuple[int, int]] = field(default_factory=set)  # (group, number of the read)
     staleness: list[int] = field(default_factory=list)
     leads: list[int] = field(default_factory=list)  # at each read, over the slowest group that has not ended
 
@@ -313,8 +311,8 @@ class Book:
         self.applied.append((decision.group, decision.step))
 
     def send(self, message: Message, to: Address) -> None:
-        if isinstance(message, m.Values) and to.role is Role.WORKER and self.said.get(to.group) != message.round:
-            self.said[to.group] = message.round
+        if isinstance(message, m.Values) and to.role is Role.WORKER and (to.group, message.round) not in self.said:
+            self.said.add((to.group, message.round))
             self.read[to.group] = len(self.applied)
             ended = [g for g, f in self.server._finished.items() if len(f) == self.server._topology.workers_per_group]
             running = [self.count(g) for g in self.server.groups if g not in ended or g == to.group]
@@ -328,7 +326,8 @@ def books(town: Town, group: int = 0) -> list[Book]:
         book, carry_out, send = Book(server), server._carry_out, server._send
 
         def noted(decision: m.Apply) -> None:
-            book.update(decision)
+            if not decision.change:
+                book.update(decision)
             carry_out(decision)
 
         def sent(to: Address, message: Message) -> None:

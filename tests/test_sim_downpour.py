@@ -18,10 +18,13 @@ def downpour(town: Town, steps: int = 3, start: float = 5.0) -> tuple[list[torch
     """A job of whole numbers; returns (what the servers must hold at the end, what worker (0,0) got)."""
     pushed: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
     final: list[torch.Tensor] = []
+    read: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def script(seat: Seat) -> None:
         seat.open(start)
         for step in range(steps):
+            moment = read.setdefault((seat.me.group, step), seat.values())
+            assert same(moment, seat.values()), f"seed {town.sim.seed}: replicas of one group differ"
             gradient = seat.numbers()
             pushed.setdefault((seat.me.group, step), []).append(gradient)
             seat.sleep(0.0, 0.01)
@@ -272,3 +275,36 @@ def test_defect_7_share_memory_false_does_not_leave_groups_stale():
 
         town.play(script)
         assert same(last[0], last[1]) and same(last[0], town.values()), f"seed {seed}"
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_a_group_that_waits_for_batches_holds_nobody_up(bound):
+    """The bound on the clock lead and the wait at an epoch's end must not wait for each other.
+
+    Nor may a group come back with values older than the bound allows, or its workers with different ones.
+    """
+    for seed in range(12):
+        town = Town(job(2, 1 + seed % 2, 2, max_staleness=bound), seed, STORM)
+        seen: list[list[int]] = []
+        read: dict[tuple[int, int], torch.Tensor] = {}
+
+        def script(seat: Seat, town=town, seen=seen, read=read, seed=seed) -> None:
+            model = torch.nn.Linear(1, 1)
+            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=2**-10))
+            plain = DataLoader(torch.arange(60.0).reshape(60, 1), 4, shuffle=True)
+            loader = town.loader(worker, plain, "lease")
+            for _ in range(2):
+                for batch in loader:
+                    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+                    same_moment = read.setdefault((seat.me.group, worker.tally.steps), mine)
+                    assert torch.equal(mine, same_moment), f"seed {seed}: replicas of one group differ"
+                    seen.append(batch.flatten().int().tolist())
+                    town.sim.sleep(0.3 if seat.me.group else 0.03)
+                    model(batch).sum().backward()
+                    worker.optimizer.step()
+            worker.finish()
+            assert worker.tally.staleness_max <= 2 * bound + 1, f"seed {seed}"
+
+        town.play(script)
+        assert sorted(sample for row in seen for sample in row) == sorted([*range(60)] * 2), f"seed {seed}"
+        assert town.server(0, 0).clocks.live() == [], "all groups have ended"

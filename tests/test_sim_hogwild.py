@@ -79,17 +79,23 @@ def test_groups_agree_where_bodies_are_views(agreement):
         assert same(final, [(a * share - b) / share for a, b in zip(start, pushed, strict=True)]), f"seed {seed}"
 
 
-def slow_neighbors(town: Town) -> None:
-    """Messages between server groups take a long time, all others none to speak of."""
-    depart = town.wire._depart
+def slow_neighbors(town: Town) -> dict[tuple[Address, int], int]:
+    """Messages between server groups take a long time, all others none to speak of.
+
+    Returns the sender's version at its last request, by sender and bucket.
+    """
+    depart, asked = town.wire._depart, {}
 
     def slowly(me, to, message, late):
+        if isinstance(message, Delta | RingOffer):
+            asked.setdefault((me, message.bucket), town.houses[me].server.version)
         if isinstance(message, Delta | Master | RingOffer | RingReply):
             town.sim.at(town.sim.now + town.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
             depart(me, to, message, late)
 
     town.wire._depart = slowly
+    return asked
 
 
 @pytest.mark.parametrize("agreement", list(Agreement))
@@ -97,15 +103,12 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
     """A dozen updates are applied while one exchange is under way; all must be in the result."""
     for seed in range(10):
         town = Town(job(2, 1, 1, nserver_groups=2, agreement=agreement), seed, STORM, DOUBLE)
-        slow_neighbors(town)
+        asked = slow_neighbors(town)
         between: list[int] = []
-        asked: dict[tuple[Address, int], int] = {}
 
         def look(sender, to, message, town=town, asked=asked, between=between):
-            if isinstance(message, Delta | RingOffer):
-                asked[(sender, message.bucket)] = town.houses[sender].server.version
-            elif isinstance(message, Master | RingReply) and (to, message.bucket) in asked:
-                between.append(town.houses[to].server.version - asked[(to, message.bucket)])
+            if isinstance(message, Master | RingReply) and (to, message.bucket) in asked:
+                between.append(town.houses[to].server.version - asked.pop((to, message.bucket)))
 
         town.wire.observers.append(look)
         start, pushed, final = hogwild(town, steps=20)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from topotrain.message import Applied, Commit, Fetch, Init, Message, ProtocolError, Ready
+from topotrain.message import Applied, Commit, Drained, Fetch, Init, Message, ProtocolError
 from topotrain.topology import Address, Role
 from topotrain.wire import WireError
 from topotrain.wire.simulated import Deadlock, SimulatedWire, Simulation, Weather
@@ -102,7 +102,7 @@ def test_only_who_is_there_and_connected_is_reached():
         wire.connect(A, c, "")
     wire.attach(c, Ear(sim))
     with pytest.raises(WireError, match="no way from worker 0/0 to worker 1/0"):
-        wire.send(A, c, Ready())
+        wire.send(A, c, Drained())
     with pytest.raises(WireError, match="already"):
         wire.attach(c, Ear(sim))
 
@@ -120,10 +120,10 @@ def test_a_crash_falls_between_two_messages_of_a_kind():
     wire.crash(A, after=2, kind=Fetch, tell=True)
     for number in range(4):
         wire.send(A, B, Fetch(number))
-        wire.send(A, B, Ready())
-    wire.send(B, A, Ready())
+        wire.send(A, B, Drained())
+    wire.send(B, A, Drained())
     sim.run()
-    assert [type(message) for _, message in b.heard] == [Fetch, Ready, Fetch, Ready]
+    assert [type(message) for _, message in b.heard] == [Fetch, Drained, Fetch, Drained]
     assert b.gone == [A] and a.heard == [] and len(wire.lost) == 5
     wire.revive(A)
     wire.send(A, B, Fetch(9))

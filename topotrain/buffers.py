@@ -20,12 +20,17 @@ _COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it 
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A model's unique parameters (tied weights once, in definition order) and its buffers, with their descriptions."""
+    """A model's unique parameters (tied weights once, in definition order) and its buffers, with their descriptions.
+
+    Buffers that a state_dict leaves out are left out here, too. `owners` are the places in the modules that hold the
+    parameters: a module's own table, the name there, and which parameter it is.
+    """
 
     tensors: tuple[nn.Parameter, ...]
     parameters: tuple[Parameter, ...]
     buffer_tensors: tuple[torch.Tensor, ...]
     buffers: tuple[Buffer, ...]
+    owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
 
 
 def describe_model(model: nn.Module) -> ModelParts:
@@ -43,12 +48,21 @@ def describe_model(model: nn.Module) -> ModelParts:
         raise ConfigError("model", None, "has no parameters: nothing to train")
     unique = tuple(tensors.values())
     described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
-    buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if b is not None]
+    modules = dict(model.named_modules())
+    passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}
+    buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if name not in passing]
+    index = {key: number for number, key in enumerate(tensors)}
     return ModelParts(
         unique,
         described,
         tuple(b for _, b in buffers),
         tuple(Buffer(name, str(b.dtype).removeprefix("torch."), b.numel()) for name, b in buffers),
+        tuple(
+            (m._parameters, n, index[id(p)])
+            for m in modules.values()
+            for n, p in m._parameters.items()
+            if p is not None
+        ),
     )
 
 
@@ -123,13 +137,19 @@ class ModelBuffers:
         self._versions = [tensor._version for tensor in self._parts.tensors]
 
     def check(self, names: Iterable[Parameter]) -> None:
-        """Raise RuntimeError if the script moved a parameter elsewhere, or changed one outside `step()`."""
+        """Raise RuntimeError if the script moved or exchanged a parameter, or changed one outside `step()`."""
+        for table, name, index in self._parts.owners:
+            if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
+                raise RuntimeError(
+                    f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
+                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare"
+                )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
             if tensor.data_ptr() != self.view("params", index).data_ptr() and parameter.count:
                 raise RuntimeError(
-                    f"parameter {parameter.name} no longer lives where topotrain put it: .to(), p.data = … and "
-                    f"load_state_dict(assign=True) must come before tt.prepare"
+                    f"parameter {parameter.name} no longer lives where topotrain put it: "
+                    f".to() and p.data = … must come before tt.prepare"
                 )
             if tensor._version != self._versions[index]:
                 raise RuntimeError(

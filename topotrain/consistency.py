@@ -41,12 +41,16 @@ class Clocks:
         """The group ended, or does not run yet: nobody waits for it."""
         self._away.add(group)
 
-    def join(self, group: int) -> None:
-        """The group runs (again): it counts as live, and stands where the slowest of the others stands, or further."""
+    def join(self, group: int, clock: int | None = None) -> None:
+        """The group runs (again): it counts as live, and stands at its entry, or at the given clock."""
         if group in self._away:
-            others = [self._clock[g] for g in self.live()]
-            self._clock[group] = max([self._clock[group], *([min(others)] if others else [])])
+            self._clock[group] = self.entry(group) if clock is None else clock
             self._away.discard(group)
+
+    def entry(self, group: int) -> int:
+        """Where a group that was away would stand: where the slowest of the others stands, or further."""
+        others = [self._clock[g] for g in self.live() if g != group]
+        return max([self._clock[group], *([min(others)] if others else [])])
 
     def clock(self, group: int) -> int:
         """Committed steps of a group."""
@@ -120,6 +124,13 @@ class DecisionLog:
         self._decided[group] = step + 1
         return apply
 
+    def decree(self, group: int, step: int, change: int) -> Apply:
+        """Record that a group rests or is back (see Apply.change)."""
+        apply = Apply(self._next, group, step, False, 0.0, change)
+        self._log[self._next] = apply
+        self._next += 1
+        return apply
+
     def since(self, index: int) -> list[Apply]:
         """All decisions from a number on."""
         return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
@@ -151,6 +162,33 @@ class ApplyOrder:
             now.append(self._early.pop(self.next))
             self.next += 1
         return now
+
+
+class Exits:
+    """Whether the workers of a synchronous group leave loops over the data early together, or not at all.
+
+    A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward of
+    it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[int, tuple[int, float]]] = {}
+        self._works: dict[int, tuple[int, tuple[int, float]]] = {}
+
+    def left(self, worker: int, exits: int, place: tuple[int, float]) -> int | None:
+        """A worker left a loop, for the `exits`-th time; returns a worker that went on there, if one has."""
+        self._made.setdefault(worker, {})[exits] = place
+        return next((other for other in self._works if self._alone(worker, other)), None)
+
+    def works(self, worker: int, exits: int, place: tuple[int, float]) -> int | None:
+        """A worker works here; returns a worker that had left before, if one has."""
+        self._works[worker] = max(self._works.get(worker, (exits, place)), (exits, place))
+        return next((other for other in self._made if self._alone(other, worker)), None)
+
+    def _alone(self, leaver: int, other: int) -> bool:
+        exits, place = self._works[other]
+        exit_place = self._made[leaver].get(exits + 1)
+        return exit_place is not None and place >= exit_place
 
 
 class Streams:

@@ -101,12 +101,13 @@ class Exchange:
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
         self._reduced: dict[Address, int] = {}
-        self._answers: Callable[[m.Message], bool] = lambda _: False  # what server (0,0) was asked last
-        self._desk_replies: list[m.Message] = []
+        self._answers: Callable[[m.Message], bool] = lambda _: False  # to the last question
+        self._replies: list[m.Message] = []
         self._states: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
         self._states_ended: dict[Address, int] = {}  # how many parts the server has sent
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._buffers_done = False
+        self._exits = 0
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
         self._leaving = False
@@ -169,7 +170,7 @@ class Exchange:
                 if message.index >= 0:
                     self._buffers[(message.group, message.index)] = _present_body(message)
             elif self._answers(message):
-                self._desk_replies.append(message)
+                self._replies.append(message)
 
     def _reduction(self, sender: Address, message: m.Mean | m.Reduced) -> None:
         if isinstance(message, m.Reduced):
@@ -241,7 +242,13 @@ class Exchange:
         for server in self.servers:
             lo, count = self._bucket_range(server)
             bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
-            self._send(server, m.BackwardEnd(step, ordinal, weight, bits))
+            self._send(server, m.BackwardEnd(step, ordinal, weight, bits, self._exits))
+
+    def left_early(self, step: int, backwards: int) -> None:
+        """The script left a loop over the loader before its end, after so many backwards of a step; never waits."""
+        self._exits += 1
+        for server in self.servers if self.group_size > 1 else ():
+            self._send(server, m.LeftEarly(self._exits, step, backwards))
 
     def _bucket_range(self, server: Address) -> tuple[int, int]:
         buckets = self.map.buckets_of(server.index)
@@ -300,6 +307,7 @@ class Exchange:
             dropped=int_to_bits(end.dropped >> first & mask, pieces),
             hyper=end.hyper,
             marks=end.marks,
+            exits=self._exits,
         )
 
     def piece_bit(self, bucket: Bucket, piece: int) -> int:
@@ -380,22 +388,17 @@ class Exchange:
             none_now = reply.first == reply.last
             return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
 
-        question = m.LeaseAsk(epoch, ordinal, total, digest, passed, wait)
-        if not wait:
-            reply = self._ask_desk(question, m.Lease, answers)
-        else:
-            self._rest(True)
-            reply = self._ask_desk(question, m.Lease, answers)
-            self._rest(False)
+        if wait and self._bounded:
+            self._send(self.servers[0], m.Rest(epoch, ordinal, True))
+        reply = self._ask_desk(m.LeaseAsk(epoch, ordinal, total, digest, passed, wait), m.Lease, answers)
+        if self._bounded and (reply.rested or reply.last < 0):
+            self._end_rest(m.Rest(epoch, ordinal, False))
         return reply.lease, reply.first, reply.last
 
-    def _rest(self, resting: bool) -> None:
-        """Nobody shall wait for a group that waits; what it reads afterwards must not be older than the job allows."""
-        if self.me.index == 0:
-            for server in self.servers:
-                self._send(server, m.Rest(resting))
-        if not resting and self._bounded:
-            self.fetch()
+    def _end_rest(self, rest: m.Rest) -> None:
+        """Others went on meanwhile; what this group has read is older than the job allows."""
+        self._ask(self.servers[0], rest, m.Rest, lambda echo: echo == rest)
+        self.fetch()
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         """Give the rest of the epoch's leases back."""
@@ -412,13 +415,16 @@ class Exchange:
         return reply.sizes, reply.indices, reply.end
 
     def _ask_desk(self, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
-        """Ask server (0,0) and wait for the reply to just this question."""
+        return self._ask(self.desk, question, kind, answers)
+
+    def _ask(self, server: Address, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
+        """Ask and wait for the reply to just this question."""
         with self._waiter.update():
-            self._desk_replies.clear()
+            self._replies.clear()
             self._answers = lambda reply: isinstance(reply, kind) and answers(reply)
-        self._send(self.desk, question)
-        self._wait(lambda: bool(self._desk_replies))
-        reply = self._desk_replies[0]
+        self._send(server, question)
+        self._wait(lambda: bool(self._replies))
+        reply = self._replies[0]
         assert isinstance(reply, kind)
         return reply
 

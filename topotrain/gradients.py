@@ -98,19 +98,23 @@ class _Hooks:
         if task == self._task:
             return False
         self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
 
-    def _finish_backward(self) -> None:
+    def _finish_backward(self, task: int) -> None:
+        self._check_task(task)
         self._task = None
         self._end()
+
+    def _check_task(self, task: int) -> None:
+        """The backward that ends should be the one that began last."""
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
         """Copy a gradient into "local"; returns the buckets that are full now."""
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
-        self._buffers.view("local", index).copy_(gradient)
+        self._buffers.view("local", index).copy_(gradient.detach())  # after create_graph=True it has a history
         full = []
         for bucket, piece in self._pieces[index]:
             bit = 1 << piece
@@ -158,6 +162,7 @@ class MeanPath(_Hooks):
         self._union = [0] * len(slice_map.buckets)
         self._sums: dict[int, torch.Tensor] = {}
         self._own_sums = False
+        self._open = False  # a backward has begun and not ended
         super().__init__(parts, buffers, exchange, slice_map, weight)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
@@ -174,12 +179,36 @@ class MeanPath(_Hooks):
             tensor.grad = None
 
     def _begin(self) -> None:
-        # A backward that raised never came to its end: what it left is void.
+        self._give_up()
+        self._open = True
+        if self.backwards == 1:
+            self._keep_sums()
+
+    def _give_up(self) -> None:
+        """A backward that raised never came to its end, but part of it has left: for the servers it counts.
+
+        Its means go into the sums that the servers have, and not into `.grad`, which then counts as edited.
+        """
+        if not self._open:
+            return
+        self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
+        for number, (present, mean) in self._exchange.wait_means().items():
+            self._sum(self._map.buckets[number], present, mean)
+        self.backwards += 1
+        self._close()
+
+    def _close(self) -> None:
+        self._open = False
         self._aside.clear()
         self._arrived = [0] * len(self._arrived)
         self._pushed = 0
-        if self.backwards == 1:
-            self._keep_sums()
+
+    def _check_task(self, task: int) -> None:
+        if task != self._task:
+            raise RuntimeError(
+                "a backward ran inside another one, and both have gradients: reentrant checkpointing does that, "
+                "use torch.utils.checkpoint.checkpoint(…, use_reentrant=False)"
+            )
 
     def _keep_sums(self) -> None:
         """Before new means overwrite the first ones: the running sums move to a buffer of their own."""
@@ -205,7 +234,7 @@ class MeanPath(_Hooks):
             # autograd.grad() calls the first hook, too, but accumulates nothing.
             for index, gradient in self._aside.items():
                 self._tensors[index].grad = gradient
-            self._aside.clear()
+            self._close()
             return
         for bucket in self._map.buckets:
             if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
@@ -214,9 +243,8 @@ class MeanPath(_Hooks):
         self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
         means = self._exchange.wait_means()
         self._add(means)
-        self._aside.clear()
-        self._arrived = [0] * len(self._arrived)
         self.backwards += 1
+        self._close()
 
     def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> None:
         """`.grad` = what was there before + the mean, for every parameter that anybody has a gradient for."""
@@ -265,6 +293,7 @@ class MeanPath(_Hooks):
         return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
 
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        self._give_up()
         edited = dropped = 0
         for index, tensor in enumerate(self._tensors):
             if not self._pieces[index]:
@@ -340,7 +369,7 @@ class PushPath(_Hooks):
         self._revision = [NO_REVISION] * len(slice_map.buckets)
         self._sent = [0] * len(slice_map.buckets)
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
-        self._next = 0
+        self._pushes = [0] * len(slice_map.buckets)  # in this step, which is what numbers the revisions
         self._versions: dict[int, tuple[int, int]] = {}
         super().__init__(parts, buffers, exchange, slice_map, weight)
 
@@ -358,11 +387,12 @@ class PushPath(_Hooks):
                 self._push(bucket, self._arrived[bucket.id])
 
     def _push(self, bucket: Bucket, present: int) -> None:
-        self._revision[bucket.id] = self._next = min(self._next + 1, NO_REVISION - 1)
+        self._pushes[bucket.id] = number = min(self._pushes[bucket.id] + 1, NO_REVISION - 1)
+        self._revision[bucket.id] = number
         self._sent[bucket.id] = present
         self._unsent[bucket.id] = False
         body = self._flats.view("local", bucket)
-        self._exchange.push(self._step, self._next, bucket, self._weight(), present, body)
+        self._exchange.push(self._step, number, bucket, self._weight(), present, body)
 
     def _end(self) -> None:
         self.backwards += 1
@@ -412,5 +442,5 @@ class PushPath(_Hooks):
         self._revision = [NO_REVISION] * len(self._revision)
         self._sent = [0] * len(self._sent)
         self._unsent = [False] * len(self._unsent)
+        self._pushes = [0] * len(self._pushes)
         self._versions.clear()
-        self._next = 0

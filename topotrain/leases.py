@@ -11,7 +11,7 @@ so that a slow group takes fewer and nobody waits long for it.
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from topotrain.message import DrawAsk, DrawPut, Fail, Lease, LeaseAsk, LeaseFree, Message, ProtocolError
 from topotrain.topology import Address, Role
@@ -29,6 +29,7 @@ class _Run:
     lease: int
     first: int
     last: int
+    rested: bool = False  # the group had to wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class LeaseBook:
         rest = table[free.ordinal :]
         del table[free.ordinal :]
         if rest and rest[0].first < free.first:
-            table.append(_Run(rest[0].lease, rest[0].first, free.first))
+            table.append(replace(rest[0], last=free.first))
         given_back = [(run.first, run.last) for run in rest[1:]]
         epoch.give_back(given_back + [(free.first, run.last) for run in rest[:1]])
 
@@ -229,8 +230,8 @@ class LeaseBook:
         run = epoch.take(self._length(epoch))
         if run is None:
             return None if ask.wait else Lease(ask.epoch, ask.ordinal, -1, epoch.frontier, epoch.frontier)
-        table.append(run)
-        return _lease(ask, run)
+        table.append(replace(run, rested=ask.wait))
+        return _lease(ask, table[-1])
 
     def _length(self, epoch: _Epoch) -> int:
         remaining = epoch.remaining()
@@ -254,7 +255,7 @@ class LeaseBook:
 
 
 def _lease(ask: LeaseAsk, run: _Run) -> Lease:
-    return Lease(ask.epoch, ask.ordinal, run.lease, run.first, run.last)
+    return Lease(ask.epoch, ask.ordinal, run.lease, run.first, run.last, run.rested)
 
 
 def _over(ask: LeaseAsk) -> Lease:

@@ -149,7 +149,10 @@ def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, 
 @_message(1)
 @dataclass(frozen=True, slots=True)
 class SchemaPart(Message):
-    """Worker -> server: one part of the description of the model and the optimizer (JSON text, at most MAX_TEXT)."""
+    """One part of the description of the model and the optimizer (JSON text, at most MAX_TEXT).
+
+    Worker -> server; and server -> server of the same shard in group 0, which then knows that it may send values.
+    """
 
     part: int
     parts: int
@@ -186,12 +189,6 @@ class Values(Message):
     version: int
 
 
-@_message(6)
-@dataclass(frozen=True, slots=True)
-class Ready(Message):
-    """Server -> server of the same shard in group 0: I know the model, send me values."""
-
-
 @_message(5)
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
@@ -224,12 +221,16 @@ class Push(Message):
 @_message(11)
 @dataclass(frozen=True, slots=True)
 class BackwardEnd(Message):
-    """Worker -> server: this backward is over; `pushed` has a bit for each of the server's buckets that was pushed."""
+    """Worker -> server: this backward is over; `pushed` has a bit for each of the server's buckets that was pushed.
+
+    exits: loops over the loader that this worker's script left early so far.
+    """
 
     step: int
     ordinal: int
     weight: float
     pushed: bytes
+    exits: int = 0
 
 
 @_message(17)
@@ -277,6 +278,7 @@ class Commit(Message):
     marks: flat triples (stream, first, last) of the data batches this step consumed.
     inv_scale: what gradients are multiplied by (1.0: no loss scaling).
     clip_norm: bound of the global norm, kept by the servers (0: none). fetch: send values.
+    exits: as in BackwardEnd.
     """
 
     step: int
@@ -292,6 +294,7 @@ class Commit(Message):
     dropped: bytes
     hyper: bytes
     marks: tuple[int, ...]
+    exits: int = 0
 
 
 @_message(15)
@@ -317,12 +320,29 @@ class Finish(Message):
 @_message(18)
 @dataclass(frozen=True, slots=True)
 class Rest(Message):
-    """Worker 0 of a group -> servers: the group has nothing to do until others are done with the epoch (or has again).
+    """Worker -> coordinator: my group has no batch until others give some back or the epoch ends; or it goes on.
 
-    A group at rest counts as not live: whoever is bound to its clock would wait for a group that waits for him.
+    A group at rest counts as not live: whoever is bound to its clock would wait for a group that waits for him. The
+    wait is named by its lease, which is the same for all workers of the group. The end of a rest is echoed when others
+    are bound to the group again: what is read from then on is not older than the job allows.
     """
 
+    epoch: int
+    ordinal: int
     resting: bool
+
+
+@_message(19)
+@dataclass(frozen=True, slots=True)
+class LeftEarly(Message):
+    """Worker -> servers: my script left a loop over the loader early, for the `exits`-th time.
+
+    It did so in this step, after so many backwards of it.
+    """
+
+    exits: int
+    step: int
+    backwards: int
 
 
 # --- between the shards of a server group ------------------------------------------------------------------------
@@ -348,13 +368,18 @@ class Staged(Message):
 @_message(21)
 @dataclass(frozen=True, slots=True)
 class Apply(Message):
-    """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf)."""
+    """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf).
+
+    change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2): clocks change by
+    decisions only, so that they are the same on all shards.
+    """
 
     index: int
     group: int
     step: int
     found_inf: bool
     power: float
+    change: int = 0
 
 
 @_message(22)
@@ -467,13 +492,17 @@ class LeaseAsk(Message):
 @_message(51)
 @dataclass(frozen=True, slots=True)
 class Lease(Message):
-    """Server -> worker: batches [first, last) of the epoch; last < 0: the epoch is over; last == first: none now."""
+    """Server -> worker: batches [first, last) of the epoch; last < 0: the epoch is over; last == first: none now.
+
+    rested: the group had to wait for this lease; all its workers are told the same.
+    """
 
     epoch: int
     ordinal: int
     lease: int
     first: int
     last: int
+    rested: bool = False
 
 
 @_message(52)

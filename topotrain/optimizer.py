@@ -69,6 +69,10 @@ class _Adopted(Optimizer):
         raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
 
 
+# torch looks for this mark, and else wraps `step` again when a state is loaded: the hooks would run twice.
+_Adopted.step.hooked = True  # type: ignore[attr-defined]
+
+
 def _inverse(scale: torch.Tensor | None) -> float:
     """1 / scale as GradScaler computes it: in double, rounded to float."""
     return 1.0 if scale is None else float(scale.double().reciprocal().float())

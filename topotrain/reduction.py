@@ -276,9 +276,14 @@ class Staging:
         return buffer[: like.numel()]
 
     def closed(self, ordinal: int) -> int | None:
-        """Once per backward, when every bucket of it is reduced: the bitmap of buckets somebody contributed to."""
+        """Once per backward, when every bucket of it is reduced: the bitmap of buckets somebody contributed to.
+
+        Not before all workers are in it, also on a shard without buckets: a worker that still computes takes no answer.
+        """
         reduction = self._reductions.get(ordinal)
-        if reduction is None or reduction.closed or reduction.done != (1 << len(self._buckets)) - 1:
+        if reduction is None or reduction.closed or len(reduction.ends) < self._workers:
+            return None
+        if reduction.done != (1 << len(self._buckets)) - 1:
             return None
         reduction.closed = True
         return reduction.contributed

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from topotrain import message as m
-from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Streams
+from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Exits, Streams
 from topotrain.ending import Ending
 from topotrain.job import Agreement as AgreementKind
 from topotrain.job import Grads, Job, Reduce
@@ -79,9 +79,12 @@ class Server:
         self._asked: set[int] = set()  # groups that have read values
         self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
         self._early: list[tuple[Address, m.Message]] = []
+        self._rested: dict[int, tuple[int, int]] = {}  # group -> its last rest that is over
         self.version = 0
         self.pulled = dict.fromkeys(self.groups, 0)
         self._hyper = dict.fromkeys(self.groups, b"")
+        self._hyper_of: dict[Address, bytes] = {}
+        self._exits = {group: Exits() for group in self.groups}
         self._snapshots: dict[int, int] = {}
         self._held: list[_Held] = []
         self._applied: dict[int, m.Applied] = {}
@@ -169,23 +172,35 @@ class Server:
         if schema is None:
             return
         del self._parts[sender]
+        who = str(sender)
+        if sender.role is Role.SERVER:  # another server group says which model its workers have
+            who = str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
         if self._model is None:
-            self._who_first = str(sender)
+            self._who_first = who
             try:
                 self._model = self._open(schema)
             except (ValueError, TypeError, ImportError, AttributeError) as error:
                 self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
                 return
-            if self.me.group != 0:
-                self._send(Address(Role.SERVER, 0, self.me.index), m.Ready())
+            for part in schema.parts() if self.me.group != 0 else ():
+                self._send(Address(Role.SERVER, 0, self.me.index), part)
             self._inside.extend(self._drawer)
             self._drawer = []
             if not self._known.buckets:
                 self._all_values_here()
-            return
-        text = difference(self._known.schema, schema, self._who_first, str(sender))
+        text = difference(self._known.schema, schema, self._who_first, who)
         if text:
             self._send(sender, m.Fail(f"the models of a job's workers must be the same: {text}", True))
+        elif sender.role is Role.SERVER:
+            self._ready_groups.add(sender.group)
+            self._share()
+            self._release()
+
+    def _fail(self, sender: Address, message: m.Fail) -> None:
+        """Server group 0 refuses this group's model."""
+        for group in self.groups:
+            for worker in self._topology.workers(group):
+                self._send(worker, message)
 
     def _open(self, schema: Schema) -> _Model:
         cluster = self._job.cluster
@@ -245,11 +260,6 @@ class Server:
             self._share()
         else:
             self._common_start()
-        self._release()
-
-    def _ready(self, sender: Address, message: m.Ready) -> None:
-        self._ready_groups.add(sender.group)
-        self._share()
         self._release()
 
     def _share(self) -> None:
@@ -338,6 +348,7 @@ class Server:
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
+            self._check_together(sender, message)
             self._tell_means(sender.group, message.ordinal, staging.end(sender.index, message))
             if staging.waits:
                 self._check_nobody_left(sender.group)
@@ -356,6 +367,18 @@ class Server:
                 self._send(worker, m.Reduced(staging.step, ordinal, bits))
         self._try_stage(group)
 
+    def _left_early(self, sender: Address, message: m.LeftEarly) -> None:
+        place = (message.step, float(message.backwards))
+        other = self._exits[sender.group].left(sender.index, message.exits, place)
+        if other is not None:
+            raise StepError(_left_alone(sender.index, other, message.step))
+
+    def _check_together(self, sender: Address, message: m.BackwardEnd | m.Commit) -> None:
+        backward = message.ordinal if isinstance(message, m.BackwardEnd) else float("inf")
+        other = self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
+        if other is not None:
+            raise StepError(_left_alone(other, sender.index, message.step))
+
     def _edit(self, sender: Address, message: m.Edit) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
@@ -372,9 +395,11 @@ class Server:
         if self._current(sender, message.step) is None:
             return
         self._check_nobody_left(sender.group)
-        staging.commit(sender.index, message)
-        if message.hyper:
-            self._hyper[sender.group] = message.hyper
+        self._check_together(sender, message)
+        # A worker says its hyper-parameters when they have changed; the group must agree about all of them.
+        hyper = message.hyper or self._hyper_of.get(sender, b"")
+        self._hyper_of[sender] = self._hyper[sender.group] = hyper
+        staging.commit(sender.index, replace(message, hyper=hyper))
         self._try_stage(sender.group)
 
     def _current(self, sender: Address, step: int) -> Staging | None:
@@ -455,6 +480,9 @@ class Server:
         self._release()
 
     def _carry_out(self, decision: m.Apply) -> None:
+        if decision.change:
+            self._change_clocks(decision)
+            return
         group, staging = decision.group, self._known.staging[decision.group]
         commit = staging.commits[0]
         staleness = self.version - self.pulled[group]
@@ -507,14 +535,30 @@ class Server:
             self._log.abandon(group)
 
     def _rest(self, sender: Address, message: m.Rest) -> None:
+        group, wait = sender.group, (message.epoch, message.ordinal)
+        over = wait <= self._rested.get(group, (-1, -1))
+        live = group in self.clocks.live()
         if message.resting:
-            self.clocks.leave(sender.group)
-        elif self._runs(sender.group):
-            self.clocks.join(sender.group)
-        self._decide()
-        self._release()
+            if live and not over:
+                self._decree(group, 0, _RESTS)
+            return
+        if not over:
+            self._rested[group] = wait
+            if not live and self._runs(group):
+                self._decree(group, self.clocks.entry(group), _IS_BACK)
+        self._send(sender, message)
 
-    # --- other server groups -------------------------------------------------------------------------------------
+    def _decree(self, group: int, clock: int, change: int) -> None:
+        if self._log is not None:
+            decision = self._log.decree(group, clock, change)
+            for server in self._topology.servers(self.me.group):
+                self._send(server, decision)
+
+    def _change_clocks(self, decision: m.Apply) -> None:
+        if decision.change == _RESTS:
+            self.clocks.leave(decision.group)
+        elif self._runs(decision.group):
+            self.clocks.join(decision.group, decision.step)
 
     def _neighbor(self, sender: Address, message: Any) -> None:
         body = self._typed(message)
@@ -634,16 +678,25 @@ def _clip(job: Job) -> tuple[float, float] | None:
     )
 
 
+def _left_alone(leaver: int, other: int, step: int) -> str:
+    return (
+        f"worker {leaver} of the group left the loop over its data early, after {step} steps, while worker {other} "
+        f"goes on; all workers of a synchronous group must leave together, or none"
+    )
+
+
 def _norm(power: float, kind: float) -> float:
     return power if kind == float("inf") else power ** (1.0 / kind)
 
 
-_BEFORE_MODEL = (m.SchemaPart, m.Ready, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
+_RESTS, _IS_BACK = 1, 2  # Apply.change
+
+_BEFORE_MODEL = (m.SchemaPart, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,
     m.Init: Server._init,
-    m.Ready: Server._ready,
+    m.Fail: Server._fail,
     m.Fetch: Server._fetch,
     m.Push: Server._push,
     m.BackwardEnd: Server._backward_end,
@@ -653,6 +706,7 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Apply: Server._apply,
     m.AskApply: Server._ask_apply,
     m.Rest: Server._rest,
+    m.LeftEarly: Server._left_early,
     m.Finish: Server._finish,
     **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), Server._neighbor),
     **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),

@@ -140,12 +140,15 @@ class FlatBuffers:
         return self._map.ranges[space][self._shard]
 
     def flat(self, name: str, space: int) -> torch.Tensor:
-        """The buffer of a name in a space; made, and zeroed, when first asked for."""
+        """The buffer of a name in a space; made, and zeroed, when first asked for.
+
+        The readers of several roads may ask at the same time: they must get one and the same buffer.
+        """
         flat = self._flat.get((name, space))
         if flat is None:
             lo, hi = self.range(space)
-            flat = self._allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
-            self._flat[(name, space)] = flat
+            made = self._allocate(hi - lo, torch_dtype(self._map.spaces[space].dtype))
+            flat = self._flat.setdefault((name, space), made)
         return flat
 
     def put(self, name: str, space: int, flat: torch.Tensor) -> None:
@@ -175,11 +178,9 @@ def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     Raises ProtocolError when the sizes differ.
     """
-    if body.dtype != like.dtype:
-        body = body.view(like.dtype)
-    if body.numel() != like.numel():
-        raise ProtocolError(f"a body of {body.numel()} elements, expected {like.numel()}")
-    return body
+    if body.nbytes != like.nbytes:
+        raise ProtocolError(f"a body of {body.nbytes} bytes, expected {like.nbytes}")
+    return body if body.dtype == like.dtype else body.view(like.dtype)
 
 
 def slice_map_for(parameters: Sequence[Parameter], shards: int, groups: int, slicing: Slicing) -> SliceMap:

@@ -94,7 +94,7 @@ class Worker:
         exchange.open(schema, self.map, self.buffers.flats)
         self._said_weight: float | None = None
         self._samples_weight = 1.0
-        self._marks: list[tuple[int, int, int]] = []
+        self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch of this step
         self._hyper = b""
         self._clip = (0.0, 2.0)
         self.last_norm = float("nan")
@@ -126,6 +126,7 @@ class Worker:
 
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop over the loader; the batches it did not read are free again."""
+        self.exchange.left_early(self._committed, self.path.backwards)
 
     def lost(self, stream: int, batches: int) -> None:
         """A stream that was read again no longer had these batches: they are counted as lost."""
@@ -142,10 +143,8 @@ class Worker:
         self._samples_weight = weight
         self._said_weight = None
         self.tally.samples += samples
-        if self._marks and self._marks[-1][0] == stream:
-            self._marks[-1] = (stream, self._marks[-1][1], seq)
-        else:
-            self._marks.append((stream, seq, seq))
+        first, _ = self._marks.get(stream, (seq, seq))
+        self._marks[stream] = (first, seq)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """Clip this step's global gradient norm on the servers."""
@@ -163,11 +162,11 @@ class Worker:
         self._check()
         cluster = self.job.cluster
         self._own_steps += 1
-        outcome = None
-        if cluster.n_push > 1 or cluster.n_fetch > 1:
-            outcome = self._step_alone(inv_scale)
-        else:
-            outcome = self._commit(inv_scale, check_finite, fetch=True)
+        with torch.no_grad():  # gradients may have a history (create_graph=True); the buffers must not get one
+            if cluster.n_push > 1 or cluster.n_fetch > 1:
+                outcome = self._step_alone(inv_scale, check_finite)
+            else:
+                outcome = self._commit(inv_scale, check_finite, fetch=True)
         self.buffers.remember()
         self.tally.steps += 1
         for call in self.after_step:
@@ -192,7 +191,7 @@ class Worker:
             weight=self.weight(),
             fetch=fetch,
             hyper=b"" if text == self._hyper else text,
-            marks=tuple(number for mark in self._marks for number in mark),
+            marks=tuple(number for stream, mark in self._marks.items() for number in (stream, *mark)),
             revisions=revisions,
             edited=edited,
             dropped=dropped,
@@ -214,13 +213,16 @@ class Worker:
 
     # --- Downpour's own steps (n_push, n_fetch) --------------------------------------------------------------------
 
-    def _step_alone(self, inv_scale: float) -> Outcome | None:
+    def _step_alone(self, inv_scale: float, check_finite: bool) -> Outcome | None:
         """Local plain SGD between pushes of the summed gradient (Dean et al., 2012, section 4.1)."""
         rate = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         push = self._own_steps % self.job.cluster.n_push == 0
         fetch = self._own_steps % self.job.cluster.n_fetch == 0
+        overflow = check_finite and not all(
+            bool(torch.isfinite(tensor.grad).all()) for tensor in self.parts.tensors if tensor.grad is not None
+        )
         for index, tensor in enumerate(self.parts.tensors):
-            if tensor.grad is None:
+            if tensor.grad is None or overflow:
                 continue
             gradient = tensor.grad if inv_scale == 1.0 else tensor.grad * inv_scale
             total = self.buffers.view("accrued", index)
@@ -257,9 +259,14 @@ class Worker:
         self.exchange.finish(self._committed)
 
     def take_final(self) -> None:
-        """Worker (0,0): the job's result goes into the model: the master view, and buffers averaged over the groups."""
+        """Worker (0,0): the job's result goes into the model: the master view, and buffers averaged over the groups.
+
+        Groups without servers each have a model of their own: group 0's is the result, and so are its buffers.
+        """
         self.exchange.final_values()
         found = self.exchange.final_buffers()
+        if self.job.cluster.nserver_groups == 0:
+            found = {0: found.get(0, {})}
         for index, buffer in enumerate(self.parts.buffer_tensors):
             rows = [found[group][index].view(buffer.dtype).reshape(buffer.shape) for group in sorted(found)]
             buffer.copy_(_averaged(rows))

@@ -26,7 +26,8 @@ from typing import Any
 
 from topotrain.launch import child
 
-PRELOAD = ("torch", "topotrain.front.process")
+# Making an optimizer imports torch._dynamo, which takes longer than everything else that a child does first.
+PRELOAD = ("torch", "torch._dynamo", "topotrain.front.process")
 _MOST_FDS = 64
 
 

@@ -1,0 +1,90 @@
+"""Synchronous jobs through real processes: the same bits on every road and run, and those of one process.
+
+The reference is one process that uses the job's summation tree and the servers' kernels (`arrangement.reference`).
+"""
+
+import pytest
+import torch
+from arrangement import Result, reference
+from programs import bits
+from shop import ALLREDUCE, SANDBLASTER, Shop
+
+from topotrain.job import Cluster, Job
+
+pytestmark = pytest.mark.journey
+
+IN_MEMORY = "nworkers_per_group: 2 nworkers_per_procs: 2"
+PAIRS = "nworkers_per_group: 4 nworkers_per_procs: 2 nservers_per_group: 2 nservers_per_procs: 2"
+CLUSTERS = {
+    SANDBLASTER: Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True),
+    ALLREDUCE: Cluster(nworkers_per_group=3, nservers_per_group=3),
+    IN_MEMORY: Cluster(nworkers_per_group=2, nworkers_per_procs=2),
+    PAIRS: Cluster(nworkers_per_group=4, nworkers_per_procs=2, nservers_per_group=2, nservers_per_procs=2),
+}
+
+
+def one_process(cluster: str, optimizer: str) -> Result:
+    _, _, loader = bits.build(optimizer)
+    batches = [batch for _ in range(bits.STEPS * bits.BATCH // bits.SAMPLES) for batch in loader]
+    assert len(batches) == bits.STEPS
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        fresh, its_optimizer, _ = bits.build(optimizer)
+        return fresh, its_optimizer
+
+    def script(trainer: object) -> None:
+        for batch in batches:
+            trainer.optimizer.zero_grad()
+            trainer.backward(trainer.losses(lambda model, *share: model.loss(*share), *batch))
+            trainer.optimizer.step()
+
+    return reference(Job(cluster=CLUSTERS[cluster]), build, script)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "optimizer", "roads"),
+    [
+        (SANDBLASTER, "momentum", ("kShm", "kShm", "kTcp")),
+        (SANDBLASTER, "adam", ("kTcp",)),
+        (ALLREDUCE, "adam", ("kShm",)),
+        (ALLREDUCE, "adagrad", ("kTcp",)),
+        (IN_MEMORY, "adagrad", ("kShm", "kTcp")),
+        (PAIRS, "momentum", ("kShm",)),
+    ],
+)
+def test_same_bits_as_one_process(shop: Shop, cluster: str, optimizer: str, roads: tuple[str, ...]) -> None:
+    expected = one_process(cluster, optimizer)
+    for number, road in enumerate(roads):
+        final = shop.run(f"{cluster} road: {road}", "bits.py", optimizer, name=f"run{number}").final
+        for name, value in expected.values.items():
+            if name in final:  # a tied weight is saved once
+                assert torch.equal(final[name], value), f"{name} differs over {road}"
+        assert len(final) >= len(dict(bits.Three().named_parameters()))
+
+
+@pytest.mark.parametrize("hidden", ["", "grads: kHidden"])
+def test_the_plain_script_within_rounding(shop: Shop, hidden: str) -> None:
+    plain = bits.train("momentum", batch_norm=False).state_dict()
+    final = shop.run(SANDBLASTER, "bits.py", "momentum", "--no-batch-norm", extra=hidden).final
+    for name, value in final.items():
+        assert torch.linalg.vector_norm(value - plain[name]) <= 1e-5 * torch.linalg.vector_norm(plain[name]), name
+
+
+def test_one_worker_is_the_plain_script_bit_for_bit(shop: Shop) -> None:
+    expected = one_process_fused()
+    final = shop.run("", "bits.py", "momentum").final
+    for name, value in final.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def one_process_fused() -> dict[str, torch.Tensor]:
+    """The plain loop with the kernel that topotrain picks where the script chose none."""
+    model, optimizer, loader = bits.build("momentum")
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    for _ in range(bits.STEPS * bits.BATCH // bits.SAMPLES):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            model.loss(images, labels).backward()
+            optimizer.step()
+    return model.state_dict()

@@ -1,0 +1,42 @@
+"""The unchanged loop, in its many forms, under a synchronous job: the same values as the plain script's.
+
+The plain side is the same function, called here: outside a job `prepare` changes nothing.
+"""
+
+import pytest
+import torch
+from programs.loops import LOOPS, Net
+from shop import ALLREDUCE, DOWNPOUR, SANDBLASTER, Shop
+from torch import nn
+
+pytestmark = pytest.mark.journey
+
+ROADS = ("kShm", "kTcp")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_same_values_as_the_plain_script(shop: Shop, loop: str) -> None:
+    plain = dict(LOOPS[loop]().named_parameters())
+    number = list(LOOPS).index(loop)
+    cluster = (SANDBLASTER, ALLREDUCE)[number // 2 % 2]
+    final = shop.run(f"{cluster} road: {ROADS[number % 2]}", "loops.py", loop).final
+    start = Net()
+    assert plain.keys() == final.keys()
+    for name, value in plain.items():
+        assert torch.linalg.vector_norm(final[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+    assert any(not torch.equal(plain[name], p) for name, p in start.named_parameters())
+
+
+@pytest.mark.parametrize("loop", ["accumulation", "left_early", "loader_processes", "loader_stream", "scaler"])
+def test_asynchronous_groups_learn_with_the_same_loop(shop: Shop, loop: str) -> None:
+    ended = shop.run(DOWNPOUR, "loops.py", loop)
+    model = Net()
+    model.load_state_dict(ended.final, strict=False)
+    x = torch.randn(500, 10, generator=torch.Generator().manual_seed(9))
+    y = x[:, :4].argmax(dim=1)
+    with torch.no_grad():
+        trained, fresh = (float(nn.functional.cross_entropy(net(x), y)) for net in (model, Net()))
+    assert trained < fresh
+    steps = [worker["steps"] for process in ended.report["processes"] for worker in [process] if process["workers"]]
+    assert len(steps) == 4
+    assert sum(steps) > 0

@@ -1,0 +1,46 @@
+"""Scripts that are wrong, or that end badly, each in its own way."""
+
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topotrain as tt
+
+how = sys.argv[1]
+samples = {"no_samples": 0, "few_samples": 7}.get(how, 64)
+data = TensorDataset(torch.randn(samples, 6), torch.randint(0, 3, (samples,)))
+torch.manual_seed(0)
+model = nn.Linear(6, 4 if how == "schema" and tt.rank() == 1 else 3)
+optimizer = torch.optim.LBFGS(model.parameters()) if how == "lbfgs" else torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(data, batch_size=16)
+if how == "no_prepare":
+    sys.exit(0)
+model, optimizer, loader = tt.prepare(model, optimizer, loader)
+if how == "twice":
+    tt.prepare(model, optimizer, loader)
+for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
+    for step, (x, y) in enumerate(loader):
+        if how == "raise" and tt.rank() == 1 and step == 2:
+            raise ValueError("a fault of the program")
+        if how == "exit" and tt.rank() == 1 and step == 2:
+            sys.exit(3)
+        if how == "die" and tt.rank() == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "backwards" and tt.rank() == 1 and step == 2:
+            nn.functional.cross_entropy(model(x), y).backward()
+        if how == "steps" and tt.rank() == 1 and epoch == 1:
+            break
+        if how == "rate" and tt.rank() == 1 and step == 2:
+            optimizer.param_groups[0]["lr"] = 0.7
+        if how == "edit" and step == 2:
+            with torch.no_grad():
+                model.weight.mul_(0.9)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if how == "endless" and tt.is_main() and epoch == step == 0:
+            print("training", flush=True)

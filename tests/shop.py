@@ -1,0 +1,56 @@
+"""Real jobs through the real command line, each in a folder of its own."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+PROGRAMS = Path(__file__).parent / "programs"
+SANDBLASTER = "nworkers_per_group: 3 nservers_per_group: 2 server_worker_separate: true"
+ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
+DOWNPOUR = "nworker_groups: 2 nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
+HOGWILD = "nworker_groups: 3 nserver_groups: 3"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended."""
+
+    code: int
+    out: str
+    err: str
+    workspace: Path
+    report: dict[str, Any]
+
+    @property
+    def final(self) -> dict[str, torch.Tensor]:
+        return load_file(self.workspace / "final.safetensors")
+
+
+@dataclass(frozen=True)
+class Shop:
+    """Runs jobs in a folder of their own."""
+
+    folder: Path
+    served_at: str
+
+    def command(self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job") -> list[str]:
+        conf = self.folder / f"{name}.conf"
+        workspace = self.folder / name
+        conf.write_text(f'name: "{name}"\n{extra}\ncluster {{ {cluster} workspace: "{workspace}" }}\n')
+        report = ["--report", str(self.folder / f"{name}.json"), "--forkserver", self.served_at]
+        return [sys.executable, "-m", "topotrain", "run", *report, str(conf), str(PROGRAMS / program), *args]
+
+    def run(self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job", code: int = 0) -> Ended:
+        """Run a job to its end; its exit code must be `code`."""
+        command = self.command(cluster, program, *args, extra=extra, name=name)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self.folder)
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        report = self.folder / f"{name}.json"
+        found = json.loads(report.read_text()) if report.exists() else {}
+        return Ended(done.returncode, done.stdout, done.stderr, self.folder / name, found)

@@ -1,0 +1,222 @@
+"""Clocks, the list of decisions, and exactly-once streams."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Streams
+from topotrain.message import Apply, Staged
+
+
+def staged(group, step, finite=True, power=0.0, infinity=False, applied=0):
+    return Staged(group, step, finite, power, infinity, applied)
+
+
+# --- clocks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_lead_is_over_the_slowest_live_group():
+    clocks = Clocks((0, 1, 2), 1)
+    assert all(clocks.may_start(g) for g in range(3))
+    clocks.tick(0)
+    assert clocks.lead(0) == 1 and clocks.may_start(0)
+    clocks.tick(0)
+    assert not clocks.may_start(0) and clocks.may_start(1)
+    clocks.tick(1)
+    assert not clocks.may_start(0)
+    clocks.leave(2)
+    assert clocks.may_start(0) and clocks.live() == [0, 1]
+
+
+def test_unset_is_unbounded_and_0_is_a_barrier_in_group_order():
+    free, barrier = Clocks((0, 1), None), Clocks((0, 1), 0)
+    for _ in range(9):
+        free.tick(0)
+    assert free.may_start(0) and free.may_decide(1)
+    assert barrier.may_decide(0) and not barrier.may_decide(1)
+    barrier.tick(0)
+    assert barrier.may_decide(1) and not barrier.may_start(0)
+    barrier.tick(1)
+    assert barrier.may_start(0) and barrier.may_start(1)
+
+
+def test_who_is_back_stands_where_the_slowest_of_the_others_stands():
+    clocks = Clocks((0, 1), 2)
+    clocks.leave(1)
+    for _ in range(5):
+        clocks.tick(0)
+    clocks.join(1)
+    assert clocks.clock(1) == 5 and clocks.live() == [0, 1]
+    clocks.join(1)
+    clocks.tick(1)
+    assert clocks.clock(1) == 6
+    clocks.leave(1)
+    clocks.join(1)
+    assert clocks.clock(1) == 6  # never back
+
+
+def test_all_stand_at_the_same_point_after_warm_up():
+    clocks = Clocks((0, 1), 0)
+    clocks.set_all(7)
+    assert (clocks.clock(0), clocks.clock(1), clocks.lead(0)) == (7, 7, 0)
+
+
+def test_when_nobody_is_live_nobody_is_waited_for():
+    clocks = Clocks((0,), 0)
+    clocks.tick(0)
+    clocks.leave(0)
+    assert clocks.lead(0) == 0 and clocks.may_start(0)
+
+
+@given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 2**32))
+def test_groups_that_start_only_when_they_may_never_lead_by_more_than_the_bound(groups, bound, seed):
+    """One step more is under way: what starts at a lead of `bound` ends at `bound` + 1."""
+    dice, clocks = random.Random(seed), Clocks(range(groups), bound)
+    for _ in range(60):
+        ready = [g for g in clocks.live() if clocks.may_start(g)]
+        assert ready, "somebody may always go on"
+        clocks.tick(dice.choice(ready))
+        assert max(clocks.lead(g) for g in range(groups)) <= bound + 1
+
+
+# --- decisions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_ready_when_all_shards_have_staged_it():
+    log = DecisionLog(3)
+    log.staged(0, staged(4, 0))
+    log.staged(0, staged(4, 0))
+    log.staged(2, staged(4, 0))
+    assert log.ready() == []
+    log.staged(1, staged(4, 0))
+    assert log.ready() == [(4, 0)]
+    assert log.decide(4, 0) == Apply(0, 4, 0, False, 0.0)
+    assert log.ready() == []
+
+
+def test_one_shard_that_overflows_skips_the_step_on_all():
+    log = DecisionLog(2)
+    log.staged(0, staged(0, 0))
+    log.staged(1, staged(0, 0, finite=False))
+    assert log.decide(0, 0).found_inf
+
+
+def test_powers_are_added_or_the_largest_counts():
+    log = DecisionLog(2)
+    log.staged(0, staged(0, 0, power=9.0))
+    log.staged(1, staged(0, 0, power=16.0))
+    assert log.decide(0, 0).power == 25.0
+    log.staged(0, staged(0, 1, power=9.0, infinity=True))
+    log.staged(1, staged(0, 1, power=4.0, infinity=True))
+    assert log.decide(0, 1).power == 9.0
+
+
+def test_a_vote_that_comes_again_after_the_decision_does_not_decide_twice():
+    log = DecisionLog(1)
+    log.staged(0, staged(0, 0))
+    log.decide(0, 0)
+    log.staged(0, staged(0, 0))
+    assert log.ready() == []
+
+
+def test_decisions_stand_until_every_shard_has_applied_them():
+    log = DecisionLog(2)
+    for step in range(3):
+        for shard in (0, 1):
+            log.staged(shard, staged(0, step))
+        log.decide(0, step)
+    assert [a.step for a in log.since(0)] == [0, 1, 2]
+    assert [a.step for a in log.since(2)] == [2]
+    log.staged(0, staged(0, 3, applied=3))
+    assert [a.step for a in log.since(0)] == [0, 1, 2]
+    log.staged(1, staged(0, 3, applied=2))
+    assert [a.step for a in log.since(0)] == [2]
+
+
+def test_an_abandoned_step_is_not_ready_and_may_be_staged_anew():
+    log = DecisionLog(2)
+    log.staged(0, staged(0, 0, finite=False))
+    log.staged(0, staged(1, 0))
+    log.abandon(0)
+    log.staged(1, staged(0, 0))
+    log.staged(1, staged(1, 0))
+    assert log.ready() == [(1, 0)]
+    log.staged(0, staged(0, 0))
+    assert not log.decide(0, 0).found_inf
+
+
+@given(st.integers(1, 20), st.integers(0, 2**32))
+def test_decisions_are_applied_in_their_order_and_once_however_they_come(count, seed):
+    dice, order = random.Random(seed), ApplyOrder()
+    applies = [Apply(i, 0, i, False, 0.0) for i in range(count)]
+    sent = applies + dice.choices(applies, k=count)
+    dice.shuffle(sent)
+    assert [now for apply in sent for now in order.arrive(apply)] == applies
+    assert order.next == count
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
+def test_shards_that_vote_in_any_order_get_one_list(shards, groups, steps, seed):
+    """Every step of every group is decided once, the steps of a group in order, and all shards see the same."""
+    dice, log = random.Random(seed), DecisionLog(shards)
+    turns = [(s, g) for s in range(shards) for g in range(groups)] * steps
+    dice.shuffle(turns)
+    at = dict.fromkeys(turns, 0)
+    waiting, decided = list(turns), []
+    while waiting:
+        held = []
+        for shard, group in waiting:
+            if at[shard, group] > sum(d.group == group for d in decided):
+                held.append((shard, group))  # a shard stages the next step after it applied the last
+                continue
+            for _ in range(dice.randint(1, 2)):
+                log.staged(shard, staged(group, at[shard, group]))
+            at[shard, group] += 1
+            decided += [log.decide(*ready) for ready in log.ready()]
+        waiting = held
+    assert [d.index for d in decided] == list(range(groups * steps))
+    assert [d.step for d in decided if d.group == 0] == list(range(steps))
+
+
+# --- streams -----------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_goes_on_where_it_was():
+    streams = Streams()
+    assert streams.verdict((7, 0, 2)) == "new"
+    streams.record((7, 0, 2))
+    assert streams.verdict((7, 3, 3)) == "new"
+    assert streams.verdict((7, 0, 2)) == "known"
+    assert streams.verdict((7, 1, 2)) == "known"
+    assert streams.verdict(()) == "new"
+
+
+@pytest.mark.parametrize("marks", [(7, 4, 4), (7, 2, 3), (8, 1, 1)])
+def test_gaps_and_overlaps_are_refused(marks):
+    streams = Streams()
+    streams.record((7, 0, 2))
+    with pytest.raises(ValueError, match=r"batches \d to \d of stream 0x[78] do not continue it: -?\d was the last"):
+        streams.verdict(marks)
+
+
+def test_a_push_that_is_known_in_part_is_refused():
+    streams = Streams()
+    streams.record((7, 0, 2))
+    with pytest.raises(ValueError, match="a part was applied before"):
+        streams.verdict((7, 0, 2, 8, 0, 0))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_every_batch_counts_once_if_pushes_are_said_again(lengths, seed):
+    dice, streams, counted, first = random.Random(seed), Streams(), [], 0
+    said = []
+    for length in lengths:
+        said.append((3, first, first + length - 1))
+        first += length
+        for marks in [said[-1], *dice.choices(said, k=3)]:
+            if streams.verdict(marks) == "new":
+                streams.record(marks)
+                counted += range(marks[1], marks[2] + 1)
+    assert counted == list(range(first))

@@ -1,0 +1,131 @@
+"""The end of a job on the servers: who waits for whom, and what worker (0,0) is told."""
+
+import pytest
+import torch
+
+from topotrain import message as m
+from topotrain.ending import Ending
+from topotrain.job import Cluster
+from topotrain.shard import Buffer, Schema
+from topotrain.slices import Parameter, cut
+from topotrain.topology import Address, Role, layout
+
+SCHEMA = Schema((Parameter("w", (192,), (1,), "float32", True),), (Buffer("b", "float32", 2),), "{}", "d")
+MAIN = Address(Role.WORKER, 0, 0)
+
+
+def server(group):
+    return Address(Role.SERVER, group, 0)
+
+
+class Home:
+    """One server's ending, and its values: its group's number everywhere."""
+
+    def __init__(self, group, groups=3, **cluster):
+        topology = layout(Cluster(nworker_groups=groups, nserver_groups=groups, **cluster))
+        self.buckets = cut(SCHEMA.parameters, 1, groups=groups).buckets
+        self.values = torch.full((192,), float(group))
+        self.ending = Ending(server(group), topology)
+        self.ending.expect_buffers(len(SCHEMA.buffers))
+
+    def view(self, bucket):
+        return self.values[bucket.lo : bucket.hi]
+
+    def drained(self):
+        return self.ending.drained(self.buckets, self.view)
+
+    def take(self, sender, message):
+        return self.ending.take(sender, message, message.body, self.buckets, self.view)
+
+
+def final(bucket, value):
+    return m.Final(bucket, body=torch.full((64,), float(value)))
+
+
+def test_a_drained_server_tells_the_others_once():
+    home = Home(1)
+    assert home.drained() == [(server(0), m.Drained()), (server(2), m.Drained())]
+    assert home.drained() == []
+
+
+def test_masters_hand_on_what_they_master_when_all_have_drained():
+    home = Home(1)
+    assert home.take(server(2), m.Drained()) == []
+    home.drained()
+    assert not home.ending.done
+    ((to, message),) = home.take(server(0), m.Drained())
+    assert (to, message) == (server(0), m.Final(1))
+    assert torch.equal(message.body, torch.full((64,), 1.0))
+    assert home.ending.done
+    assert home.take(server(0), m.Drained()) == []
+
+
+def test_worker_0_0_is_answered_when_all_values_are_final():
+    home = Home(0)
+    assert home.take(MAIN, m.FinalAsk(-7)) == []
+    home.take(server(1), m.Drained())
+    home.take(server(1), final(1, 1))  # before this server has heard of everybody
+    home.take(server(2), m.Drained())
+    assert home.take(server(2), final(2, 2)) == []
+    out = home.drained()
+    values = [message for _, message in out if isinstance(message, m.Values)]
+    assert [(v.round, v.bucket, float(v.body[0])) for v in values] == [(-7, 0, 0.0), (-7, 1, 1.0), (-7, 2, 2.0)]
+
+
+def test_a_final_value_that_is_said_twice_counts_once():
+    home = Home(0)
+    home.take(server(1), final(1, 5))
+    home.take(server(1), final(1, 9))
+    assert home.view(home.buckets[1])[0] == 5.0
+
+
+def test_with_ring_averaging_the_result_is_the_mean_of_all_groups():
+    home = Home(0, agreement="kRingAverage")
+    home.values.fill_(3.0)
+    home.drained()
+    for group, value in ((1, 6.0), (2, 0.0)):
+        home.take(server(group), m.Drained())
+        for bucket in home.buckets:
+            home.take(server(group), final(bucket.id, value))
+    home.take(MAIN, m.FinalAsk(-1))
+    assert torch.equal(home.values, torch.full((192,), 3.0))
+    other = Home(1, agreement="kRingAverage")
+    other.drained()
+    other.take(server(0), m.Drained())
+    assert [message.bucket for _, message in other.take(server(2), m.Drained())] == [0, 1, 2]
+
+
+def put(home, group, value):
+    body = home.ending.buffer_place(m.BufferPut(group, 0), SCHEMA)
+    body.view(torch.float32).fill_(value)
+    home.take(Address(Role.WORKER, group, 0), m.BufferPut(group, 0, body=body))
+
+
+def test_buffers_are_told_when_every_group_has_left_its_own():
+    home = Home(0, groups=2)
+    assert home.take(MAIN, m.BufferAsk()) == []
+    put(home, 1, 5.0)
+    home.take(Address(Role.WORKER, 1, 0), m.BufferPut(1, -1))
+    home.take(MAIN, m.BufferPut(0, -1))  # "that was all", and overtakes what it speaks of
+    put(home, 0, 4.0)
+    out = home.take(MAIN, m.BufferAsk())
+    puts = [(p.group, p.index, None if p.body is None else float(p.body.view(torch.float32)[0])) for _, p in out]
+    assert puts[-3:] == [(0, 0, 4.0), (1, 0, 5.0), (-1, -1, None)]
+
+
+@pytest.mark.parametrize("group, index", [(0, 1), (0, -1), (2, 0), (-1, 0)])
+def test_buffers_that_cannot_be_are_refused(group, index):
+    with pytest.raises(m.ProtocolError, match=f"model buffer {index} of group {group}"):
+        Home(0, groups=2).ending.buffer_place(m.BufferPut(group, index), SCHEMA)
+
+
+def test_server_0_0_is_done_when_worker_0_0_has_all_it_wants():
+    home = Home(0, groups=1)
+    home.drained()
+    assert not home.ending.done
+    home.take(MAIN, m.FinalAsk(-1))
+    assert not home.ending.done
+    put(home, 0, 1.0)
+    home.take(MAIN, m.BufferPut(0, -1))
+    home.take(MAIN, m.BufferAsk())
+    assert home.ending.done

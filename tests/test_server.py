@@ -1,0 +1,629 @@
+"""A server, one message at a time."""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from topotrain import message as m
+from topotrain.buffers import describe_model
+from topotrain.job import Cluster, Job, Updater
+from topotrain.reduction import NO_REVISION, int_to_bits
+from topotrain.server import Server
+from topotrain.topology import Address, Role, layout
+from topotrain.update import describe, hyper
+from topotrain.worker import plan_of
+
+
+def worker(group=0, index=0):
+    return Address(Role.WORKER, group, index)
+
+
+def server(group=0, index=0):
+    return Address(Role.SERVER, group, index)
+
+
+def model_of(size=150):
+    """One parameter, zeros, so that values are what was added."""
+    model = nn.Linear(size, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model
+
+
+class Hall:
+    """The servers of a job. What they say to each other arrives at once, or waits in `held` if `holding` says so."""
+
+    def __init__(self, optimizer=None, size=150, holding=(), join=True, **fields):
+        cluster = {k: fields.pop(k) for k in list(fields) if k in Cluster.__dataclass_fields__}
+        self.job = Job(cluster=Cluster(**cluster), **fields)
+        self.topology = layout(self.job.cluster)
+        self.model = model_of(size)
+        self.optimizer = (optimizer or (lambda p: torch.optim.SGD(p, lr=1.0)))(self.model.parameters())
+        self.parts = describe_model(self.model)
+        spec = describe(self.optimizer, self.parts.tensors)
+        self.schema, self.map = plan_of(self.job, self.topology, self.parts, spec)
+        self.servers = {s: self.made(s) for u in self.topology.units for s in u.servers}
+        self.got = defaultdict(list)
+        self.holding, self.held = holding, []
+        if join:
+            for who in self.workers:
+                self.join(who)
+
+    def made(self, me):
+        return Server(me, self.job, self.topology, lambda n, dtype: torch.zeros(n, dtype=dtype))
+
+    @property
+    def workers(self):
+        return [w for g in range(self.topology.worker_groups) for w in self.topology.workers(g)]
+
+    def homes(self, who):
+        return self.topology.servers(self.topology.server_group_of(who.group))
+
+    def say(self, who, to, *messages):
+        for message in messages:
+            self.route(to, self.servers[to].handle(who, message))
+
+    def route(self, sender, out):
+        for to, message in out:
+            if to.role is Role.WORKER:
+                body = message.body if message.body is None else message.body.clone()
+                self.got[to].append(replace(message, body=body))
+            elif type(message) in self.holding:
+                self.held.append((sender, to, message))
+            else:
+                self.say(sender, to, message)
+
+    def let_go(self):
+        held, self.held = self.held, []
+        for sender, to, message in held:
+            self.route(to, self.servers[to].handle(sender, message))
+
+    def join(self, who, schema=None):
+        for to in self.homes(who):
+            self.say(who, to, *(schema or self.schema).parts())
+
+    def give_values(self, value=0.0):
+        for to in self.topology.servers(0):
+            for bucket in self.map.buckets_of(to.index):
+                self.say(worker(), to, m.Init(bucket.id, body=torch.full((bucket.hi - bucket.lo,), value)))
+
+    def fetch(self, who, number=1):
+        for to in self.homes(who):
+            self.say(who, to, m.Fetch(number))
+
+    def push(self, who, value, step=0, ordinal=None, weight=1.0):
+        """The whole model's gradient, and, visible, the end of the backward."""
+        visible = self.job.grads.value == "kVisible" and self.topology.workers_per_group > 1
+        ordinal = ordinal if ordinal is not None else 0 if visible else 1
+        for to in self.homes(who):
+            buckets = self.map.buckets_of(to.index)
+            for bucket in buckets:
+                present = int_to_bits((1 << len(bucket.pieces)) - 1, len(bucket.pieces))
+                body = torch.full((bucket.hi - bucket.lo,), float(value))
+                self.say(who, to, m.Push(step, ordinal, bucket.id, weight, present, body=body))
+            if visible:
+                pushed = int_to_bits((1 << len(buckets)) - 1, len(buckets))
+                self.say(who, to, m.BackwardEnd(step, ordinal, weight, pushed))
+
+    def commit(self, who, step=0, to=None, **changes):
+        for home in [to] if to else self.homes(who):
+            buckets = self.map.buckets_of(home.index)
+            fields = {
+                "step": step,
+                "backwards": 1,
+                "weight": 1.0,
+                "inv_scale": 1.0,
+                "check_finite": False,
+                "clip_norm": 0.0,
+                "clip_type": 2.0,
+                "fetch": True,
+                "revisions": bytes([1] * len(buckets)),
+                "edited": b"",
+                "dropped": b"",
+                "hyper": hyper(self.optimizer) if step == 0 else b"",
+                "marks": (),
+            }
+            self.say(who, home, m.Commit(**{**fields, **changes}))
+
+    def step(self, who, value, step=0, **changes):
+        self.push(who, value, step)
+        self.commit(who, step, **changes)
+
+    def heard(self, who, kind):
+        """What a worker was told of a kind, once."""
+        found = [message for message in self.got[who] if isinstance(message, kind)]
+        self.got[who] = [message for message in self.got[who] if not isinstance(message, kind)]
+        return found
+
+    def values(self, who):
+        """The values in a worker's last Values, all elements; they must be equal."""
+        found = self.heard(who, m.Values)
+        assert found, f"{who} was sent no values"
+        assert {v.bucket for v in found} == {b.id for to in self.homes(who) for b in self.map.buckets_of(to.index)}
+        (value,) = {float(v) for message in found for v in self.inner(message).unique()}
+        return value
+
+    def inner(self, message):
+        """A body without the padding."""
+        bucket = self.map.buckets[message.bucket]
+        return torch.cat([message.body[p.lo - bucket.lo : p.hi - bucket.lo] for p in bucket.pieces])
+
+
+def started(**fields):
+    hall = Hall(**fields)
+    hall.give_values()
+    for who in hall.workers:
+        hall.fetch(who)
+    for who in hall.workers:
+        hall.values(who)
+    return hall
+
+
+# --- joining -----------------------------------------------------------------------------------------------------
+
+
+def test_values_are_held_until_they_are_here():
+    hall = Hall(nservers_per_group=2)
+    hall.fetch(worker())
+    assert hall.got[worker()] == []
+    hall.give_values(3.0)
+    assert hall.values(worker()) == 3.0
+    hall.give_values(9.0)  # whoever comes late with values is not heard
+    hall.fetch(worker(), 2)
+    assert hall.values(worker()) == 3.0
+
+
+def test_who_comes_before_the_models_description_waits_in_the_drawer():
+    hall = Hall(join=False)
+    hall.give_values(3.0)
+    hall.fetch(worker())
+    assert hall.got[worker()] == []
+    hall.join(worker())
+    assert hall.values(worker()) == 3.0
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_other_models_are_refused_and_both_workers_named(servers):
+    hall = Hall(nworker_groups=2, nserver_groups=servers, join=False)
+    hall.join(worker(0))
+    other = Hall(nworker_groups=2, nserver_groups=servers, size=151, join=False)
+    hall.join(worker(1), other.schema)
+    (fail,) = hall.heard(worker(1), m.Fail)
+    assert fail.config
+    assert "parameter weight: worker 0/0 has weight of shape (1, 150), float32, worker 1/0" in fail.text
+    hall.give_values()
+    hall.fetch(worker(1))
+    assert servers == 1 or hall.heard(worker(1), m.Values) == []
+
+
+def test_an_optimizer_that_cannot_be_built_is_refused():
+    hall = Hall(join=False)
+    text = json.dumps({**json.loads(hall.schema.optimizer), "name": "torch.optim.LBFGS"})
+    hall.join(worker(), replace(hall.schema, optimizer=text))
+    (fail,) = hall.heard(worker(), m.Fail)
+    assert fail.config and "server 0/0 cannot build the optimizer" in fail.text and "LBFGS" in fail.text
+
+
+def test_all_server_groups_start_from_group_0s_values():
+    hall = Hall(nworker_groups=2, nserver_groups=2, join=False, holding=(m.Init,))
+    hall.join(worker(0))
+    hall.give_values(3.0)
+    hall.fetch(worker(0))
+    assert hall.got[worker(0)] == []  # the others do not know the model yet
+    hall.join(worker(1))
+    hall.fetch(worker(1))
+    assert hall.values(worker(0)) == 3.0 and hall.got[worker(1)] == []
+    hall.let_go()
+    assert hall.values(worker(1)) == 3.0
+
+
+# --- a step ------------------------------------------------------------------------------------------------------
+
+
+def test_visible_the_mean_comes_back_then_the_values():
+    hall = started(nworkers_per_group=2)
+    hall.push(worker(0, 0), 2)
+    assert hall.got[worker(0, 0)] == []
+    hall.push(worker(0, 1), 4)
+    for who in hall.workers:
+        (mean,) = hall.heard(who, m.Mean)
+        assert (mean.step, mean.ordinal, mean.present) == (0, 0, b"\x01")
+        assert torch.equal(mean.body, torch.full_like(mean.body, 3.0))
+        assert hall.heard(who, m.Reduced) == [m.Reduced(0, 0, b"\x01")]
+    hall.commit(worker(0, 0))
+    assert hall.got[worker(0, 0)] == []
+    hall.commit(worker(0, 1))
+    for who in hall.workers:
+        assert hall.heard(who, m.Applied) == [m.Applied(0, 1, 0, False, -1.0)]
+        assert hall.values(who) == -3.0
+
+
+def test_hidden_nothing_comes_back_before_the_commits():
+    hall = started(nworkers_per_group=2, grads="kHidden")
+    for index, value in enumerate((2, 4)):
+        hall.push(worker(0, index), value)
+    assert hall.got[worker()] == []
+    for who in hall.workers:
+        hall.commit(who)
+    assert [hall.values(who) for who in hall.workers] == [-3.0, -3.0]
+
+
+def test_alone_a_commit_is_answered_at_once():
+    hall = started()
+    for step in range(3):
+        hall.step(worker(), 2, step)
+        assert hall.values(worker()) == -2.0 * (step + 1)
+        assert [a.version for a in hall.heard(worker(), m.Applied)] == [step + 1]
+
+
+def test_a_step_is_applied_on_all_shards_or_on_none():
+    hall = started(nservers_per_group=2)
+    hall.push(worker(), 5)
+    hall.commit(worker(), to=server(0, 1))
+    assert hall.got[worker()] == []
+    assert hall.servers[server(0, 1)].version == 0
+    hall.commit(worker(), to=server(0, 0))
+    assert hall.values(worker()) == -5.0
+    assert len(hall.heard(worker(), m.Applied)) == 2
+
+
+def test_without_the_decision_a_shard_asks_and_never_guesses():
+    hall = started(nservers_per_group=2, holding=(m.Apply,))
+    hall.step(worker(), 5)
+    assert [a.step for a in hall.heard(worker(), m.Applied)] == [0]  # shard 0 is the coordinator itself
+    assert hall.servers[server(0, 1)].version == 0
+    hall.held.clear()
+    hall.holding = ()
+    hall.route(server(0, 1), hall.servers[server(0, 1)].ask())
+    assert hall.servers[server(0, 1)].version == 1
+    assert hall.values(worker()) == -5.0
+
+
+def test_no_fetch_no_values():
+    hall = started()
+    hall.step(worker(), 1, fetch=False)
+    assert hall.heard(worker(), m.Values) == []
+    assert len(hall.heard(worker(), m.Applied)) == 1
+    hall.fetch(worker(), 2)
+    assert hall.values(worker()) == -1.0
+
+
+def test_what_is_said_twice_counts_once():
+    hall = started()
+    hall.step(worker(), 1)
+    hall.step(worker(), 1)
+    assert [a.step for a in hall.heard(worker(), m.Applied)] == [0, 0]
+    assert hall.values(worker()) == -1.0
+    hall.step(worker(), 1, step=1)
+    assert hall.values(worker()) == -2.0
+
+
+def test_the_same_batches_count_once():
+    hall = started()
+    hall.step(worker(), 1, marks=(7, 0, 1))
+    hall.step(worker(), 1, step=1, marks=(7, 0, 1))
+    assert hall.values(worker()) == -1.0
+    hall.step(worker(), 1, step=2, marks=(7, 3, 3))
+    (fail,) = hall.heard(worker(), m.Fail)
+    assert "worker group 0: batches 3 to 3 of stream 0x7 do not continue it: 1 was the last" in fail.text
+
+
+def test_groups_are_staged_apart_and_applied_one_after_the_other():
+    hall = started(nworker_groups=2)
+    hall.push(worker(0), 1)
+    hall.push(worker(1), 10)
+    hall.commit(worker(1))
+    assert hall.values(worker(1)) == -10.0
+    hall.commit(worker(0))
+    assert hall.values(worker(0)) == -11.0
+    (applied,) = hall.heard(worker(0), m.Applied)
+    assert (applied.version, applied.staleness) == (2, 1)
+
+
+def test_values_of_one_group_are_a_view_and_those_of_several_a_snapshot():
+    for groups, same in ((1, True), (2, False)):
+        hall = started(nworker_groups=groups)
+        out = hall.servers[server()].handle(worker(), m.Fetch(2))
+        values = [message for _, message in out if isinstance(message, m.Values)]
+        before = [v.body.clone() for v in values]
+        hall.step(worker(groups - 1), 1)
+        assert all(torch.equal(v.body, b) for v, b in zip(values, before)) is not same
+
+
+# --- arithmetic --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("bound", [0.5, 1e6])
+def test_clip_norm_is_torchs_over_all_shards(kind, bound):
+    hall = started(nservers_per_group=2)
+    hall.push(worker(), 0.25)
+    hall.commit(worker(), clip_norm=bound, clip_type=kind)
+    hall.model.weight.grad = torch.full((1, 150), 0.25)
+    norm = nn.utils.clip_grad_norm_(hall.model.parameters(), bound, kind)
+    for applied in hall.heard(worker(), m.Applied):
+        assert applied.norm == pytest.approx(float(norm), rel=1e-6)
+    assert hall.values(worker()) == pytest.approx(-float(hall.model.weight.grad[0, 0]), rel=1e-6)
+
+
+def test_padding_does_not_count_for_the_norm():
+    hall = started(size=70)  # 58 elements of padding, which a push fills here
+    hall.step(worker(), 1, clip_norm=100.0)
+    assert hall.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(70))
+
+
+def test_the_loss_scale_is_taken_back_before_clipping():
+    hall = started()
+    hall.step(worker(), 8.0, inv_scale=0.125, clip_norm=1e6)
+    assert hall.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(150))
+    assert hall.values(worker()) == -1.0
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_on_one_shard_skips_the_step_on_all(bad):
+    hall = started(nservers_per_group=2)
+    for to in hall.homes(worker()):
+        for bucket in hall.map.buckets_of(to.index):
+            body = torch.ones(bucket.hi - bucket.lo)
+            body[0] = bad if to.index == 1 else 1.0
+            hall.say(worker(), to, m.Push(0, 1, bucket.id, 1.0, b"\x01", body=body))
+    hall.commit(worker(), check_finite=True)
+    assert [(a.found_inf, a.version) for a in hall.heard(worker(), m.Applied)] == [(True, 0)] * 2
+    assert hall.values(worker()) == 0.0
+    hall.step(worker(), 1, step=1, check_finite=True)
+    assert hall.values(worker()) == -1.0
+
+
+def test_the_updaters_bounds_hold_for_every_element():
+    hall = started(updater=Updater(clip_low=-0.5, clip_high=0.25))
+    hall.step(worker(), 3)
+    assert hall.values(worker()) == -0.25
+
+
+def test_hyperparameters_are_the_groups_last_word():
+    hall = started(nworker_groups=2)
+    hall.optimizer.param_groups[0]["lr"] = 2.0
+    hall.step(worker(0), 1)
+    assert hall.values(worker(0)) == -2.0
+    hall.optimizer.param_groups[0]["lr"] = 4.0
+    hall.step(worker(1), 1)
+    assert hall.values(worker(1)) == -6.0
+    hall.step(worker(0), 1, step=1)
+    assert hall.values(worker(0)) == -8.0
+
+
+def test_a_segment_without_gradient_does_not_move():
+    hall = started(optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5))
+    hall.step(worker(), 1)
+    assert hall.values(worker()) == -1.0
+    hall.commit(worker(), 1, revisions=bytes([NO_REVISION]))
+    assert hall.values(worker()) == -1.0
+    hall.step(worker(), 0, step=2)
+    assert hall.values(worker()) == -1.5
+
+
+# --- waiting -----------------------------------------------------------------------------------------------------
+
+
+def test_who_leads_by_more_than_max_staleness_waits_for_its_values():
+    hall = started(nworker_groups=2, max_staleness=1)
+    hall.step(worker(0), 1)
+    assert hall.values(worker(0)) == -1.0
+    hall.step(worker(0), 1, step=1)
+    assert hall.got[worker(0)].count(m.Applied(1, 2, 0, False, -1.0)) == 0
+    hall.step(worker(1), 1)
+    assert hall.values(worker(0)) == -3.0
+
+
+def test_nobody_waits_for_a_group_that_ended():
+    hall = started(nworker_groups=2, max_staleness=0)
+    hall.step(worker(0), 1)
+    assert hall.heard(worker(0), m.Values) == []
+    hall.say(worker(1), server(), m.Finish(0))
+    assert hall.values(worker(0)) == -1.0
+
+
+def test_with_a_bound_of_0_updates_come_in_group_order():
+    hall = started(nworker_groups=2, max_staleness=0)
+    hall.step(worker(1), 10)
+    assert hall.servers[server()].version == 0
+    hall.step(worker(0), 1)
+    assert hall.servers[server()].version == 2
+    assert [a.version for a in hall.heard(worker(0), m.Applied)] == [1]
+    assert [a.version for a in hall.heard(worker(1), m.Applied)] == [2]
+
+
+def test_warm_up_is_group_0s_alone_then_all_stand_at_its_values_and_clock():
+    hall = Hall(nworker_groups=2, warmup_steps=2, max_staleness=0)
+    hall.give_values()
+    for who in hall.workers:
+        hall.fetch(who)
+    assert hall.values(worker(0)) == 0.0 and hall.got[worker(1)] == []
+    hall.step(worker(0), 1)
+    assert hall.values(worker(0)) == -1.0 and hall.got[worker(1)] == []
+    hall.step(worker(0), 1, step=1)
+    assert hall.values(worker(0)) == hall.values(worker(1)) == -2.0
+    assert [hall.servers[server()].clocks.clock(g) for g in (0, 1)] == [2, 2]
+
+
+# --- disagreement ------------------------------------------------------------------------------------------------
+
+
+def test_a_disagreement_fails_the_group_and_only_it():
+    hall = started(nworker_groups=2, nworkers_per_group=2)
+    for index in (0, 1):
+        hall.push(worker(0, index), 1)
+        hall.commit(worker(0, index), inv_scale=1.0 + index)
+    for index in (0, 1):
+        (fail,) = hall.heard(worker(0, index), m.Fail)
+        assert "worker group 0: workers 0 and 1 of a group disagree about the loss scale" in fail.text
+        assert not fail.config
+    for index in (0, 1):
+        hall.push(worker(1, index), 1)
+        hall.commit(worker(1, index))
+    assert hall.values(worker(1, 0)) == -1.0
+
+
+def test_a_step_from_the_future_is_a_disagreement():
+    hall = started()
+    hall.commit(worker(), 1)
+    (fail,) = hall.heard(worker(), m.Fail)
+    assert "worker 0 is in step 1, the group in step 0" in fail.text
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_worker_that_ends_while_another_waits_is_named(late):
+    hall = started(nworkers_per_group=2)
+    stay, leave = worker(0, late), worker(0, 1 - late)
+    sayings = [lambda: hall.say(leave, server(), m.Finish(0)), lambda: hall.push(stay, 1)]
+    for saying in sayings if late else reversed(sayings):
+        saying()
+    (fail,) = hall.heard(stay, m.Fail)
+    assert f"worker {leave.index} ended its script after 0 steps" in fail.text
+
+
+@pytest.mark.parametrize("bucket", [-1, 1, 2**40])
+def test_buckets_of_others_are_refused(bucket):
+    hall = started()
+    with pytest.raises(m.ProtocolError, match=f"bucket {bucket} is not mine"):
+        hall.say(worker(), server(), m.Push(0, 1, bucket, 1.0, b"\x01", body=torch.zeros(192)))
+
+
+def test_bodies_must_be_there_and_fit():
+    hall = started()
+    with pytest.raises(m.ProtocolError, match="Push without a body"):
+        hall.say(worker(), server(), m.Push(0, 1, 0, 1.0, b"\x01"))
+    with pytest.raises(m.ProtocolError, match="bytes, expected 768"):
+        hall.say(worker(), server(), m.Push(0, 1, 0, 1.0, b"\x01", body=torch.zeros(7)))
+
+
+# --- where bodies go ---------------------------------------------------------------------------------------------
+
+
+def test_bodies_are_received_where_they_belong():
+    hall = Hall(nworkers_per_group=2, join=False)
+    home = hall.servers[server()]
+    push = m.Push(0, 1, 0, 1.0, b"\x01")
+    assert home.place(worker(), push, False) is None  # no model, no place
+    hall.join(worker())
+    values = home.place(worker(), m.Init(0), True)
+    hall.give_values(4.0)
+    assert torch.equal(values, torch.full_like(values, 4.0))
+    assert home.place(worker(), push, True) is None  # a view will do
+    places = [home.place(worker(0, index), push, False).data_ptr() for index in (0, 1)]
+    assert len({*places, values.data_ptr()}) == 3
+    assert home.place(worker(3, 0), push, False) is None
+    with pytest.raises(m.ProtocolError):
+        home.place(worker(), replace(push, bucket=9), False)
+
+
+# --- optimizer state ---------------------------------------------------------------------------------------------
+
+
+def test_optimizer_state_goes_out_and_comes_back():
+    def adam(parameters):
+        return torch.optim.Adam(parameters, lr=0.5)
+
+    hall = started(optimizer=adam, nservers_per_group=2)
+    hall.step(worker(), 2)
+    for to in hall.homes(worker()):
+        hall.say(worker(), to, m.StateAsk(5))
+    parts = hall.heard(worker(), m.StatePart)
+    assert {p.round for p in parts} == {5}
+    ends = [p for p in parts if not p.key]
+    assert len(ends) == 2 and sum(p.number for p in ends) == len(parts) - 2
+    assert {p.key for p in parts if p.key} == {"step", "exp_avg", "exp_avg_sq"}
+    elements = sum(p.body.numel() for p in parts if p.key == "exp_avg")
+    assert elements == 150
+    other = started(optimizer=adam, nservers_per_group=2)
+    for part in parts:
+        if part.key:
+            other.say(worker(), server(0, other.map.buckets[part.bucket].shard), replace(part, round=0))
+    for name in (hall, other):
+        for to in name.homes(worker()):
+            name.say(worker(), to, m.StateAsk(6))
+    first, second = ({(p.bucket, p.piece, p.key): p for p in h.heard(worker(), m.StatePart)} for h in (hall, other))
+    assert first.keys() == second.keys()
+    for key, part in first.items():
+        assert part.number == second[key].number
+        assert part.body is None or torch.equal(part.body, second[key].body)
+
+
+# --- other server groups and the end -----------------------------------------------------------------------------
+
+
+def finish(hall, who, steps=0):
+    for to in hall.homes(who):
+        hall.say(who, to, m.Finish(steps))
+    if who.index == 0:
+        hall.say(who, server(), m.BufferPut(who.group, -1))
+
+
+def final(hall):
+    for to in hall.topology.servers(0):
+        hall.say(worker(), to, m.FinalAsk(-9))
+    hall.say(worker(), server(), m.BufferAsk())
+
+
+@pytest.mark.parametrize("agreement, expected", [("kMaster", -11.0), ("kRingAverage", -5.5)])
+def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
+    hall = started(nworker_groups=2, nserver_groups=2, agreement=agreement, sync_freq=5)
+    hall.step(worker(0), 1)
+    hall.step(worker(1), 10)
+    finish(hall, worker(0), 1)
+    final(hall)
+    hall.heard(worker(0), m.Values | m.Applied)
+    assert hall.got[worker(0)] == [] and not any(s.done for s in hall.servers.values())
+    finish(hall, worker(1), 1)
+    assert hall.values(worker(0)) == expected
+    assert hall.heard(worker(0), m.BufferPut) == [m.BufferPut(-1, -1)]
+    assert all(s.done for s in hall.servers.values())
+
+
+def test_updates_go_to_the_master_and_come_back_with_the_others():
+    hall = started(nworker_groups=2, nserver_groups=2)
+    hall.step(worker(0), 1)
+    hall.values(worker(0))
+    hall.step(worker(1), 10)
+    hall.fetch(worker(1), 2)
+    masters = [b.master for b in hall.map.buckets]
+    assert masters == [0, 1]
+    found = {v.bucket: float(v.body[0]) for v in hall.heard(worker(1), m.Values)}
+    assert found[0] == -11.0
+
+
+def test_an_update_that_is_faster_than_the_start_waits():
+    hall = Hall(nworker_groups=3, nserver_groups=3, holding=(m.Init,))
+    hall.give_values(100.0)
+    inits = hall.held
+    hall.held = [held for held in inits if held[1] == server(1)]
+    hall.let_go()
+    hall.fetch(worker(1))
+    hall.values(worker(1))
+    hall.step(worker(1), 1)  # its Delta for the buckets of group 2 arrives before group 2 has its start
+    hall.held = [held for held in inits if held[1] == server(2)]
+    hall.let_go()
+    hall.fetch(worker(2))
+    found = {hall.map.buckets[v.bucket].master: float(v.body[0]) for v in hall.heard(worker(2), m.Values)}
+    assert found[2] == 99.0
+
+
+def test_the_servers_go_on_when_group_0_ends():
+    hall = started(nworker_groups=2)
+    finish(hall, worker(0))
+    hall.step(worker(1), 1)
+    assert hall.values(worker(1)) == -1.0
+    assert not hall.servers[server()].done
+
+
+def test_questions_about_data_go_to_server_0_0():
+    hall = started(nworker_groups=2, nserver_groups=2)
+    hall.say(worker(1), server(), m.LeaseAsk(0, 0, 3, 0, 0, False))
+    (lease,) = hall.heard(worker(1), m.Lease)
+    assert (lease.epoch, lease.first) == (0, 0)
+    hall.say(worker(1), server(1), m.LeaseAsk(0, 0, 3, 0, 0, False))
+    assert hall.heard(worker(1), m.Lease) == []

@@ -1,0 +1,439 @@
+"""What a job promises beyond the plain step, on the simulated road: warm-up, clear failures, the end, no spinning."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from simulation import STORM, VIEWS, Seat, Town, books, job, same, total, trace
+from torch import nn
+from torch.utils.data import DataLoader
+
+import topotrain
+from topotrain.exchange import JobError, PeerLost
+from topotrain.job import Agreement, Grads, Reduce
+from topotrain.message import Applied, Commit, Fetch, Init, Push, Values
+from topotrain.topology import Address, Role
+from topotrain.wire.simulated import Deadlock, Weather
+from topotrain.worker import Worker
+
+pytestmark = pytest.mark.simulated
+
+
+# --- warm-up -----------------------------------------------------------------------------------------------------
+
+WARM = [(1, None), (2, Agreement.kMaster), (2, Agreement.kRingAverage)]
+
+
+@pytest.mark.parametrize(("server_groups", "agreement"), WARM)
+@pytest.mark.parametrize("bound", [None, 0])
+def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agreement, bound):
+    warmup = 3
+    for seed in range(15):
+        more = {"agreement": agreement} if agreement else {}
+        made = job(2, 1, 2, nserver_groups=server_groups, warmup_steps=warmup, max_staleness=bound, **more)
+        town, started = Town(made, seed, STORM), {}
+        pushes = trace(town, Push)
+        first: list[list[torch.Tensor]] = []
+
+        def script(seat: Seat, started=started, first=first, town=town) -> None:
+            seat.open(9.0)
+            started[seat.me.group] = seat.values(), seat.town.sim.now
+            if seat.me.group == 1:
+                home = town.server(town.topology.server_group_of(1), 0)
+                assert home.clocks.clock(1) == warmup and home.clocks.live(), "it starts at the common clock, and live"
+            for step in range(warmup + 2):
+                seat.sleep(0.0, 0.01)
+                gradient = seat.numbers()
+                if seat.me.group == 0 and step < warmup:
+                    first.append(gradient)
+                seat.step(gradient)
+            seat.finish()
+
+        town.play(script)
+        warm = [9.0 - part for part in total(first)]
+        if server_groups > 1 or bound == 0:
+            assert same(started[1][0], warm), f"seed {seed}: group 1 did not start from group 0's values"
+        early = [who for time, who, _, _ in pushes if time < started[1][1]]
+        assert {who.group for who in early} == {0}, "nobody else trains during the warm-up"
+        assert {message.step for _, who, _, message in pushes if who.group == 0} >= set(range(warmup + 2))
+        for house in town.houses.values():
+            clocks = house.server.clocks
+            # group 0's warm-up counts as warm-up, the others take its clock
+            assert [clocks.clock(g) for g in house.server.groups] == [
+                warmup + 2 if g == 0 else 2 * warmup + 2 for g in house.server.groups
+            ]
+
+
+def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
+    for server_groups in (1, 2):
+        for seed in range(8):
+            town, pushed = Town(job(2, 1, 2, nserver_groups=server_groups, warmup_steps=5), seed, STORM), []
+
+            def script(seat: Seat, pushed=pushed) -> None:
+                seat.open(9.0)
+                for _ in range(2 if seat.me.group == 0 else 4):
+                    pushed.append(seat.numbers())
+                    seat.step(pushed[-1])
+                seat.finish()
+                if seat.me == seat.town.workers[0]:
+                    seat.door.final_values()
+                    pushed.append([part - 9.0 for part in seat.values()])
+
+            town.play(script)
+            assert len(pushed) == 7 and same(total(pushed), [part * 0 for part in pushed[0]]), f"seed {seed}"
+
+
+# --- clear failures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_unequal_numbers_of_backwards_fail_naming_both_workers(groups):
+    for seed in range(12):
+        town = Town(job(groups, 2, 2), seed, STORM)
+
+        def script(seat: Seat) -> None:
+            seat.open()
+            seat.step(seat.numbers())
+            seat.sleep(0.0, 0.05)
+            seat.backward(seat.numbers())
+            seat.sleep(0.0, 0.05)
+            if seat.me == (Role.WORKER, seat.town.topology.worker_groups - 1, 1):
+                seat.backward(seat.numbers(), ordinal=1)
+                seat.commit(backwards=2)
+            seat.commit()
+            seat.finish()
+
+        words = rf"worker group {groups - 1}: unequal numbers of backwards.*worker 0 .*after 1, worker 1 .*number 2"
+        with pytest.raises(JobError, match=words):
+            town.play(script)
+
+
+@pytest.mark.parametrize("grads", list(Grads))
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_worker_that_ends_before_the_others_of_its_group_is_named(grads, leaver):
+    for seed in range(12):
+        town = Town(job(2, 2, 2, grads=grads), seed, STORM)
+
+        def script(seat: Seat, leaver=leaver, grads=grads) -> None:
+            seat.visible = grads is Grads.kVisible
+            seat.open()
+            for _ in range(2 if seat.me.group == 1 and seat.me.index == leaver else 4):
+                seat.sleep(0.0, 0.01)
+                seat.step(seat.numbers())
+            seat.finish()
+
+        with pytest.raises(JobError, match=rf"worker group 1: worker {leaver} ended its script after 2 steps"):
+            town.play(script)
+
+
+def test_a_last_backward_without_a_step_is_no_error():
+    for seed in range(20):
+        town = Town(job(2, 2, 2), seed, STORM)
+
+        def script(seat: Seat) -> None:
+            seat.open()
+            seat.step(seat.numbers())
+            seat.sleep(0.0, 0.02)
+            seat.backward(seat.numbers())
+            seat.sleep(0.0, 0.02)
+            seat.finish()
+
+        town.play(script)
+        assert town.server(0, 0).version == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"hyper": b'[{"lr": 2.0}]'}, "the optimizer's hyper-parameters"),
+        ({"inv_scale": 0.5}, "the loss scale"),
+        ({"clip_norm": 1.0}, "the gradient clipping"),
+        ({"marks": (1, 0, 0)}, "the batches of the step"),
+        ({"dropped": 1}, "which gradients the script set to None"),
+    ],
+)
+def test_workers_of_a_group_that_disagree_are_told_about_what(said, words):
+    for seed in range(4):
+        town = Town(job(2, 2, 2), seed, STORM)
+
+        def script(seat: Seat, said=said) -> None:
+            seat.open()
+            seat.step(seat.numbers())
+            seat.step(seat.numbers(), **(said if seat.me == (Role.WORKER, 1, 1) else {}))
+            seat.finish()
+
+        with pytest.raises(JobError, match=rf"worker group 1: workers \d and \d .* disagree about {words} in step 1"):
+            town.play(script)
+
+
+def test_batches_out_of_order_fail_the_group_that_pushed_them():
+    """Worker group 1 and server group 0: the failure must reach the workers, wherever the decision came from."""
+    town = Town(job(2, 1, 2), 0, STORM)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group:
+            seat.step(seat.numbers(), marks=(5, 3, 3))
+        seat.finish()
+
+    with pytest.raises(JobError, match="worker group 1: batches 3 to 3 of stream 0x5 do not continue it"):
+        town.play(script)
+
+
+def test_models_that_differ_are_refused():
+    town = Town(job(1, 2, 1), 0, STORM)
+
+    def script(seat: Seat) -> None:
+        model = nn.Linear(3, 2 + seat.me.index)
+        town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(JobError, match=r"parameter weight: worker 0/\d has weight of shape") as caught:
+        town.play(script)
+    assert caught.value.config
+
+
+# --- the real worker ---------------------------------------------------------------------------------------------
+
+
+def train(town: Town, worker: Worker, model: nn.Module, loader, pause: float = 0.01) -> None:
+    for x, y in loader:
+        town.sim.sleep(town.random.uniform(0.0, pause))
+        worker.optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        worker.optimizer.step()
+
+
+def digits_of(town: Town, seat: Seat, optimizer: str = "SGD") -> tuple[Worker, nn.Module, DataLoader]:
+    """The same small problem on every worker."""
+    torch.manual_seed(11)
+    x = torch.randn(24, 5)
+    data = torch.utils.data.TensorDataset(x, x @ torch.randn(5, 2))
+    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 2))
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05)
+    dice = torch.Generator().manual_seed(3)  # torch's own are shared by all actors: real workers are processes
+    return town.worker(seat.me, model, made), model, DataLoader(data, 6, shuffle=True, generator=dice)
+
+
+def finals(seed: int, weather: Weather, optimizer: str = "Adam") -> list[torch.Tensor]:
+    town, found = Town(job(1, 3, 2, reduce=Reduce.kMean), seed, weather), {}
+
+    def script(seat: Seat) -> None:
+        worker, model, plain = digits_of(town, seat, optimizer)
+        loader = town.loader(worker, plain, "broadcast")
+        for _ in range(2):
+            train(town, worker, model, loader)
+        state = worker.optimizer.state_dict()["state"]
+        assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in state.values())
+        found[seat.me.index] = [state[index]["exp_avg"].clone() for index in sorted(state)]
+        worker.finish()
+        if seat.me == town.workers[0]:
+            worker.take_final()
+            found[3] = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+    town.play(script)
+    return [tensor for who in sorted(found) for tensor in found[who]]
+
+
+def test_a_synchronous_job_has_the_same_bits_in_any_weather():
+    """Model, buffers, optimizer state and the broadcast draws, while every message may come late or twice."""
+    calm = finals(0, Weather())
+    assert len(calm) == 3 * 6 + 9
+    for seed, weather in ((1, STORM), (2, STORM), (3, VIEWS), (4, Weather(duplicate=1.0, reorder=0.5))):
+        assert same(finals(seed, weather), calm), f"seed {seed}"
+
+
+def test_the_tally_of_staleness_is_what_an_independent_count_finds():
+    for seed in range(5):
+        town, tallies = Town(job(2, 1, 2, reduce=Reduce.kMean), seed, STORM), {}
+        written = books(town)
+
+        def script(seat: Seat, town=town, tallies=tallies) -> None:
+            worker, model, plain = digits_of(town, seat)
+            train(town, worker, model, town.loader(worker, plain, "lease"), 0.05)
+            worker.finish()
+            tallies[seat.me.group] = worker.tally
+
+        town.play(script)
+        for group, tally in tallies.items():
+            own = [
+                old for book in written for (g, _), old in zip(book.applied, book.staleness, strict=True) if g == group
+            ]
+            assert tally.staleness_max == max(own) and tally.staleness_mean == pytest.approx(sum(own) / len(own))
+        assert max(tally.staleness_max for tally in tallies.values()) > 0
+
+
+def test_buffers_are_averaged_over_the_groups_at_the_drain():
+    town, means = Town(job(3, 1, 1, reduce=Reduce.kMean), 0, STORM), {}
+
+    def script(seat: Seat) -> None:
+        worker, model, plain = digits_of(town, seat)
+        train(town, worker, model, town.loader(worker, plain, "static"))
+        means[seat.me.group] = model[2].running_mean.clone()
+        worker.finish()
+        if seat.me == town.workers[0]:
+            worker.take_final()
+            means["final"] = model[2].running_mean.clone()
+
+    town.play(script)
+    assert torch.allclose(means["final"], (means[0] + means[1] + means[2]) / 3, atol=1e-6)
+    assert not torch.equal(means[0], means[1])
+
+
+def test_in_memory_hogwild_shares_values_and_loses_no_update():
+    """Two groups of one unit whose parameters are the same memory; integers, so every lost update shows."""
+    for seed in range(10):
+        town, pushed = Town(job(2, 1, 1, nworkers_per_procs=2), seed, STORM), []
+        assert len(town.topology.sharing(0)) == 1
+        shared = {0: torch.zeros(64)}
+
+        def script(seat: Seat, town=town, pushed=pushed, shared=shared) -> None:
+            model = nn.Linear(8, 1, bias=False)
+            nn.init.constant_(model.weight, 4.0)
+            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=1.0), shared)
+            for step in range(5):
+                town.sim.sleep(town.random.uniform(0.0, 0.02))
+                worker.optimizer.zero_grad()
+                x = torch.arange(8.0) + step + 10 * seat.me.group
+                pushed.append(x)
+                model(x).backward()
+                worker.optimizer.step()
+            worker.finish()
+            if seat.me == town.workers[0]:
+                worker.take_final()
+                assert torch.equal(model.weight[0], 4.0 - torch.stack(pushed).sum(0))
+
+        town.play(script)
+        assert len(pushed) == 10
+
+
+def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
+    for seed in range(10):
+        town, sums = Town(job(2, 1, 2, n_push=2, n_fetch=3), seed, STORM), []
+
+        def script(seat: Seat, town=town, sums=sums) -> None:
+            model = nn.Linear(200, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            worker = town.worker(seat.me, model, torch.optim.SGD(model.parameters(), lr=1.0))
+            for step in range(7):
+                town.sim.sleep(town.random.uniform(0.0, 0.02))
+                worker.optimizer.zero_grad()
+                x = torch.arange(200.0) + step
+                sums.append(x)
+                model(x).backward()
+                worker.optimizer.step()
+            worker.finish()
+            if seat.me == town.workers[0]:
+                worker.take_final()
+                assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {town.sim.seed}"
+
+        town.play(script)
+        assert town.server(0, 0).version == 2 * 4, "three full pushes and what was left"
+
+
+# --- duplicates of single messages, placed where they would hurt -------------------------------------------------
+
+
+def repeat(town: Town, kind: type, delay: float) -> None:
+    """Every message of a kind comes once more, this much later."""
+    arrive = town.wire._arrive
+
+    def again(me, to, message):
+        arrive(me, to, message)
+        if isinstance(message, kind):
+            town.sim.at(town.sim.now + delay, lambda: arrive(me, to, message))
+
+    town.wire._arrive = again
+
+
+@pytest.mark.parametrize(("kind", "delay"), [(Values, 0.013), (Applied, 0.013), (Fetch, 0.05), (Commit, 0.005)])
+def test_late_answers_change_neither_parameters_nor_counts(kind, delay):
+    for seed in range(10):
+        town, pushed = Town(job(2, 1, 2), seed, None), []
+        written, outcomes = books(town), {}
+        repeat(town, kind, delay)
+
+        def script(seat: Seat, pushed=pushed, outcomes=outcomes) -> None:
+            seat.open(1.0)
+            for _ in range(6):
+                seat.sleep(0.0, 0.02)
+                before = seat.values()
+                pushed.append(seat.numbers())
+                seat.sleep(0.0, 0.02)
+                assert same(before, seat.values()), "parameters changed outside step()"
+                outcome = seat.step(seat.numbers())
+                outcomes[(seat.me.group, seat.steps - 1)] = outcome
+            seat.finish()
+
+        town.play(script)
+        assert same(town.values(), [1.0 - part for part in total(pushed)]), f"seed {seed}"
+        for shard, book in enumerate(written):
+            counted = dict(zip(book.applied, book.staleness, strict=True))
+            assert {key: outcome.staleness[shard] for key, outcome in outcomes.items()} == counted, f"seed {seed}"
+
+
+def test_initial_values_that_come_again_do_not_undo_the_warm_up():
+    for seed in range(5):
+        town, pushed = Town(job(2, 1, 2, warmup_steps=4), seed, None), []
+        repeat(town, Init, 0.01)
+
+        def script(seat: Seat, pushed=pushed) -> None:
+            seat.open(2.0)
+            for _ in range(5):
+                seat.town.sim.sleep(0.004)
+                pushed.append(seat.numbers())
+                seat.step(pushed[-1])
+            seat.finish()
+
+        town.play(script)
+        assert same(town.values(), [2.0 - part for part in total(pushed)]), f"seed {seed}"
+
+
+# --- nobody spins ------------------------------------------------------------------------------------------------
+
+
+def test_defect_12_a_worker_hears_that_a_server_died():
+    town = Town(job(2, 2, 2), 0, STORM)
+    town.wire.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(50):
+            seat.step(seat.numbers())
+
+    with pytest.raises(PeerLost, match="lost server 0/1"):
+        town.play(script)
+
+
+def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
+    """No timer, no retry, no spinning: with the road silent nothing happens any more, and the run says who waits."""
+    town = Town(job(2, 2, 2), 0, STORM)
+    town.wire.crash(Address(Role.SERVER, 0, 1), after=30)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(50):
+            seat.step(seat.numbers())
+
+    with pytest.raises(Deadlock, match="these wait: worker 0/0, worker 0/1, worker 1/0, worker 1/1"):
+        town.play(script)
+    assert town.sim.now < 10
+
+
+PURE = ("message", "reduction", "consistency", "schedule", "update", "neighbor", "leases", "shard", "ending", "server")
+DOORS = ("exchange", "buffers", "gradients", "worker", "optimizer", "sampling", "data", "feeds", "streams", "host")
+
+
+def test_defect_12_nothing_on_the_path_of_a_message_sleeps():
+    """A wait is on a condition or a descriptor, woken by what is awaited; never `sleep` and look again."""
+    root, found = Path(topotrain.__file__).parent, []
+    files = [root / f"{name}.py" for name in PURE + DOORS] + sorted((root / "wire").glob("*.py"))
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            slept = isinstance(node, ast.Attribute) and node.attr == "sleep" and getattr(node.value, "id", "") == "time"
+            imported = (
+                isinstance(node, ast.ImportFrom) and node.module == "time" and "sleep" in [a.name for a in node.names]
+            )
+            if slept or imported:
+                found.append(f"{path.name}:{node.lineno}")
+    assert not found
