@@ -113,7 +113,7 @@ def test_buffers_are_told_when_every_group_has_left_its_own():
     assert puts[-3:] == [(0, 0, 4.0), (1, 0, 5.0), (-1, -1, None)]
 
 
-@pytest.mark.parametrize("group, index", [(0, 1), (0, -1), (2, 0), (-1, 0)])
+@pytest.mark.parametrize(("group", "index"), [(0, 1), (0, -1), (2, 0), (-1, 0)])
 def test_buffers_that_cannot_be_are_refused(group, index):
     with pytest.raises(m.ProtocolError, match=f"model buffer {index} of group {group}"):
         Home(0, groups=2).ending.buffer_place(m.BufferPut(group, index), SCHEMA)

@@ -61,9 +61,7 @@ class Door:
         self.turn.answers.append(lambda: [self.exchange.handle(SERVERS[number], message) for message in messages])
 
     def values(self, number, round_, fill=1.0):
-        return [
-            m.Values(round_, b.id, 0, body=torch.full((b.hi - b.lo,), fill)) for b in self.map.buckets_of(number)
-        ]
+        return [m.Values(round_, b.id, 0, body=torch.full((b.hi - b.lo,), fill)) for b in self.map.buckets_of(number)]
 
 
 def end(**changes):

@@ -213,7 +213,7 @@ def test_reentrant_checkpointing_is_an_error_that_names_the_remedy():
         run_local(job_of(), building(), script)
 
 
-@pytest.mark.parametrize("grads, inside", [("kVisible", "all"), ("kVisible", "last"), ("kHidden", "first")])
+@pytest.mark.parametrize(("grads", "inside"), [("kVisible", "all"), ("kVisible", "last"), ("kHidden", "first")])
 def test_reentrant_checkpointing_that_does_no_harm_is_right(grads, inside):
     def script(t):
         for batch in vectors(4):
@@ -387,7 +387,7 @@ def test_the_number_of_backwards_is_learned():
 
 def test_what_is_pushed_again_has_the_last_word_and_a_higher_revision():
     model = mlp()
-    path, sent, slice_map = path_of(model)
+    path, sent, _slice_map = path_of(model)
     backward(model)
     model[0].weight.grad.mul_(2)
     (revision,), _, _ = path.at_step(0)
@@ -409,7 +409,7 @@ def test_an_edit_back_and_forth_is_not_sent():
 
 def test_without_a_gradient_a_bucket_has_no_revision():
     model = mlp()
-    path, sent, slice_map = path_of(model)
+    path, _sent, _slice_map = path_of(model)
     backward(model)
     model.zero_grad()
     revisions, _, _ = path.at_step(0)
@@ -442,7 +442,7 @@ def test_a_lazy_path_pushes_only_at_the_step():
 
 def test_a_tied_weight_is_sent_once_per_backward():
     model = Transformer()
-    path, sent, _ = path_of(model)
+    _path, sent, _ = path_of(model)
     words = torch.arange(12).view(2, 6)
     cross_entropy(model, words, words).backward()
     (push,) = sent.take()

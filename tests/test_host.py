@@ -148,7 +148,7 @@ class Listener:
         return self.heard
 
 
-@pytest.mark.parametrize("road, schemes", [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
+@pytest.mark.parametrize(("road", "schemes"), [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
 def test_a_server_is_reached_on_the_roads_of_the_job(road, schemes, place):
     job = Job(cluster=Cluster(road=road))
     roads = Roads(place(job), Memory())

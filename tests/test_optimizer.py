@@ -169,7 +169,7 @@ def test_add_param_group_is_refused():
     def script(t):
         t.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
-    with pytest.raises(RuntimeError, match="add_param_group after tt.prepare"):
+    with pytest.raises(RuntimeError, match=r"add_param_group after tt.prepare"):
         run_local(job_of(), building(), script)
 
 
@@ -187,7 +187,7 @@ def scaled(overflow_at=None, unscale=False):
                 x = x.clone()
                 x[0, 0] = 1e38
             t.optimizer.zero_grad()
-            losses = t.losses(lambda m, x, y: (m[0](x).pow(2).sum() * 1e-3 + cross_entropy(m, x, y)), x, y)
+            losses = t.losses(lambda m, x, y: m[0](x).pow(2).sum() * 1e-3 + cross_entropy(m, x, y), x, y)
             t.backward([scaler.scale(loss) for loss in losses])
             if unscale:
                 scaler.unscale_(t.optimizer)

@@ -387,7 +387,7 @@ def test_unequal_backwards_name_both_workers_whoever_comes_first():
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    ("change", "words"),
     [
         ({"backwards": 2}, "the number of backwards"),
         ({"hyper": b'[{"lr":0.1}]'}, r'hyper-parameters in step 0: .*\[{"lr":0.1}\]'),

@@ -569,7 +569,7 @@ def final(hall):
     hall.say(worker(), server(), m.BufferAsk())
 
 
-@pytest.mark.parametrize("agreement, expected", [("kMaster", -11.0), ("kRingAverage", -5.5)])
+@pytest.mark.parametrize(("agreement", "expected"), [("kMaster", -11.0), ("kRingAverage", -5.5)])
 def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
     hall = started(nworker_groups=2, nserver_groups=2, agreement=agreement, sync_freq=5)
     hall.step(worker(0), 1)

@@ -38,23 +38,27 @@ def test_a_description_survives_its_parts_in_any_order():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "7", "[[],[],1]", '["[]",[["b","nonsense",1]],"o","d"]', '["[]",[1],"o","d"]', '["[[1]]",[],"o","d"]']
+    "text",
+    ["", "[]", "7", "[[],[],1]", '["[]",[["b","nonsense",1]],"o","d"]', '["[]",[1],"o","d"]', '["[[1]]",[],"o","d"]'],
 )
 def test_what_is_no_description_is_refused(text):
     with pytest.raises(ProtocolError):
         parse_schema(text)
 
 
-@pytest.mark.parametrize("part, parts", [(-1, 2), (2, 2), (0, 0), (0, 10**9)])
+@pytest.mark.parametrize(("part", "parts"), [(-1, 2), (2, 2), (0, 0), (0, 10**9)])
 def test_parts_that_cannot_be_are_refused(part, parts):
     with pytest.raises(ProtocolError, match=f"part {part} of {parts}"):
         SchemaParts().take(SchemaPart(part, parts, "x"))
 
 
 @pytest.mark.parametrize(
-    "theirs, words",
+    ("theirs", "words"),
     [
-        (schema(parameter(shape=(70, 4))), r"parameter w: worker 0/0 has w of shape \(70, 3\), float32, worker 0/1 .*4"),
+        (
+            schema(parameter(shape=(70, 4))),
+            r"parameter w: worker 0/0 has w of shape \(70, 3\), float32, worker 0/1 .*4",
+        ),
         (schema(parameter(dtype="float64")), "worker 0/1 has w of shape .* float64"),
         (schema(parameter(trainable=False)), "worker 0/1 has w of shape .*frozen"),
         (schema(parameter("v")), "worker 0/1 has v of shape"),

@@ -507,7 +507,7 @@ def test_downpour_ends_and_counts_every_update_once():
         assert torch.equal(result.values["weight"], torch.full((1, 70), 2.0 * (5 + 8))), layout
 
 
-@pytest.mark.parametrize("push, fetch", [(3, 1), (1, 3), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("push", "fetch"), [(3, 1), (1, 3), (2, 4), (3, 2)])
 def test_n_push_and_n_fetch_apply_every_gradient_once(push, fetch):
     """Constant gradients: plain SGD from the servers gives what the local steps gave."""
 

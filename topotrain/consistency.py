@@ -167,8 +167,8 @@ class ApplyOrder:
 class Exits:
     """Whether the workers of a synchronous group leave loops over the data early together, or not at all.
 
-    A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward of
-    it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
+    A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward
+    of it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
     """
 
     def __init__(self) -> None:

@@ -1,0 +1,344 @@
+"""What a script calls: nothing in an ordinary process, and one whole job of one worker in this process."""
+
+import copy
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from arrangement import Cnn, adam, cross_entropy, mlp, sgd
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topotrain as tt
+from topotrain import events
+from topotrain.buffers import describe_model
+from topotrain.front import context, process
+from topotrain.front.final import save_final
+from topotrain.front.planning import _state_factor
+from topotrain.host import Place, serve
+from topotrain.job import Adam as AdamConf
+from topotrain.job import Cluster, ConfigError, Job, LRGen, Step, Updater
+from topotrain.rendezvous import open_store
+from topotrain.topology import Address, Role, layout
+from topotrain.wire.auth import Identity
+from topotrain.wire.shm import socket_directory
+
+
+def loader(**more):
+    dice = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(40, 12, generator=dice), torch.randint(5, (40,), generator=dice))
+    return DataLoader(data, **{"batch_size": 8, "shuffle": True, **more})
+
+
+def train(model, optimizer, batches, epochs=2):
+    """The usual loop, dropout and all."""
+    losses = []
+    for _ in tt.epochs(epochs):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = cross_entropy(model, nn.functional.dropout(x, 0.2), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def unfused(model):
+    """What plain torch takes on the CPU; a job would choose fused kernels, whose last bits are others."""
+    return torch.optim.Adam(model.parameters(), lr=0.01, fused=False)
+
+
+def state(model):
+    return {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def plain(make=sgd):
+    torch.manual_seed(3)
+    model = mlp()
+    losses = train(model, make(model), loader())
+    return state(model), losses, torch.get_rng_state()
+
+
+# --- an ordinary process -----------------------------------------------------------------------------------------
+
+
+def test_in_an_ordinary_process_prepare_returns_the_very_same_objects_and_bits():
+    torch.manual_seed(3)
+    model = mlp()
+    optimizer, batches = sgd(model), loader()
+    before = (type(optimizer), [p.data_ptr() for p in model.parameters()])
+    found = tt.prepare(model, optimizer, batches)
+    assert found[0] is model and found[1] is optimizer and found[2] is batches
+    assert (type(optimizer), [p.data_ptr() for p in model.parameters()]) == before
+    losses = train(*found)
+    values, plain_losses, dice = plain()
+    assert losses == plain_losses
+    assert all(torch.equal(v, values[n]) for n, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), dice)
+
+
+def test_anything_may_be_the_loader_in_an_ordinary_process():
+    model = mlp()
+    for given in (None, [1, 2], iter(())):
+        assert tt.prepare(model, sgd(model), given)[2] is given
+
+
+def test_epochs_is_range():
+    assert list(tt.epochs(3)) == [0, 1, 2] and list(tt.epochs(0)) == []
+
+
+def test_report_prints_numbers_and_what_functions_give(capsys):
+    tt.report(accuracy=0.98765432, loss=lambda: torch.tensor(0.25), steps=12)
+    assert capsys.readouterr().out == "accuracy: 0.987654\nloss: 0.25\nsteps: 12\n"
+
+
+def test_an_ordinary_process_is_rank_0_and_the_main_one():
+    assert tt.rank() == 0 and tt.is_main()
+
+
+def test_local_and_weight_do_nothing_and_clip_is_torchs():
+    model = mlp()
+    with tt.local():
+        model(torch.ones(1, 12)).sum().backward()
+    tt.weight(7)
+    assert model[0].weight.grad is not None
+    twin = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), twin.parameters()):
+        q.grad = p.grad.clone()
+    norm = tt.clip_grad_norm_(model.parameters(), 0.1)
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
+    assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
+    with pytest.raises(ValueError, match="weight = -1: must be >= 0"):
+        tt.weight(-1)
+
+
+def test_what_prepare_refuses_everywhere():
+    model = mlp()
+    with pytest.raises(ConfigError, match=r"must be a torch.nn.Module"):
+        tt.prepare(lambda x: x, sgd(model))
+    with pytest.raises(ConfigError, match="outside a job an optimizer is needed"):
+        tt.prepare(model)
+    with pytest.raises(ConfigError, match=r"int.*state_dict and load_state_dict"):
+        tt.prepare(model, sgd(model), None, 3)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
+    assert len(tt.prepare(model, sgd(model), None, scheduler, torch.amp.GradScaler("cpu"))) == 3
+
+
+def test_the_names_of_the_package():
+    assert set(tt.__all__) <= set(dir(tt))
+    assert all(getattr(tt, name) is not None for name in tt.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tt.nothing  # noqa: B018
+
+
+# --- a job of one worker -----------------------------------------------------------------------------------------
+
+
+class Here:
+    """This process as worker 0/0 of a job; its server is a thread."""
+
+    def __init__(self, job, folder):
+        self.told = []
+        (folder / "store").mkdir(mode=0o700)
+        store, sockets = open_store((folder / "store").as_uri()), Path(socket_directory())
+        places = [
+            Place(job, layout(job.cluster), Identity(job.name, bytes(32), n, 0, job.digest()), store, sockets)
+            for n in (1, 2)
+        ]
+        self.troubles = []
+        self.server = threading.Thread(target=self.serve, args=(places[0],), daemon=True)
+        self.server.start()
+        self.context = context.Context(places[1], Address(Role.WORKER, 0, 0), folder, self.told.append)
+        context.enter(self.context)
+
+    def serve(self, place):
+        serve(place, [Address(Role.SERVER, 0, 0)], lambda me, urls: None, lambda: self.troubles.append("trouble"))
+
+    def finish(self):
+        process._finish(self.context)
+        self.close()
+        self.server.join(30)
+        assert not self.server.is_alive() and not self.troubles
+
+    def close(self):
+        if self.context.roads is not None:
+            self.context.roads.close()
+
+    def heard(self, kind):
+        return [event for event in self.told if isinstance(event, kind)]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """job(**fields of Job): enter one. What a job does to torch is undone."""
+    monkeypatch.setattr(context, "_current", None)
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
+    made = []
+
+    def enter(**fields):
+        made.append(Here(Job(cluster=Cluster(), **fields), tmp_path))
+        return made[-1]
+
+    yield enter
+    for here in made:
+        here.close()
+
+
+def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path):
+    here = job()
+    torch.manual_seed(3)
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, unfused(model), loader())
+    assert isinstance(optimizer, torch.optim.Adam) and len(batches) == 5 and tt.rank() == 0 and tt.is_main()
+    losses = train(model, optimizer, batches)
+    tt.report(accuracy=lambda: 0.5, last=losses[-1])
+    here.finish()
+    values, plain_losses, _ = plain(unfused)
+    assert losses == plain_losses
+    saved = load_file(tmp_path / "final.safetensors")
+    assert saved.keys() == values.keys() and all(torch.equal(saved[n], v) for n, v in values.items())
+    (metrics,) = here.heard(events.Metrics)
+    assert metrics.values == {"accuracy": 0.5, "last": losses[-1]}
+    (done,) = here.heard(events.Finished)
+    assert (done.steps, done.samples, done.who) == (10, 80, "worker 0/0") and done.bytes_out > 0
+    assert here.heard(events.StepDone)[0].loss == pytest.approx(losses[0])
+    mlp().load_state_dict(saved)
+
+
+def test_metrics_are_evaluated_on_the_final_parameters(job):
+    here = job()
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    tt.report(bias=lambda: model[2].bias.sum().item())
+    expected = float(model[2].bias.sum().detach())
+    here.finish()
+    assert here.heard(events.Metrics)[0].values["bias"] == pytest.approx(expected)
+
+
+def test_what_prepare_refuses_in_a_job(job):
+    job()
+    model = mlp()
+    with pytest.raises(ConfigError, match="the conf needs an updater block"):
+        tt.prepare(model)
+    with pytest.raises(ConfigError, match=r"list.*must be a torch.utils.data.DataLoader or None"):
+        tt.prepare(model, sgd(model), [1])
+    tt.prepare(model, sgd(model))
+    with pytest.raises(ConfigError, match="was called before"):
+        tt.prepare(model, sgd(model))
+
+
+def test_a_program_that_never_prepares_is_told_so(job):
+    here = job()
+    with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
+        process._finish(here.context)
+
+
+def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):
+    rate = LRGen(type="kStep", base_lr=0.1, step_conf=Step(change_freq=2, gamma=0.5))
+    here = job(updater=Updater(type="kAdam", adam_conf=AdamConf(), learning_rate=rate))
+    model, optimizer, _ = tt.prepare(mlp())
+    assert isinstance(optimizer, torch.optim.Adam)
+    seen = []
+    for x, y in loader():
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        optimizer.step()
+    assert seen == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
+    here.finish()
+
+
+def test_weight_local_and_clip_reach_the_worker(job):
+    here = job(grads="kHidden")
+    model = mlp()
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    worker = here.context.worker
+    tt.weight(7)
+    assert worker.weight() == 7.0
+    with tt.local():
+        assert worker.path.private
+    assert not worker.path.private
+    x, y = next(iter(loader()))
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        norms.append(float(tt.clip_grad_norm_(model.parameters(), 1e-3)))
+        optimizer.step()
+    assert norms[0] != norms[0] and norms[1] > 1e-3  # the norm of the step before, which the servers found
+
+
+def test_losses_are_seen_unscaled_and_private_ones_not(job):
+    here = job()
+    model = mlp()
+    model, _optimizer, _ = tt.prepare(model, sgd(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = next(iter(loader()))
+    loss = cross_entropy(model, x, y)
+    scaler.scale(loss).backward()
+    with tt.local():
+        cross_entropy(model, x, y).backward()
+    assert here.context.worker.tally.loss_sum == pytest.approx(float(loss.detach()))
+
+
+def test_debug_writes_norms_per_layer(job, tmp_path):
+    here = job(debug=True)
+    model = mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    here.finish()
+    lines = (tmp_path / "debug.jsonl").read_text().splitlines()
+    assert len(lines) == 5 and '"0.weight": {"value": ' in lines[0]
+
+
+def test_no_warnings_from_schedulers_and_scalers(job):
+    job()
+    model = mlp()
+    optimizer = adam(model)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    tt.prepare(model, optimizer, None, early)
+    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    x, y = next(iter(loader()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            early.step()
+            late.step()
+    assert caught == []
+
+
+# --- the final file ----------------------------------------------------------------------------------------------
+
+
+def test_the_final_file_loads_strictly_where_nothing_is_tied(tmp_path):
+    model = nn.Sequential(Cnn(), nn.Linear(5, 5))
+    model[1].register_buffer("cache", torch.zeros(3), persistent=False)
+    model[0].to(memory_format=torch.channels_last)
+    save_final(describe_model(model), tmp_path / "f.safetensors")
+    model.load_state_dict(load_file(tmp_path / "f.safetensors"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors"]
+
+
+def test_tied_weights_are_saved_once_and_named(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    save_final(describe_model(model), tmp_path / "f.safetensors")
+    with safe_open(tmp_path / "f.safetensors", "pt") as file:
+        assert list(file.keys()) == ["0.weight"]
+        assert file.metadata()["tied"] == '{"0.weight": ["1.weight"]}'
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"), [(sgd, 1.0), (adam, 2.0), (lambda m: torch.optim.SGD(m.parameters()), 0.0)]
+)
+def test_the_plan_knows_what_state_an_optimizer_keeps(make, factor):
+    assert _state_factor(make(mlp())) == factor
