@@ -1,5 +1,6 @@
 """The door: who may come in, and that a stranger costs next to nothing."""
 
+import shutil
 import socket
 import struct
 import threading
@@ -14,7 +15,7 @@ from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identit
 from topotrain.message import Fetch
 from topotrain.topology import Address, Role
 from topotrain.wire import Refused, WireError, auth, sockets
-from topotrain.wire.auth import CODES, Peer, Stranger, answer, dial
+from topotrain.wire.auth import CODES, Peer, Stranger, TooSlow, answer, dial
 
 
 class Tap:
@@ -289,6 +290,66 @@ def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
     assert pair.server.next() == Fetch(round=4)
     for sock in silent:
         sock.close()
+    town.close()
+
+
+@pytest.mark.parametrize("proven", [False, True])
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind, proven):
+    """Also when all but the welcome was said in time: the attempt given up must not end the one that counts."""
+    attempts, through = [], threading.Event()
+
+    def slow_at_first(sock, *args):
+        attempts.append(sock)
+        if len(attempts) > 1:
+            return answer(sock, *args)
+        heard = answer(sock, *args) if proven else None
+        assert through.wait(WAIT)
+        return heard or answer(sock, *args)
+
+    monkeypatch.setattr(sockets, "answer", slow_at_first)
+    monkeypatch.setattr(sockets, "DEADLINE", 0.1)  # of who dials
+    town = Town(kind)
+    pair = Pair(town)
+    through.set()
+    refusals(pair.server_wire, "STRANGER", 1)
+    assert len(attempts) > 1
+    pair.to_server(Fetch(round=1))
+    assert pair.server.next() == Fetch(round=1)
+    assert pair.server.ends.empty() and pair.worker.ends.empty()
+    town.close()
+    shutil.rmtree(town.directory, ignore_errors=True)
+
+
+def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
+    monkeypatch.setattr(sockets, "DEADLINE", 0.05)
+    town = Town("tcp")
+    wire = town.wire(patience=0)
+    wire.attach(WORKER, Recorder())
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(TooSlow, match="too slow"):
+        wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+    town.close()
+
+
+def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
+    town = Town("tcp")
+    wire = town.wire()
+    wire.attach(WORKER, Recorder())
+    dialed = []
+    monkeypatch.setattr(sockets, "dial", lambda *args: dialed.append(args) or dial(*args))
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def greet():
+            with closing(listener.accept()[0]) as sock:
+                sock.sendall(b"SSH-2.0-OpenSSH_9.0\r\n")
+                sock.recv(500)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(Stranger, match="does not speak"):
+            wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert len(dialed) == 1
     town.close()
 
 

@@ -19,9 +19,9 @@ PACKAGE = Path(__file__).parents[1] / "topotrain"
 TOP = "topotrain"
 
 FLOORS = (
-    "job textproto events",
+    "checks job protofile textproto events",
     "topology slices",
-    "message reduction consistency schedule update neighbor leases shard ending server",
+    "message reduction consistency schedule update neighbor leases shard model readers ending server",
     "wire rendezvous",
     "exchange buffers gradients worker optimizer sampling feeds streams data host",
     "launch plan",
@@ -44,7 +44,7 @@ SHELVES = {
     "numpy": ("*",),
     "typer": ("cli.py", "watch/*"),
     "rich": ("cli.py", "watch/*"),
-    "google.protobuf": ("textproto.py",),
+    "google.protobuf": ("protofile.py", "textproto.py"),
     "yaml": ("textproto.py",),
     "matplotlib": ("watch/plot.py",),
     "safetensors": ("*",),

@@ -1,15 +1,20 @@
 """A Job checks itself, field by field and across fields, and its digest is what processes must agree on."""
 
 import dataclasses
+import itertools
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from topotrain.checks import Combination
 from topotrain.job import (
+    COMBINATIONS,
     Agreement,
+    Apply,
     Cluster,
     ConfigError,
     FixedStep,
@@ -24,6 +29,7 @@ from topotrain.job import (
     Slicing,
     Updater,
 )
+from topotrain.topology import layout
 
 
 def test_errors_name_field_value_and_what_would_be_accepted() -> None:
@@ -66,38 +72,83 @@ def test_a_value_that_cannot_be(make: Any, message: str) -> None:
         make()
 
 
-# The table of combinations that are refused, with a neighbor of each that is allowed.
+IN_MEMORY = Cluster(nworker_groups=2, nworkers_per_procs=2)
+UNSHARED = dataclasses.replace(IN_MEMORY, share_memory=False)
+ON_ARRIVAL = {"apply": "kOnArrival", "grads": "kHidden"}
+
+# Of each row of COMBINATIONS, in order: the class, a refused combination, and a neighbor of it that is allowed.
+EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
+    (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
+    (Job, ON_ARRIVAL | {"updater": Updater(clip_norm=1)}, ON_ARRIVAL | {"updater": Updater()}),
+    (Job, ON_ARRIVAL | {"cluster": IN_MEMORY}, ON_ARRIVAL | {"cluster": UNSHARED}),
+    (Job, {"pull": "kLazy", "cluster": IN_MEMORY}, {"pull": "kLazy", "cluster": UNSHARED}),
+    (Cluster, {"n_push": 2, "nworkers_per_group": 2}, {"n_push": 2}),
+    (Cluster, {"n_fetch": 2, "nworkers_per_group": 2}, {"n_fetch": 2}),
+    (Cluster, {"shares": (1, 1)}, {"shares": (1, 1), "nworkers_per_group": 2}),
+    (
+        Cluster,
+        {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
+        {"max_staleness": 0, "nworker_groups": 2},
+    ),
+    (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
+    (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
+    (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
+    (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}),
+]
+
+
+@pytest.fixture
+def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of values that are not available yet count already."""
+    for name, kind in (("apply", Apply), ("pull", Pull)):
+        monkeypatch.setattr(Job.__dataclass_fields__[name], "type", kind)
+
+
+@pytest.mark.usefixtures("everything_available")
 @pytest.mark.parametrize(
-    ("cls", "refused", "allowed", "field"),
-    [
-        (Cluster, {"n_push": 2, "nworkers_per_group": 2}, {"n_push": 2}, "cluster.n_push"),
-        (Cluster, {"n_fetch": 2, "nworkers_per_group": 2}, {"n_fetch": 2}, "cluster.n_fetch"),
-        (Cluster, {"shares": (1, 1)}, {"shares": (1, 1), "nworkers_per_group": 2}, "cluster.shares"),
-        (Cluster, {"shares": (0.0,)}, {"shares": (0.5,)}, "cluster.shares"),
-        (
-            Cluster,
-            {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
-            {"max_staleness": 0, "nworker_groups": 2},
-            "cluster.max_staleness",
-        ),
-        (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}, "updater.clip_low"),
-        (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}, "updater.learning_rate.fixedstep_conf.step"),
-        (
-            FixedStep,
-            {"step": (5, 5), "step_lr": (1, 1)},
-            {"step": (5, 6), "step_lr": (1, 1)},
-            "updater.learning_rate.fixedstep_conf.step",
-        ),
-        (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}, "updater.learning_rate.fixedstep_conf.step_lr"),
-    ],
+    ("row", "example"), list(zip(COMBINATIONS, EXAMPLES, strict=True)), ids=lambda x: getattr(x, "field", "")
 )
-def test_fields_that_exclude_each_other(
-    cls: type, refused: dict[str, Any], allowed: dict[str, Any], field: str
-) -> None:
+def test_fields_that_exclude_each_other(row: Combination, example: tuple[type, dict[str, Any], dict[str, Any]]) -> None:
+    cls, refused, allowed = example
     cls(**allowed)
     with pytest.raises(ConfigError) as caught:
         cls(**refused)
+    assert (caught.value.field, caught.value.accepted) == (row.field, row.accepted)
+
+
+@pytest.mark.usefixtures("everything_available")
+@pytest.mark.parametrize(
+    ("cls", "refused", "field"),
+    [
+        (Cluster, {"shares": (0.0,)}, "cluster.shares"),
+        (Job, ON_ARRIVAL | {"updater": Updater(clip_low=-1, clip_high=1)}, "apply"),
+    ],
+)
+def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cls(**refused)
     assert caught.value.field == field
+
+
+def test_every_row_belongs_to_a_block() -> None:
+    tables = [cls.TABLE for cls in (Job, Cluster, Updater, FixedStep)]
+    assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in COMBINATIONS)
+
+
+@pytest.mark.usefixtures("everything_available")
+def test_values_count_as_shared_where_the_layout_shares_them() -> None:
+    seen = set()
+    for groups, servers, team, per_unit in itertools.product((1, 2, 4), (0, 1, 2, 4), (1, 2), (1, 2, 4, 8)):
+        cluster = Cluster(groups, servers, nworkers_per_group=team, nworkers_per_procs=per_unit)
+        try:
+            topology = layout(cluster)
+        except ConfigError:
+            continue
+        shared = any(topology.sharing(unit.rank) for unit in topology.units)
+        seen.add(shared)
+        with pytest.raises(ConfigError, match="share_memory: false") if shared else nullcontext():
+            Job(cluster=cluster, pull=Pull.kLazy)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(

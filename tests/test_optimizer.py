@@ -222,6 +222,16 @@ def test_grad_scaler(layout, overflow_at, unscale):
         assert scales[0][-1] > 2.0**10
 
 
+def test_a_scaler_with_hidden_gradients_is_refused_with_the_remedy():
+    with pytest.raises(RuntimeError, match="use grads: kVisible"):
+        run_local(job_of(grads=Grads.kHidden), building(), scaled())
+
+
+def test_a_scaler_in_a_group_of_one_sees_all_there_is():
+    hidden = run_local(job_of("one", grads=Grads.kHidden), building(), scaled(overflow_at=3))
+    assert hidden.same_bits(reference(job_of("one"), building(), scaled(overflow_at=3)))
+
+
 def test_a_skipped_step_leaves_values_and_optimizer_state():
     def script(t):
         usual_loop(BATCHES[:2])(t)

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 from google.protobuf import descriptor_pool
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from topotrain import job as words
-from topotrain import textproto
+from topotrain.checks import rule_of
 from topotrain.job import (
     Cluster,
     ConfigError,
@@ -27,10 +27,11 @@ from topotrain.job import (
     Updater,
     UpdaterType,
 )
+from topotrain.protofile import new, read_proto, repeated
 from topotrain.textproto import dumps, from_dict, load, load_with_warnings, loads
 
 ROOT = Path(__file__).parent.parent
-PROTO = textproto.read_proto((ROOT / "topotrain" / "job.proto").read_text(encoding="utf-8"))
+PROTO = read_proto((ROOT / "topotrain" / "job.proto").read_text(encoding="utf-8"))
 
 SINGA_JOB = """
 name: "digits-mlp"  # a job in SINGA's words, with what only SINGA has
@@ -269,19 +270,19 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
     def accepted(value: Any) -> bool:
         try:
-            words._rule(kind)("f", value)
+            rule_of(kind)("f", value)
         except ConfigError:
             return False
         return True
 
     if dataclasses.is_dataclass(kind):
         return blocks(kind)
-    args, origin = words.get_args(kind), words.get_origin(kind)
+    args, origin = get_args(kind), get_origin(kind)
     if type(None) in args:
         return st.none() | values(args[0])
     if origin is tuple:
         return st.lists(values(args[0]), max_size=3).map(tuple)
-    base = args[0] if origin is words.Annotated else kind
+    base = args[0] if origin is Annotated else kind
     plain = {
         int: st.integers(0, 9),
         float: st.floats(0, 1, exclude_max=True) | st.floats(1e-12, 0.9),
@@ -336,9 +337,9 @@ def test_a_default_in_job_proto_is_the_dataclass_default() -> None:
         only_singa = {"neuralnet", "train_one_batch", "reset_param_version", "num_openblas_threads", "step", "id"}
         described = {f.name for f in message.field} - (only_singa if message.name == "JobProto" else set())
         assert described == fields.keys(), message.name
-        empty = textproto._new(message.name)
+        empty = new(message.name)
         for field in empty.DESCRIPTOR.fields:
-            if field.name not in described or textproto._repeated(field) or field.message_type is not None:
+            if field.name not in described or repeated(field) or field.message_type is not None:
                 continue
             default = fields[field.name].default
             if default in (dataclasses.MISSING, None):
@@ -421,9 +422,9 @@ def test_reading_a_job_needs_no_torch_and_no_public_pool() -> None:
 
 def test_job_proto_that_leaves_the_subset_is_noticed() -> None:
     with pytest.raises(AssertionError, match="';' expected"):
-        textproto.read_proto("message A { optional int32 a = 1 [default = 3] x }")
+        read_proto("message A { optional int32 a = 1 [default = 3] x }")
     with pytest.raises(AssertionError, match="'message' expected"):
-        textproto.read_proto("service A { }")
+        read_proto("service A { }")
 
 
 def test_nothing_is_imported_for_yaml_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from topotrain.message import Apply, Staged
+from topotrain.reduction import StepError
 
 
 class Clocks:
@@ -175,20 +176,26 @@ class Exits:
         self._made: dict[int, dict[int, tuple[int, float]]] = {}
         self._works: dict[int, tuple[int, tuple[int, float]]] = {}
 
-    def left(self, worker: int, exits: int, place: tuple[int, float]) -> int | None:
-        """A worker left a loop, for the `exits`-th time; returns a worker that went on there, if one has."""
+    def left(self, worker: int, exits: int, place: tuple[int, float]) -> None:
+        """A worker left a loop, for the `exits`-th time. Raises StepError if another went on there."""
         self._made.setdefault(worker, {})[exits] = place
-        return next((other for other in self._works if self._alone(worker, other)), None)
+        for other in self._works:
+            self._compare(worker, other)
 
-    def works(self, worker: int, exits: int, place: tuple[int, float]) -> int | None:
-        """A worker works here; returns a worker that had left before, if one has."""
+    def works(self, worker: int, exits: int, place: tuple[int, float]) -> None:
+        """A worker works here. Raises StepError if another had left before."""
         self._works[worker] = max(self._works.get(worker, (exits, place)), (exits, place))
-        return next((other for other in self._made if self._alone(other, worker)), None)
+        for other in self._made:
+            self._compare(other, worker)
 
-    def _alone(self, leaver: int, other: int) -> bool:
+    def _compare(self, leaver: int, other: int) -> None:
         exits, place = self._works[other]
         exit_place = self._made[leaver].get(exits + 1)
-        return exit_place is not None and place >= exit_place
+        if exit_place is not None and place >= exit_place:
+            raise StepError(
+                f"worker {leaver} of the group left the loop over its data early, after {exit_place[0]} steps, while "
+                f"worker {other} goes on; all workers of a synchronous group must leave together, or none"
+            )
 
 
 class Streams:

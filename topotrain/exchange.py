@@ -6,7 +6,7 @@ simulation it hands the turn to the pretended network. The same object therefore
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.shard import FlatBuffers, Schema, torch_dtype
 from topotrain.slices import Bucket, SliceMap
 from topotrain.topology import Address, Role, Topology
+from topotrain.wire import WireError
 
 T = TypeVar("T", bound=m.Message)
 
@@ -248,7 +249,12 @@ class Exchange:
         """The script left a loop over the loader before its end, after so many backwards of a step; never waits."""
         self._exits += 1
         for server in self.servers if self.group_size > 1 else ():
-            self._send(server, m.LeftEarly(self._exits, step, backwards))
+            self._mention(server, m.LeftEarly(self._exits, step, backwards))
+
+    def _mention(self, to: Address, message: m.Message) -> None:
+        """Send what may be said while an iterator is collected: with the job over, there is nobody to tell."""
+        with suppress(WireError):
+            self._send(to, message)
 
     def _bucket_range(self, server: Address) -> tuple[int, int]:
         buckets = self.map.buckets_of(server.index)
@@ -402,7 +408,7 @@ class Exchange:
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         """Give the rest of the epoch's leases back."""
-        self._send(self.desk, m.LeaseFree(epoch, ordinal, first))
+        self._mention(self.desk, m.LeaseFree(epoch, ordinal, first))
 
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
         """Tell the others of the job which samples the batches have."""

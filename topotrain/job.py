@@ -1,50 +1,18 @@
 """A job in the words of SINGA's configuration: frozen dataclasses, checked once, when they are made.
 
 Rule: a field is named as in `job.proto` (`import` is `import_` here, a Python keyword), has the same default, and its
-type carries its check; what several fields forbid together stands in one table per class. Whoever holds a `Job` need
-not check it again. Whether the counts of a cluster divide each other is the layout's question (topology.py).
+type carries its check; what fields forbid together stands in one table, COMBINATIONS. Whoever holds a `Job` need not
+check it again. Whether the counts of a cluster divide each other is the layout's question (topology.py).
 """
 
 import hashlib
 import json
-import math
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cache
-from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
+from typing import Annotated, Any
 
-INT32 = 2**31 - 1
-INT64 = 2**63 - 1
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be: the field's path, its value (None: none), what would be accepted, and the place."""
-
-    def __init__(self, field: str, value: object, accepted: str, where: str = "") -> None:
-        super().__init__(field, value, accepted, where)
-        self.field = field
-        self.value = value
-        self.accepted = accepted
-        self.where = where
-
-    def __str__(self) -> str:
-        place = f"{self.where}: " if self.where else ""
-        name = self.field if self.value is None else f"{self.field} = {_shown(self.value)}"
-        return f"{place}{name}: {self.accepted}" if name else f"{place}{self.accepted}"
-
-    def at(self, where: str) -> "ConfigError":
-        """The same error, told with a place such as "job.conf:3:5"."""
-        return ConfigError(self.field, self.value, self.accepted, where)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return repr(value)
+from topotrain.checks import INT64, Checked, Combination, filled, number, one_of, pattern, whole
+from topotrain.checks import ConfigError as ConfigError  # whoever reads or makes a job needs it
 
 
 class UpdaterType(str, Enum):
@@ -116,198 +84,142 @@ class Road(str, Enum):
     kTcp = "kTcp"
 
 
-_Rule = Callable[[str, Any], Any]
+Count = Annotated[int, whole(1)]
+Steps = Annotated[int, whole(0)]
+StepsOrAll = Annotated[int, whole(-1)]
+Port = Annotated[int, whole(1, 65535)]
+Seed = Annotated[int, whole(0, INT64)]
+Number = Annotated[float, number("a number", lambda x: True)]
+NotNegative = Annotated[float, number("a number >= 0", lambda x: x >= 0)]
+Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
+Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
+Pattern = Annotated[str, pattern]
+Name = Annotated[str, filled]
+ApplyNow = Annotated[Apply, one_of(Apply, [Apply.kOnArrival])]
+PullNow = Annotated[Pull, one_of(Pull, [Pull.kLazy])]
+OnFailureNow = Annotated[OnFailure, one_of(OnFailure, [OnFailure.kContinue])]
 
 
-def _whole(least: int, most: int = INT32) -> _Rule:
-    accepted = f"must be a whole number >= {least}" if most >= INT32 else f"must be a whole number, {least} to {most}"
-
-    def check(path: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ConfigError(path, value, accepted)
-        return value
-
-    return check
+def _shares_values(c: "Cluster") -> bool:
+    """Some worker groups use the same parameter values in memory (`Topology.sharing` says which)."""
+    return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
 
-def _number(accepted: str, holds: Callable[[float], bool]) -> _Rule:
-    def check(path: str, value: Any) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and holds(value)):
-            raise ConfigError(path, value, f"must be {accepted}")
-        return float(value)
-
-    return check
+def _clips(u: "Updater | None") -> bool:
+    return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
 
 
-def _one_of(kind: type[Enum], refused: Sequence[Enum] = ()) -> _Rule:
-    names = ", ".join(str(member.value) for member in kind if member not in refused)
+_FIXED_STEP = "updater.learning_rate.fixedstep_conf"
+_ALONE = "above 1 needs nworkers_per_group = 1"
+_UNSHARED = "needs share_memory: false, since worker groups of one unit use the same server group"
 
-    def check(path: str, value: Any) -> Enum:
-        try:
-            member = kind(value)
-        except ValueError:
-            raise ConfigError(path, value, f"must be one of {names}") from None
-        if member in refused:
-            raise ConfigError(path, member, f"not available yet, accepted now: {names}")
-        return member
-
-    return check
-
-
-def _instance(kind: type) -> _Rule:
-    accepted = {bool: "true or false", str: "a text"}.get(kind, f"a {kind.__name__}")
-
-    def check(path: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ConfigError(path, value, f"must be {accepted}")
-        return value
-
-    return check
-
-
-def _many(rule: _Rule) -> _Rule:
-    def check(path: str, value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ConfigError(path, value, "must be a list")
-        return tuple(rule(f"{path}[{index}]", item) for index, item in enumerate(value))
-
-    return check
-
-
-def _pattern(path: str, value: Any) -> str:
-    try:
-        re.compile(value)
-    except (re.error, TypeError) as error:
-        raise ConfigError(path, value, f"must be a regular expression ({error})") from None
-    return str(value)
+# Every combination that is refused and that the conf alone shows, also of values that are not available yet. How often
+# a step runs backward (`kOnArrival`: once) and whether a GradScaler has a hand in it (`kOnArrival`, `kHidden`: no)
+# shows only in a running script.
+COMBINATIONS = (
+    Combination(
+        "apply", lambda j: j.apply is Apply.kOnArrival and j.grads is not Grads.kHidden, "needs grads: kHidden"
+    ),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and _clips(j.updater),
+        "needs an updater without clip_norm, clip_low and clip_high",
+    ),
+    Combination("apply", lambda j: j.apply is Apply.kOnArrival and _shares_values(j.cluster), _UNSHARED),
+    Combination("pull", lambda j: j.pull is Pull.kLazy and _shares_values(j.cluster), _UNSHARED),
+    Combination("cluster.n_push", lambda c: c.n_push > 1 and c.nworkers_per_group > 1, _ALONE),
+    Combination("cluster.n_fetch", lambda c: c.n_fetch > 1 and c.nworkers_per_group > 1, _ALONE),
+    Combination(
+        "cluster.shares",
+        lambda c: c.shares and (len(c.shares) != c.nworkers_per_group or not any(c.shares)),
+        "must be one share per worker of a group (nworkers_per_group), not all zero",
+    ),
+    Combination(
+        "cluster.max_staleness",
+        lambda c: c.max_staleness is not None and c.nserver_groups == 0 and c.nworker_groups > 1,
+        "needs a server group: with nserver_groups = 0 no group waits for another",
+    ),
+    Combination("updater.clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),
+    Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
+    Combination(f"{_FIXED_STEP}.step", lambda c: list(c.step) != sorted(set(c.step)), "must rise from entry to entry"),
+    Combination(f"{_FIXED_STEP}.step_lr", lambda c: len(c.step_lr) != len(c.step), "must have as many entries as step"),
+)
 
 
-def _job_name(path: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(path, value, "must be a text that is not empty")
-    return value
-
-
-Count = Annotated[int, _whole(1)]
-Steps = Annotated[int, _whole(0)]
-StepsOrAll = Annotated[int, _whole(-1)]
-Port = Annotated[int, _whole(1, 65535)]
-Seed = Annotated[int, _whole(0, INT64)]
-Number = Annotated[float, _number("a number", lambda x: True)]
-NotNegative = Annotated[float, _number("a number >= 0", lambda x: x >= 0)]
-Positive = Annotated[float, _number("a number > 0", lambda x: x > 0)]
-Fraction = Annotated[float, _number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
-Pattern = Annotated[str, _pattern]
-Name = Annotated[str, _job_name]
-ApplyNow = Annotated[Apply, _one_of(Apply, [Apply.kOnArrival])]
-PullNow = Annotated[Pull, _one_of(Pull, [Pull.kLazy])]
-OnFailureNow = Annotated[OnFailure, _one_of(OnFailure, [OnFailure.kContinue])]
-
-
-@cache
-def _rule(kind: Any) -> _Rule:
-    """The check of a field's type: what Annotated carries, or what the type itself says."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        return cast(_Rule, inner[1])
-    if origin is tuple:
-        return _many(_rule(inner[0]))
-    if type(None) in inner:
-        rule = _rule(inner[0])
-        return lambda path, value: None if value is None else rule(path, value)
-    return _one_of(kind) if issubclass(kind, Enum) else _instance(kind)
-
-
-class _Checked:
-    """Applies each field's rule (which may turn a list into a tuple, a name into an enum), then the class's table."""
-
-    __slots__ = ()
-    PATH: ClassVar[str]
-    TABLE: ClassVar[Sequence[tuple[str, Callable[[Any], object], str]]] = ()
-
-    def __post_init__(self) -> None:
-        prefix = self.PATH + "." if self.PATH else ""
-        for f in fields(self):  # type: ignore[arg-type]
-            kind: Any = f.type
-            object.__setattr__(self, f.name, _rule(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
-        for name, refused, accepted in self.TABLE:
-            if refused(self):
-                raise ConfigError(prefix + name, getattr(self, name), accepted)
+def _rows(block: str) -> tuple[Combination, ...]:
+    """What the blocks of this path refuse."""
+    return tuple(row for row in COMBINATIONS if row.block == block)
 
 
 @dataclass(frozen=True, slots=True)
-class RMSProp(_Checked):
+class RMSProp(Checked):
     PATH = "updater.rmsprop_conf"
     rho: Fraction
 
 
 @dataclass(frozen=True, slots=True)
-class AdaDelta(_Checked):
+class AdaDelta(Checked):
     PATH = "updater.adadelta_conf"
     rho: Fraction = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Adam(_Checked):
+class Adam(Checked):
     PATH = "updater.adam_conf"
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
 
 
 @dataclass(frozen=True, slots=True)
-class AdamMax(_Checked):
+class AdamMax(Checked):
     PATH = "updater.adammax_conf"
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
 
 
 @dataclass(frozen=True, slots=True)
-class FixedStep(_Checked):
-    PATH = "updater.learning_rate.fixedstep_conf"
-    TABLE = (
-        ("step", lambda c: not c.step, "needs at least one step"),
-        ("step", lambda c: list(c.step) != sorted(set(c.step)), "must rise from entry to entry"),
-        ("step_lr", lambda c: len(c.step_lr) != len(c.step), "must have as many entries as step"),
-    )
+class FixedStep(Checked):
+    PATH = _FIXED_STEP
+    TABLE = _rows(PATH)
     step: tuple[Steps, ...] = ()
     step_lr: tuple[NotNegative, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Step(_Checked):
+class Step(Checked):
     PATH = "updater.learning_rate.step_conf"
     change_freq: Count
     gamma: NotNegative = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(_Checked):
+class Linear(Checked):
     PATH = "updater.learning_rate.linear_conf"
     final_lr: NotNegative
     change_freq: Count
 
 
 @dataclass(frozen=True, slots=True)
-class Exponential(_Checked):
+class Exponential(Checked):
     PATH = "updater.learning_rate.exponential_conf"
     change_freq: Count
 
 
 @dataclass(frozen=True, slots=True)
-class InverseT(_Checked):
+class InverseT(Checked):
     PATH = "updater.learning_rate.inverset_conf"
     final_lr: Positive
 
 
 @dataclass(frozen=True, slots=True)
-class Inverse(_Checked):
+class Inverse(Checked):
     PATH = "updater.learning_rate.inverse_conf"
     gamma: NotNegative = 1.0
     pow: NotNegative = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class LRGen(_Checked):
+class LRGen(Checked):
     """A learning-rate schedule; schedule.py computes it."""
 
     PATH = "updater.learning_rate"
@@ -323,7 +235,7 @@ class LRGen(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Param(_Checked):
+class Param(Checked):
     """Scales for the parameters whose name the regular expression `match` is found in; the first such block counts."""
 
     PATH = "updater.param"
@@ -333,11 +245,11 @@ class Param(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Updater(_Checked):
+class Updater(Checked):
     """The optimizer of a script that passes none; update.py builds it."""
 
     PATH = "updater"
-    TABLE = (("clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),)
+    TABLE = _rows(PATH)
     type: UpdaterType = UpdaterType.kUserUpdater
     user_type: str = ""
     rmsprop_conf: RMSProp | None = None
@@ -355,24 +267,11 @@ class Updater(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster(_Checked):
+class Cluster(Checked):
     """Where workers and servers stand. Counts are counts; `poll_time` is in milliseconds."""
 
     PATH = "cluster"
-    TABLE = (
-        (
-            "shares",
-            lambda c: c.shares and (len(c.shares) != c.nworkers_per_group or not any(c.shares)),
-            "must be one share per worker of a group (nworkers_per_group), not all zero",
-        ),
-        ("n_push", lambda c: c.n_push > 1 and c.nworkers_per_group > 1, "above 1 needs nworkers_per_group = 1"),
-        ("n_fetch", lambda c: c.n_fetch > 1 and c.nworkers_per_group > 1, "above 1 needs nworkers_per_group = 1"),
-        (
-            "max_staleness",
-            lambda c: c.max_staleness is not None and c.nserver_groups == 0 and c.nworker_groups > 1,
-            "needs a server group: with nserver_groups = 0 no group waits for another",
-        ),
-    )
+    TABLE = _rows(PATH)
     nworker_groups: Count = 1
     nserver_groups: Steps = 1
     nworkers_per_group: Count = 1
@@ -395,10 +294,11 @@ class Cluster(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Job(_Checked):
+class Job(Checked):
     """One training job: `Job(cluster=Cluster(nworkers_per_group=3))` is what a file with that block gives."""
 
     PATH = ""
+    TABLE = _rows(PATH)
     name: Name = "job"
     updater: Updater | None = None
     cluster: Cluster = field(default_factory=Cluster)

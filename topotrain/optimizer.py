@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from topotrain.job import Grads
 from topotrain.worker import Worker
 
 
@@ -43,13 +44,23 @@ class _Adopted(Optimizer):
     @Optimizer.profile_hook_step  # runs the hooks that the script registered
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Commit the step; the new values stand in the parameters when this returns."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None:
+            self._refuse_scaler()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._topotrain.step(_inverse(scale), check_finite=found_inf is not None)
         return loss
+
+    def _refuse_scaler(self) -> None:
+        """A scaler looks for overflow in `.grad`, which with hidden gradients is this worker's own, not the group's."""
+        job = self._topotrain.job
+        if job.grads is Grads.kHidden and job.cluster.nworkers_per_group > 1:
+            raise RuntimeError(
+                "a GradScaler sees only this worker's gradients with grads: kHidden; use grads: kVisible"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; the state is gathered from the servers."""

@@ -8,7 +8,7 @@ network. What differs between the frameworks is decided elsewhere: whom a gradie
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,40 +16,16 @@ import torch
 from topotrain import message as m
 from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Exits, Streams
 from topotrain.ending import Ending
-from topotrain.job import Agreement as AgreementKind
-from topotrain.job import Grads, Job, Reduce
+from topotrain.job import Job
 from topotrain.leases import LeaseBook
-from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
+from topotrain.model import Model, global_norm, open_model
+from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
-from topotrain.shard import Allocate, FlatBuffers, Schema, SchemaParts, difference, typed
-from topotrain.slices import Bucket, SliceMap, cut
+from topotrain.shard import Allocate, SchemaParts, difference
+from topotrain.slices import Bucket
 from topotrain.topology import Address, Role, Topology
-from topotrain.update import OptimizerSpec, SliceUpdate
 
 Out = list[tuple[Address, m.Message]]
-
-
-@dataclass(slots=True)
-class _Held:
-    """A reply of values that waits for its moment."""
-
-    worker: Address
-    round: int
-    applied: m.Applied | None
-    fetch: bool
-
-
-@dataclass(slots=True)
-class _Model:
-    """What a server knows once it knows the model."""
-
-    schema: Schema
-    map: SliceMap
-    buckets: tuple[Bucket, ...]
-    flats: FlatBuffers
-    update: SliceUpdate
-    staging: dict[int, Staging]
-    agreement: Agreement
 
 
 class Server:
@@ -68,25 +44,20 @@ class Server:
         self._topology = topology
         self._allocate = allocate
         self.groups = topology.worker_groups_of(me.group)
-        self._exclusive = len(self.groups) == 1 and not topology.synced
-        self._model: _Model | None = None
+        self._model: Model | None = None
         self._who_first = ""
         self._parts: dict[Address, SchemaParts] = {}
         self._drawer: list[tuple[Address, m.Message]] = []
         self._initialised: set[int] = set()
         self._ready_groups: set[int] = set()
         self._common = False
-        self._asked: set[int] = set()  # groups that have read values
-        self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
         self._early: list[tuple[Address, m.Message]] = []
         self._rested: dict[int, tuple[int, int]] = {}  # group -> its last rest that is over
         self.version = 0
-        self.pulled = dict.fromkeys(self.groups, 0)
+        self.readers = Readers(self.groups, private=len(self.groups) == 1 and not topology.synced)
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
         self._exits = {group: Exits() for group in self.groups}
-        self._snapshots: dict[int, int] = {}
-        self._held: list[_Held] = []
         self._applied: dict[int, m.Applied] = {}
         self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
         self.clocks = Clocks(self.groups, job.cluster.max_staleness)
@@ -99,7 +70,6 @@ class Server:
         self._ending = Ending(me, topology)
         is_desk = me.group == 0 and me.index == 0
         self.leases = LeaseBook(topology.worker_groups, topology.workers_per_group) if is_desk else None
-        self._loading: dict[tuple[int, str], torch.Tensor] = {}
         self._out: Out = []
         self._inside: list[tuple[Address, m.Message]] = []
 
@@ -140,7 +110,7 @@ class Server:
             return None
         if isinstance(message, m.BufferPut):
             return self._ending.buffer_place(message, model.schema)
-        bucket = self._bucket(getattr(message, "bucket", -1))
+        bucket = model.bucket(getattr(message, "bucket", -1))
         if isinstance(message, m.Init) and message.bucket not in self._initialised:
             return model.flats.view("values", bucket)
         if isinstance(message, m.StatePart):
@@ -154,14 +124,8 @@ class Server:
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
-    def _bucket(self, number: int) -> Bucket:
-        buckets = self._known.buckets
-        if not buckets or not buckets[0].id <= number <= buckets[-1].id:
-            raise m.ProtocolError(f"bucket {number} is not mine")
-        return buckets[number - buckets[0].id]
-
     @property
-    def _known(self) -> _Model:
+    def _known(self) -> Model:
         assert self._model is not None
         return self._model
 
@@ -178,10 +142,11 @@ class Server:
         if self._model is None:
             self._who_first = who
             try:
-                self._model = self._open(schema)
+                self._model = open_model(self.me, self._job, self._topology, schema, self._allocate)
             except (ValueError, TypeError, ImportError, AttributeError) as error:
                 self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
                 return
+            self._ending.expect_buffers(len(schema.buffers))
             for part in schema.parts() if self.me.group != 0 else ():
                 self._send(Address(Role.SERVER, 0, self.me.index), part)
             self._inside.extend(self._drawer)
@@ -202,53 +167,11 @@ class Server:
             for worker in self._topology.workers(group):
                 self._send(worker, message)
 
-    def _open(self, schema: Schema) -> _Model:
-        cluster = self._job.cluster
-        groups = self._topology.server_groups if self._topology.synced else 1
-        slice_map = cut(schema.parameters, self._topology.shards, groups, cluster.slicing)
-        flats = FlatBuffers(slice_map, self.me.index, self._allocate)
-        spec = OptimizerSpec.from_text(schema.optimizer)
-        self._ending.expect_buffers(len(schema.buffers))
-        mine = slice_map.segments_of(self.me.index)
-        segments = [(s.id, s.parameter, flats.segment("values", s)) for s in mine]
-        buckets = slice_map.buckets_of(self.me.index)
-        return _Model(
-            schema,
-            slice_map,
-            buckets,
-            flats,
-            SliceUpdate(spec, segments, self._job.import_, _clip(self._job)),
-            {g: self._staging(g, buckets, flats) for g in self.groups},
-            self._agreement(buckets, flats),
-        )
-
-    def _staging(self, group: int, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Staging:
-        workers = self._topology.workers_per_group
-        return Staging(
-            workers,
-            self._topology.sum_tree(group),
-            buckets,
-            lambda name, bucket: flats.view(f"{name} {group}", bucket),
-            visible=self._job.grads is Grads.kVisible and workers > 1,
-            divide=self._job.reduce is Reduce.kMean,
-        )
-
-    def _agreement(self, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Agreement:
-        def view(number: int) -> torch.Tensor:
-            return flats.view("values", self._bucket(number))
-
-        cluster, groups = self._job.cluster, self._topology.server_groups
-        if not self._topology.synced:
-            return Alone()
-        if cluster.agreement is AgreementKind.kRingAverage:
-            return RingAgreement(self.me.group, groups, buckets, view, cluster.sync_freq)
-        return MasterAgreement(self.me.group, buckets, view, cluster.sync_freq)
-
     def _init(self, sender: Address, message: m.Init) -> None:
         if message.bucket in self._initialised:
             return  # said twice; the group may be warming up already
-        target = self._known.flats.view("values", self._bucket(message.bucket))
-        body = typed(_body(message), target)
+        target = self._known.values(message.bucket)
+        body = self._known.body(message)
         if body.data_ptr() != target.data_ptr():
             target.copy_(body)
         self._initialised.add(message.bucket)
@@ -272,7 +195,7 @@ class Server:
             return
         for group in others:
             for bucket in self._known.buckets:
-                body = self._known.flats.view("values", bucket).clone()
+                body = self._known.values(bucket.id).clone()
                 self._send(Address(Role.SERVER, group, self.me.index), m.Init(bucket.id, body=body))
         self._common_start()
 
@@ -292,57 +215,29 @@ class Server:
     # --- values --------------------------------------------------------------------------------------------------
 
     def _fetch(self, sender: Address, message: m.Fetch) -> None:
-        now = (message.round, self._known.staging[sender.group].step)
-        before = self._fetched.get(sender, now)
-        if message.round < before[0] or (message.round == before[0] and now != before):
-            return  # said twice, and answered long ago: another moment's values would falsify the staleness
-        self._fetched[sender] = now
-        self._asked.add(sender.group)
-        self._held.append(_Held(sender, -1 - message.round, None, True))
+        self.readers.fetch(sender, message, self._known.staging[sender.group].step)
         self._release()
 
     def _may_read(self, group: int) -> bool:
         if not self._common:
             warming = group == 0 and self.me.group == 0 and self.clocks.clock(0) < self._job.warmup_steps
             return warming and len(self._initialised) == len(self._known.buckets)
-        if self._job.cluster.max_staleness == 0 and not self._asked.issuperset(self.clocks.live()):
+        if self._job.cluster.max_staleness == 0 and not self.readers.asked.issuperset(self.clocks.live()):
             return False  # a barrier from the start: nobody's first update may come before somebody's first read
         return self.clocks.may_start(group)
 
     def _release(self) -> None:
         """Answer the held replies whose time has come."""
-        if self._model is None:
-            return
-        waiting, self._held = self._held, []
-        for held in waiting:
-            if not self._may_read(held.worker.group):
-                self._held.append(held)
-                continue
-            if held.fetch:
-                self._send_values(held.worker, held.round)
-            if held.applied is not None:
-                self._send(held.worker, held.applied)
-
-    def _send_values(self, worker: Address, number: int) -> None:
-        group = worker.group
-        name = "values" if self._exclusive else f"out {group}"
-        if self._snapshots.get(group) != number:
-            # All workers of a group see one and the same moment, however far apart they are served.
-            self._snapshots[group] = number
-            self.pulled[group] = self.version
-            if not self._exclusive:
-                for bucket in self._known.buckets:
-                    self._known.flats.view(name, bucket).copy_(self._known.flats.view("values", bucket))
-        for bucket in self._known.buckets:
-            body = self._known.flats.view(name, bucket)
-            self._send(worker, m.Values(number, bucket.id, self.pulled[group], body=body))
+        if self._model is not None:
+            for worker, reply in self.readers.release(self._model, self.version, self._may_read):
+                self._send(worker, reply)
 
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _push(self, sender: Address, message: m.Push) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
-            body = self._typed(message)
+            body = self._known.body(message)
             self._tell_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
@@ -356,7 +251,7 @@ class Server:
     def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
         staging = self._known.staging[group]
         for reduced in ready:
-            present = int_to_bits(reduced.present, len(self._bucket(reduced.bucket).pieces))
+            present = int_to_bits(reduced.present, len(self._known.bucket(reduced.bucket).pieces))
             mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=reduced.mean)
             for worker in self._topology.workers(group):
                 self._send(worker, mean)
@@ -368,28 +263,22 @@ class Server:
         self._try_stage(group)
 
     def _left_early(self, sender: Address, message: m.LeftEarly) -> None:
-        place = (message.step, float(message.backwards))
-        other = self._exits[sender.group].left(sender.index, message.exits, place)
-        if other is not None:
-            raise StepError(_left_alone(sender.index, other, message.step))
+        self._exits[sender.group].left(sender.index, message.exits, (message.step, float(message.backwards)))
 
     def _check_together(self, sender: Address, message: m.BackwardEnd | m.Commit) -> None:
         backward = message.ordinal if isinstance(message, m.BackwardEnd) else float("inf")
-        other = self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
-        if other is not None:
-            raise StepError(_left_alone(other, sender.index, message.step))
+        self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
     def _edit(self, sender: Address, message: m.Edit) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
-            staging.edit(message, self._typed(message))
+            staging.edit(message, self._known.body(message))
             self._try_stage(sender.group)
 
     def _commit(self, sender: Address, message: m.Commit) -> None:
         staging = self._known.staging[sender.group]
         if message.step == staging.step - 1 and sender.group in self._applied:
-            fetch = message.fetch and self._snapshots.get(sender.group) == message.step
-            self._held.append(_Held(sender, message.step, self._applied[sender.group], fetch))
+            self.readers.repeat(sender, self._applied[sender.group], message.fetch)
             self._release()
             return
         if self._current(sender, message.step) is None:
@@ -409,44 +298,14 @@ class Server:
             raise StepError(f"worker {sender.index} is in step {step}, the group in step {staging.step}")
         return staging if step == staging.step else None
 
-    def _typed(self, message: Any) -> torch.Tensor:
-        return typed(_body(message), self._known.flats.view("values", self._bucket(message.bucket)))
-
     def _try_stage(self, group: int) -> None:
         staging = self._known.staging[group]
         if staging.try_stage():
-            self._send(self._coordinator, self._vote(group))
+            self._send(self._coordinator, self._known.vote(group, self._order.next))
 
     @property
     def _coordinator(self) -> Address:
         return Address(Role.SERVER, self.me.group, 0)
-
-    def _vote(self, group: int) -> m.Staged:
-        staging = self._known.staging[group]
-        commit = staging.commits[0]
-        finite = not commit.check_finite or all(bool(torch.isfinite(g).all()) for g in self._gradients(group))
-        power, infinity = 0.0, commit.clip_type == float("inf")
-        if commit.clip_norm > 0:
-            norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) for g in self._gradients(group)]
-            norms = [norm * commit.inv_scale for norm in norms]
-            power = max(norms, default=0.0) if infinity else sum(norm**commit.clip_type for norm in norms)
-        return m.Staged(group, staging.step, finite, power, infinity, self._order.next)
-
-    def _gradients(self, group: int) -> list[torch.Tensor]:
-        return [g for g in self._segment_gradients(group).values() if g is not None]
-
-    def _segment_gradients(self, group: int) -> dict[int, torch.Tensor | None]:
-        """Segment id -> gradient; None where nobody has one."""
-        known, staging = self._known, self._known.staging[group]
-        found: dict[int, torch.Tensor | None] = {}
-        for bucket in known.buckets:
-            present = staging.present(bucket)
-            for i, piece in enumerate(bucket.pieces):
-                if present >> i & 1 and found.get(piece.segment) is None:
-                    found[piece.segment] = known.flats.segment(f"mean {group}", known.map.segments[piece.segment])
-                else:
-                    found.setdefault(piece.segment, None)
-        return found
 
     # --- the decision --------------------------------------------------------------------------------------------
 
@@ -485,8 +344,8 @@ class Server:
             return
         group, staging = decision.group, self._known.staging[decision.group]
         commit = staging.commits[0]
-        staleness = self.version - self.pulled[group]
-        norm = _norm(decision.power, commit.clip_type) if commit.clip_norm > 0 else -1.0
+        staleness = self.version - self.readers.pulled[group]
+        norm = global_norm(decision.power, commit)
         try:
             new = self._streams.verdict(commit.marks) == "new"
         except ValueError as error:
@@ -494,28 +353,15 @@ class Server:
         if new:
             self._streams.record(commit.marks)
             if not decision.found_inf:
-                self._update(group, commit, norm)
+                self._known.apply(group, self._hyper[group], commit, norm)
+                self.version += 1
+                if self._common:
+                    self._meet(self._known.agreement.updated(self._known.touched(group)))
         self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm)
-        self._held += [
-            _Held(worker, staging.step, self._applied[group], staging.commits[worker.index].fetch)
-            for worker in self._topology.workers(group)
-        ]
+        for worker in self._topology.workers(group):
+            self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
         staging.next_step()
         self.clocks.tick(group)
-
-    def _update(self, group: int, commit: m.Commit, norm: float) -> None:
-        gradients = self._segment_gradients(group)
-        factor = commit.inv_scale
-        if 0 < commit.clip_norm < norm:
-            factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        for gradient in gradients.values():
-            if gradient is not None and factor != 1.0:
-                gradient.mul_(factor)
-        self._known.update.apply(self._hyper[group], gradients)
-        self.version += 1
-        if self._common:
-            present = [b.id for b in self._known.buckets if self._known.staging[group].present(b)]
-            self._meet(self._known.agreement.updated(present))
 
     def ask(self) -> Out:
         """After a connection was made anew: say again what is staged and undecided, and ask what was decided."""
@@ -523,7 +369,7 @@ class Server:
         if self._model is not None:
             for group, staging in self._model.staging.items():
                 if staging.staged:
-                    self._send(self._coordinator, self._vote(group))
+                    self._send(self._coordinator, self._known.vote(group, self._order.next))
             self._send(self._coordinator, m.AskApply(self._order.next))
         while self._inside:
             self._take(*self._inside.pop(0))
@@ -561,7 +407,7 @@ class Server:
             self.clocks.join(decision.group, decision.step)
 
     def _neighbor(self, sender: Address, message: Any) -> None:
-        body = self._typed(message)
+        body = self._known.body(message)
         if not self._common:
             # A group that has its start already may be faster than the start of ours.
             self._early.append((sender, replace(message, body=body.clone())))
@@ -604,10 +450,10 @@ class Server:
                 self._send(to, message)
 
     def _final_view(self, bucket: Bucket) -> torch.Tensor:
-        return self._known.flats.view("values", bucket)
+        return self._known.values(bucket.id)
 
     def _close(self, sender: Address, message: Any) -> None:
-        body = self._typed(message) if isinstance(message, m.Final) else message.body
+        body = self._known.body(message) if isinstance(message, m.Final) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
         if isinstance(message, m.BufferPut) and message.index < 0 and self.leases is not None:
@@ -628,65 +474,12 @@ class Server:
         for to, reply in out:
             self._send(to, reply)
 
-    def _state_ask(self, sender: Address, message: m.StateAsk) -> None:
-        known, parts = self._known, 0
-        for key, name, value in known.update.state():
-            for piece in known.map.pieces_of(key):
-                parts += 1
-                bucket = known.map.buckets[piece.bucket]
-                index = bucket.pieces.index(piece)
-                if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                    self._send(sender, m.StatePart(message.round, bucket.id, index, float(value), name))
-                    continue
-                segment = known.map.segments[key]
-                if value.numel() != segment.hi - segment.lo:
-                    self._send(sender, m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered"))
-                    return
-                flat = value.as_strided((value.numel(),), (1,)) if value.dim() != 1 else value
-                body = flat[piece.lo - segment.lo : piece.hi - segment.lo].to(known.flats.view("values", bucket).dtype)
-                self._send(sender, m.StatePart(message.round, bucket.id, index, 0.0, name, body=body))
-        self._send(sender, m.StatePart(message.round, -1, -1, float(parts), ""))
-
-    def _state_part(self, sender: Address, message: m.StatePart) -> None:
-        known = self._known
-        bucket = self._bucket(message.bucket)
-        piece = bucket.pieces[message.piece]
-        if message.body is None:
-            known.update.load_state(piece.segment, message.key, torch.tensor(message.number, dtype=torch.float32))
+    def _state(self, sender: Address, message: Any) -> None:
+        if isinstance(message, m.StatePart):
+            self._known.state.load(message)
             return
-        segment = known.map.segments[piece.segment]
-        like = known.flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
-        held = self._loading.setdefault(
-            (piece.segment, message.key), torch.empty(segment.hi - segment.lo, dtype=like.dtype)
-        )
-        held[piece.lo - segment.lo : piece.hi - segment.lo] = typed(message.body, like)
-        if piece == known.map.pieces_of(piece.segment)[-1]:
-            whole = self._loading.pop((piece.segment, message.key))
-            known.update.load_state(piece.segment, message.key, whole.view_as(known.flats.segment("values", segment)))
-
-
-def _body(message: m.Message) -> torch.Tensor:
-    if message.body is None:
-        raise m.ProtocolError(f"{type(message).__name__} without a body")
-    return message.body
-
-
-def _clip(job: Job) -> tuple[float, float] | None:
-    updater = job.updater
-    return (
-        (updater.clip_low, updater.clip_high) if updater is not None and updater.clip_low < updater.clip_high else None
-    )
-
-
-def _left_alone(leaver: int, other: int, step: int) -> str:
-    return (
-        f"worker {leaver} of the group left the loop over its data early, after {step} steps, while worker {other} "
-        f"goes on; all workers of a synchronous group must leave together, or none"
-    )
-
-
-def _norm(power: float, kind: float) -> float:
-    return power if kind == float("inf") else power ** (1.0 / kind)
+        for part in self._known.state.tell(message.round):
+            self._send(sender, part)
 
 
 _RESTS, _IS_BACK = 1, 2  # Apply.change
@@ -711,6 +504,5 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), Server._neighbor),
     **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),
     **dict.fromkeys((m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk), Server._desk),
-    m.StateAsk: Server._state_ask,
-    m.StatePart: Server._state_part,
+    **dict.fromkeys((m.StateAsk, m.StatePart), Server._state),
 }

@@ -1,8 +1,7 @@
 """A file or a dict <-> `Job`.
 
-Rule: `job.proto` is the single source of names, numbers and types. It is read at run time into a private descriptor
-pool (no generated module, no clash with another library's pool), and every spelling of a job - protobuf text format,
-YAML, a dict, an override - becomes a message of it first. So all of them accept and refuse the same.
+Rule: every spelling of a job - protobuf text format, YAML, a dict, an override - becomes a message of `job.proto`
+(protofile.py) first. So all of them accept and refuse the same.
 """
 
 import bisect
@@ -13,16 +12,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf import text_format
 
 from topotrain import job as words
 from topotrain.job import ConfigError, Job
+from topotrain.protofile import FILE, new, pool, repeated
 
-_FILE = Path(__file__).with_name("job.proto")
 _Places = dict[str, tuple[int, int]]  # path of a field -> line and column of its first mention, from 1
 
 
@@ -65,7 +63,7 @@ def from_dict(data: Mapping[str, Any]) -> Job:
 
 def dumps(job: Job) -> str:
     """The job as protobuf text, without the fields that have their default; loads(dumps(job)) == job."""
-    message = _new("JobProto")
+    message = new("JobProto")
     _to_message(job, message)
     return str(text_format.MessageToString(message, as_utf8=True))
 
@@ -73,7 +71,7 @@ def dumps(job: Job) -> str:
 def _job(
     data: Any, source: str, reader: Callable[[Any, str, Any], _Places], overrides: Sequence[str]
 ) -> tuple[Job, list[str]]:
-    message = _new("JobProto")
+    message = new("JobProto")
     places = reader(data, source, message)
     overridden = {_override(message, override): f"override {override!r}" for override in overrides}
     unused: list[str] = []
@@ -106,101 +104,6 @@ def _place(source: str, at: tuple[int, int] | None) -> str:
     return source if at is None else f"{source}:{at[0]}:{at[1]}"
 
 
-# ---- job.proto -> descriptors ----------------------------------------------------------------------------------------
-
-_WORD = re.compile(r'//[^\n]*|"(?:\\.|[^"\\])*"|[\w.+-]+|[^\s\w]')
-_Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "int32": _Field.TYPE_INT32,
-    "int64": _Field.TYPE_INT64,
-    "double": _Field.TYPE_DOUBLE,
-    "bool": _Field.TYPE_BOOL,
-    "string": _Field.TYPE_STRING,
-}
-_LABELS = {"optional": _Field.LABEL_OPTIONAL, "required": _Field.LABEL_REQUIRED, "repeated": _Field.LABEL_REPEATED}
-
-
-def read_proto(text: str) -> descriptor_pb2.FileDescriptorProto:
-    """The descriptor of a proto2 text of the kind job.proto is: messages, nested enums, fields with a default."""
-    tokens = [word for word in _WORD.findall(text) if not word.startswith("//")]
-    file = descriptor_pb2.FileDescriptorProto(name=_FILE.name, syntax="proto2")
-    while tokens:
-        word = tokens.pop(0)
-        if word == "syntax":
-            _expect(tokens, "=", '"proto2"', ";")
-        elif word == "package":
-            file.package = tokens.pop(0)
-            _expect(tokens, ";")
-        elif word == "enum":
-            _read_enum(tokens, file.enum_type.add())
-        else:
-            _expect([word], "message")
-            _read_message(tokens, file.message_type.add())
-    enums = {e.name: f".{file.package}.{e.name}" for e in file.enum_type}
-    for message in file.message_type:
-        nested = {e.name: f".{file.package}.{message.name}.{e.name}" for e in message.enum_type}
-        for field in message.field:
-            if field.type_name:
-                enum = (enums | nested).get(field.type_name)
-                field.type = _Field.TYPE_ENUM if enum else _Field.TYPE_MESSAGE
-                field.type_name = enum or f".{file.package}.{field.type_name}"
-    return file
-
-
-def _expect(tokens: list[str], *words_: str) -> None:
-    for word in words_:
-        found = tokens.pop(0)
-        if found != word:
-            raise AssertionError(f"{_FILE.name}: {word!r} expected, {found!r} found")
-
-
-def _read_enum(tokens: list[str], enum: descriptor_pb2.EnumDescriptorProto) -> None:
-    enum.name = tokens.pop(0)
-    _expect(tokens, "{")
-    while (name := tokens.pop(0)) != "}":
-        _expect(tokens, "=")
-        enum.value.add(name=name, number=int(tokens.pop(0)))
-        _expect(tokens, ";")
-
-
-def _read_message(tokens: list[str], message: descriptor_pb2.DescriptorProto) -> None:
-    message.name = tokens.pop(0)
-    _expect(tokens, "{")
-    while (word := tokens.pop(0)) != "}":
-        if word == "enum":
-            _read_enum(tokens, message.enum_type.add())
-            continue
-        kind, name, _, number = tokens[:4]
-        del tokens[:4]
-        field = message.field.add(name=name, number=int(number), label=_LABELS[word])
-        if kind in _SCALARS:
-            field.type = _SCALARS[kind]
-        else:
-            field.type_name = kind
-        if tokens[0] == "[":
-            _expect(tokens, "[", "default", "=")
-            field.default_value = tokens.pop(0).strip('"')
-            _expect(tokens, "]")
-        _expect(tokens, ";")
-
-
-@cache
-def _pool() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(read_proto(_FILE.read_text(encoding="utf-8")))
-    return pool
-
-
-def _new(name: str) -> Any:
-    """An empty message; typed Any, since its class is made here and now."""
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"topotrain.{name}"))()
-
-
-def _repeated(field: Any) -> bool:
-    # protobuf renamed this in 2025 and warns about the old way.
-    return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
-
-
 # ---- message <-> dataclass -------------------------------------------------------------------------------------------
 
 
@@ -220,7 +123,7 @@ def _from_message(message: Any, path: str, unused: list[str]) -> Any:
         inner, attribute = _join(path, field.name), _attribute(field.name)
         if attribute not in known:
             unused.append(inner)
-        elif _repeated(field):
+        elif repeated(field):
             values[attribute] = tuple(_value(field, item, inner, unused) for item in value)
         else:
             values[attribute] = _value(field, value, inner, unused)
@@ -245,7 +148,7 @@ def _to_message(value: Any, message: Any) -> None:
         if inner == default:
             continue
         field = message.DESCRIPTOR.fields_by_name[f.name.rstrip("_")]
-        _put(message, field, list(inner) if _repeated(field) else [inner])
+        _put(message, field, list(inner) if repeated(field) else [inner])
 
 
 def _put(message: Any, field: Any, values: Sequence[Any]) -> None:
@@ -254,7 +157,7 @@ def _put(message: Any, field: Any, values: Sequence[Any]) -> None:
             _to_message(value, _slot(message, field))
             continue
         plain = field.enum_type.values_by_name[value].number if field.enum_type is not None else value
-        if _repeated(field):
+        if repeated(field):
             getattr(message, field.name).append(plain)
         else:
             setattr(message, field.name, plain)
@@ -262,7 +165,7 @@ def _put(message: Any, field: Any, values: Sequence[Any]) -> None:
 
 def _slot(message: Any, field: Any) -> Any:
     """The message inside `message` that a value of `field` goes to; present from now on, also when left empty."""
-    slot = getattr(message, field.name).add() if _repeated(field) else getattr(message, field.name)
+    slot = getattr(message, field.name).add() if repeated(field) else getattr(message, field.name)
     slot.SetInParent()
     return slot
 
@@ -273,7 +176,7 @@ def _slot(message: Any, field: Any) -> Any:
 def _unknown(path: str, name: str, descriptor: Any) -> ConfigError:
     known = list(descriptor.fields_by_name)
     homes = [
-        m.name for m in _pool().FindFileByName(_FILE.name).message_types_by_name.values() if name in m.fields_by_name
+        m.name for m in pool().FindFileByName(FILE.name).message_types_by_name.values() if name in m.fields_by_name
     ]
     if close := difflib.get_close_matches(name, known, 1):
         hint = f"did you mean {close[0]}?"
@@ -296,9 +199,9 @@ def _parse_error(error: text_format.ParseError, source: str, places: _Places) ->
     path = max(before)[1] if before else ""
     if found := _NO_FIELD.search(str(error)):
         kind, name = found.groups()
-        wrong = _unknown(path or name, name, _new(kind).DESCRIPTOR)
+        wrong = _unknown(path or name, name, new(kind).DESCRIPTOR)
     elif found := _NO_VALUE.search(str(error)):
-        names = ", ".join(_pool().FindEnumTypeByName(found[1]).values_by_name)
+        names = ", ".join(pool().FindEnumTypeByName(found[1]).values_by_name)
         wrong = ConfigError(path, found[2], f"must be one of {names}")
     else:
         wrong = ConfigError(path, None, _PREFIX.sub("", str(error)).replace("topotrain.", ""))
@@ -380,7 +283,7 @@ def _override(message: Any, override: str) -> str:
         raise ConfigError("", None, "must be FIELD=VALUE, such as cluster.nworker_groups=3", where)
     for depth, part in enumerate(outer):
         field = _field(message, part, ".".join(outer[: depth + 1]), where)
-        if field.message_type is None or _repeated(field):
+        if field.message_type is None or repeated(field):
             raise ConfigError(".".join(outer[: depth + 1]), None, "has no single fields inside", where)
         message = _slot(message, field)
     field = _field(message, name, path, where)
@@ -459,7 +362,7 @@ def _fill(message: Any, data: Any, path: str) -> None:
             raise _unknown(inner, str(name), message.DESCRIPTOR)
         if value is None:
             continue
-        many = _repeated(field)
+        many = repeated(field)
         for item in value if many and isinstance(value, list | tuple) else [value]:
             if field.message_type is None:
                 _set(message, field, item, inner)
@@ -472,7 +375,7 @@ def _fill(message: Any, data: Any, path: str) -> None:
 def _set(message: Any, field: Any, value: Any, path: str) -> None:
     plain = _scalar(field, value, path)
     try:
-        if _repeated(field):
+        if repeated(field):
             getattr(message, field.name).append(plain)
         else:
             setattr(message, field.name, plain)

@@ -22,6 +22,7 @@ if how == "no_prepare":
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
 if how == "twice":
     tt.prepare(model, optimizer, loader)
+said = False
 for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
     for step, (x, y) in enumerate(loader):
         if how == "raise" and tt.rank() == 1 and step == 2:
@@ -42,5 +43,6 @@ for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        if how == "endless" and tt.is_main() and epoch == step == 0:
+        if how == "endless" and tt.is_main() and not said:
             print("training", flush=True)
+            said = True

@@ -46,6 +46,10 @@ class Stranger(WireError):
     """Somebody connected who does not speak our handshake: garbage, silence, or too slow."""
 
 
+class TooSlow(Stranger):
+    """The handshake's time was over. A loaded machine does that to a peer of ours too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What one process says about itself, and the secret of its job.
@@ -95,7 +99,7 @@ def dial(sock: socket.socket, identity: Identity, me: Address, wanted: Address, 
     Raises:
         Refused: the other side said no (its code), or could not prove that it knows the token (AUTH), or is of an
             older generation than we are (FENCED).
-        Stranger: it does not speak our handshake, or not in time.
+        Stranger: it does not speak our handshake, or not in time (TooSlow).
     """
     talk = _Talk(sock, seconds)
     nonce = secrets.token_bytes(32)
@@ -231,7 +235,7 @@ class _Talk:
             self._sock.settimeout(self._seconds_left())
             self._sock.sendall(raw)
         except TimeoutError as error:
-            raise Stranger("the other side was too slow in the handshake") from error
+            raise TooSlow("the other side was too slow in the handshake") from error
         except OSError:
             pass  # it may have refused us and closed: its reason, if any, is what the next read finds
 
@@ -245,7 +249,7 @@ class _Talk:
                 self._sock.settimeout(self._seconds_left())
                 part = self._sock.recv(size - len(raw))
             except TimeoutError as error:
-                raise Stranger("the other side was too slow in the handshake") from error
+                raise TooSlow("the other side was too slow in the handshake") from error
             except OSError as error:
                 raise Stranger(f"the connection broke in the handshake: {error}") from error
             if not part:

@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 from topotrain.message import Message
 from topotrain.topology import Address
 from topotrain.wire import Refused, Resident, WireError
-from topotrain.wire.auth import DEADLINE, Identity, Peer, answer, dial, refuse
+from topotrain.wire.auth import DEADLINE, Identity, Peer, Stranger, TooSlow, answer, dial, refuse
 from topotrain.wire.outbox import LINGER
 from topotrain.wire.stream import Connection, Regions
 
@@ -30,7 +30,7 @@ BACKLOG = 128
 class SocketWire:
     """A `Wire` over stream sockets; the subclasses know how to listen, how to reach a peer, and whom to hear at all.
 
-    patience: seconds for which `connect` tries again when the peer is FULL.
+    patience: seconds for which `connect` tries again when the peer is FULL, or too slow in the handshake.
     """
 
     scheme = ""
@@ -89,8 +89,9 @@ class SocketWire:
             try:
                 self._dial(me, peer, parts)
                 return
-            except Refused as refused:
-                if refused.code != "FULL" or time.monotonic() + pause > until:
+            except (Refused, TooSlow) as error:
+                busy = isinstance(error, TooSlow) or error.code == "FULL"
+                if not busy or time.monotonic() + pause > until:
                     raise
             self._stop.wait(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 0.5)
@@ -206,7 +207,7 @@ class SocketWire:
             raise WireError(f"cannot reach {peer} at {url.geturl()}: {error}") from error
         try:
             self._inspect(sock)
-            self._enter(sock, dial(sock, self._identity, me, peer)).start()
+            self._enter(sock, dial(sock, self._identity, me, peer, DEADLINE)).start()
         except BaseException:
             sock.close()
             raise
@@ -222,6 +223,9 @@ class SocketWire:
             if peer.incarnation < self._incarnations.get(peer.address, 0):
                 known = self._incarnations[peer.address]
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
+            if greeting and _hung_up(sock):
+                # It may have tried again meanwhile, and must not lose its new connection to the one it gave up.
+                raise Stranger("the other side hung up before it was welcomed")
             self._incarnations[peer.address] = peer.incarnation
             generation = self._identity.generation
             resident = self._residents[peer.me]
@@ -240,6 +244,20 @@ class SocketWire:
             way = (connection.me, connection.peer)
             if self._ways.get(way) is connection:
                 del self._ways[way]
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    """The peer has closed, and sent nothing before. Does not wait."""
+    seconds = sock.gettimeout()
+    sock.setblocking(False)  # a socket with a timeout waits for data, whatever flags the call has
+    try:
+        return sock.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        sock.settimeout(seconds)
 
 
 def _hang_up(sock: socket.socket) -> None:

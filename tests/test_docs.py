@@ -1,0 +1,236 @@
+"""What the documents say is so: links lead somewhere, commands run, code compiles, the README shows the example's diff.
+
+Commands that start with `topotrain` or `python` run, each once, in a copy of examples/; with one epoch, whatever the
+page says, and with a forkserver that all of them share. What `make` would do is only looked up in the Makefile.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import topotrain
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Fence:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def fences(*languages: str) -> list[Fence]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            if block[1] in languages:
+                found.append(Fence(page, text[: block.start()].count("\n") + 2, block[1], block[2]))
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks and its inline code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`(?!\])", "", text)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as they stand in links."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name} links to {link}"
+        assert file.is_relative_to(ROOT), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {link}: no such heading"
+
+
+def test_the_index_knows_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert page.name == "index.md" or f"{page.name})" in text, page.name
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a shell block, and the exit code that the page states."""
+
+    text: str
+    code: int
+
+    @property
+    def to_run(self) -> str:
+        """The same, quick: one epoch for every training."""
+        if not re.search(r"examples/\w+\.py", self.text):
+            return self.text
+        if "--epochs" in self.text:
+            return re.sub(r"--epochs \d+", "--epochs 1", self.text)
+        return re.sub(r"(examples/\w+\.py)", r"\1 --epochs 1", self.text)
+
+
+def commands(*programs: str) -> list[Command]:
+    """Each once, in the order of the pages."""
+    found: dict[str, Command] = {}
+    for fence in fences("sh", "console"):
+        for line in fence.text.splitlines():
+            text, _, comment = re.sub(r"^\$ ", "", line).partition("#")
+            words = text.split()
+            if words and words[0] in programs:
+                stated = re.search(r"exit code (\d+)", comment)
+                key = " ".join(words)
+                found.setdefault(key, Command(key, int(stated[1]) if stated else 0))
+    return list(found.values())
+
+
+RUNNABLE = commands("topotrain", "python")
+
+Ended = Callable[[Command], "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, served_at: str) -> Ended:
+    """Runs all of them, two at a time, for each waits for itself much of the time; then tells how each ended."""
+    tools = tmp_path_factory.mktemp("bin")
+    for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
+        (tools / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def run(command: Command) -> "subprocess.CompletedProcess[str]":
+        folder = tmp_path_factory.mktemp("here")
+        shutil.copytree(ROOT / "examples", folder / "examples")
+        text = command.to_run.replace("topotrain run ", f"topotrain run --forkserver {served_at} ")
+        return subprocess.run(
+            ["sh", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = {command: pool.submit(run, command) for command in sorted(RUNNABLE, key=heavy, reverse=True)}
+    return lambda command: runs[command].result()
+
+
+def heavy(command: Command) -> tuple[bool, bool]:
+    return "compare" in command.text, "examples/digits.py" in command.text
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("command", RUNNABLE, ids=lambda command: command.text)
+def test_every_command_runs(ended: Ended, command: Command) -> None:
+    done = ended(command)
+    assert done.returncode == command.code, f"{command.to_run}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_commands_that_users_need_are_shown() -> None:
+    shown = {" ".join(command.text.split()[:2]) for command in RUNNABLE}
+    assert shown >= {"topotrain run", "topotrain plan", "topotrain compare", "python examples/digits.py"}
+
+
+def test_every_make_target_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    shown = {command.text.split()[1] for command in commands("make")}
+    shown |= set(re.findall(r"`make ([\w-]+)", "\n".join(page.read_text(encoding="utf-8") for page in PAGES)))
+    assert shown >= {"run", "test"}
+    assert shown <= targets
+
+
+# ---- code ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fence", fences("python"), ids=str)
+def test_python_compiles_and_names_what_there_is(fence: Fence) -> None:
+    tree = ast.parse(fence.text, str(fence))
+    compile(tree, str(fence), "exec")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tt":
+            assert node.attr in topotrain.__all__, f"{fence}: tt.{node.attr}"
+
+
+def test_the_python_page_names_every_function() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for name in topotrain.__all__:
+        assert f"tt.{name}" in text or f"import Cluster, {name}" in text, name
+
+
+def test_the_objects_of_the_python_page_are_as_it_says(tmp_path: Path) -> None:
+    (code,) = (fence.text for fence in fences("python") if fence.page.name == "python.md" and "dumps" in fence.text)
+    code = code.replace('"digits.conf"', repr(str(tmp_path / "digits.conf")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    expected = [comment for comment in re.findall(r"# (cluster\..+)$", code, re.MULTILINE)]
+    assert expected
+    assert expected[0] in done.stdout
+
+
+def test_the_readme_shows_the_diff_of_the_example() -> None:
+    (diff,) = fences("diff")
+    shown = [(line[:1], line[1:].partition("#")[0].rstrip()) for line in diff.text.splitlines() if line.strip()]
+    example = (ROOT / "examples" / "digits.py").read_text(encoding="utf-8").splitlines()
+    after = [line.partition("#")[0].rstrip() for line in example]
+    added = [line.partition("#")[0].rstrip() for line in example if "# topotrain" in line]
+    assert [line for sign, line in shown if sign == "+"] == added
+    assert [line for sign, line in shown if sign == "-"] == ["    for _ in range(options.epochs):"]
+    at = 0
+    for sign, line in shown:
+        if sign != "-" and line.strip() != "...":
+            assert line in after[at:], f"examples/digits.py has no line {line!r} here"
+            at += after[at:].index(line) + 1
+
+
+# ---- the house -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tower_has_every_room_and_no_other() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tower")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w.]+/?)`", "".join(line.split("|")[2] for line in section.splitlines() if "|" in line))
+    package = ROOT / "topotrain"
+    files = {path.name for path in package.iterdir() if path.suffix in (".py", ".proto") and path.name[0] != "_"}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert sorted(named) == sorted(files | folders)
+
+
+def test_the_picture_is_there_and_small() -> None:
+    picture = ROOT / "docs" / "pictures" / "frameworks.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert picture.stat().st_size < 120_000
+
+
+def test_no_page_tells_of_one_machine() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"/(home|root|work|tmp|usr)/\w", text), page.name

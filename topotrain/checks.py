@@ -1,0 +1,170 @@
+"""What a setting may be: the error for one that cannot be, rules for single values, and the check of a whole block.
+
+Rule: a rule takes a field's path and value and returns the value as the job keeps it, or raises ConfigError. Nothing
+here knows a field; `job.py` says which rule is whose.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
+from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
+
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: the field's path, its value (None: none), what would be accepted, and the place."""
+
+    def __init__(self, field: str, value: object, accepted: str, where: str = "") -> None:
+        super().__init__(field, value, accepted, where)
+        self.field = field
+        self.value = value
+        self.accepted = accepted
+        self.where = where
+
+    def __str__(self) -> str:
+        place = f"{self.where}: " if self.where else ""
+        name = self.field if self.value is None else f"{self.field} = {_shown(self.value)}"
+        return f"{place}{name}: {self.accepted}" if name else f"{place}{self.accepted}"
+
+    def at(self, where: str) -> "ConfigError":
+        """The same error, told with a place such as "job.conf:3:5"."""
+        return ConfigError(self.field, self.value, self.accepted, where)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value)
+
+
+Rule = Callable[[str, Any], Any]  # (path, value) -> the value to keep; raises ConfigError
+
+
+def whole(least: int, most: int = INT32) -> Rule:
+    """A whole number within these bounds, both included."""
+    accepted = f"must be a whole number >= {least}" if most >= INT32 else f"must be a whole number, {least} to {most}"
+
+    def check(path: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(path, value, accepted)
+        return value
+
+    return check
+
+
+def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
+    """A finite number of which `holds` is true; `accepted` says that in words."""
+
+    def check(path: str, value: Any) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and holds(value)):
+            raise ConfigError(path, value, f"must be {accepted}")
+        return float(value)
+
+    return check
+
+
+def one_of(kind: type[Enum], refused: Sequence[Enum] = ()) -> Rule:
+    """A member of an enum, or its name; the `refused` ones are not available yet."""
+    names = ", ".join(str(member.value) for member in kind if member not in refused)
+
+    def check(path: str, value: Any) -> Enum:
+        try:
+            member = kind(value)
+        except ValueError:
+            raise ConfigError(path, value, f"must be one of {names}") from None
+        if member in refused:
+            raise ConfigError(path, member, f"not available yet, accepted now: {names}")
+        return member
+
+    return check
+
+
+def _instance(kind: type) -> Rule:
+    accepted = {bool: "true or false", str: "a text"}.get(kind, f"a {kind.__name__}")
+
+    def check(path: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ConfigError(path, value, f"must be {accepted}")
+        return value
+
+    return check
+
+
+def _many(rule: Rule) -> Rule:
+    def check(path: str, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ConfigError(path, value, "must be a list")
+        return tuple(rule(f"{path}[{index}]", item) for index, item in enumerate(value))
+
+    return check
+
+
+def pattern(path: str, value: Any) -> str:
+    """A regular expression."""
+    try:
+        re.compile(value)
+    except (re.error, TypeError) as error:
+        raise ConfigError(path, value, f"must be a regular expression ({error})") from None
+    return str(value)
+
+
+def filled(path: str, value: Any) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(path, value, "must be a text that is not empty")
+    return value
+
+
+@cache
+def rule_of(kind: Any) -> Rule:
+    """The check of a field's type: what Annotated carries, or what the type itself says."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return cast(Rule, inner[1])
+    if origin is tuple:
+        return _many(rule_of(inner[0]))
+    if type(None) in inner:
+        rule = rule_of(inner[0])
+        return lambda path, value: None if value is None else rule(path, value)
+    return one_of(kind) if issubclass(kind, Enum) else _instance(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Fields of one block that exclude each other.
+
+    field: the path of the one that is complained about. refused: whether a block has the combination, looking at that
+    block and those inside it. accepted: what would be accepted.
+    """
+
+    field: str
+    refused: Callable[[Any], object]
+    accepted: str
+
+    @property
+    def block(self) -> str:
+        return self.field.rpartition(".")[0]
+
+
+class Checked:
+    """Applies each field's rule (which may turn a list into a tuple, a name into an enum), then the class's table."""
+
+    __slots__ = ()
+    PATH: ClassVar[str]
+    TABLE: ClassVar[Sequence[Combination]] = ()
+
+    def __post_init__(self) -> None:
+        prefix = self.PATH + "." if self.PATH else ""
+        for f in fields(self):  # type: ignore[arg-type]
+            kind: Any = f.type
+            object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
+        for row in self.TABLE:
+            if row.refused(self):
+                raise ConfigError(row.field, getattr(self, row.field.removeprefix(prefix)), row.accepted)

@@ -1,0 +1,81 @@
+"""Who waits for values, and which values each worker group is shown.
+
+A reply waits until its group may go on (`consistency.Clocks`). All workers of a group are shown one and the same
+moment, however far apart they are served: where values change between two of its steps, from a snapshot.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from topotrain.message import Applied, Fetch, Message, Values
+from topotrain.model import Model
+from topotrain.topology import Address
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A reply that waits for its moment; `round` as in message.Values."""
+
+    worker: Address
+    round: int
+    applied: Applied | None
+    fetch: bool
+
+
+class Readers:
+    """The readers of one server.
+
+    Args:
+        groups: the worker groups that use it.
+        private: one group alone changes the values, by its own steps: it can be shown the values themselves.
+    """
+
+    def __init__(self, groups: Iterable[int], private: bool) -> None:
+        self._private = private
+        self.pulled = dict.fromkeys(groups, 0)  # version that each group was shown last
+        self.asked: set[int] = set()  # groups that have asked for values
+        self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
+        self._shown: dict[int, int] = {}
+        self._held: list[_Held] = []
+
+    def fetch(self, worker: Address, message: Fetch, step: int) -> None:
+        """A worker asks for values while its group is in `step`."""
+        now = (message.round, step)
+        before = self._fetched.get(worker, now)
+        if message.round < before[0] or (message.round == before[0] and now != before):
+            return  # said twice, and answered long ago: another moment's values would falsify the staleness
+        self._fetched[worker] = now
+        self.asked.add(worker.group)
+        self._held.append(_Held(worker, -1 - message.round, None, True))
+
+    def reply(self, worker: Address, applied: Applied, fetch: bool) -> None:
+        """A worker's step is applied; it wants values, too, with `fetch`."""
+        self._held.append(_Held(worker, applied.step, applied, fetch))
+
+    def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
+        """A worker says again what is applied already; values only if they are still those of that step."""
+        self.reply(worker, applied, fetch and self._shown.get(worker.group) == applied.step)
+
+    def release(self, model: Model, version: int, may_read: Callable[[int], bool]) -> Iterator[tuple[Address, Message]]:
+        """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""
+        waiting, self._held = self._held, []
+        for held in waiting:
+            if not may_read(held.worker.group):
+                self._held.append(held)
+                continue
+            if held.fetch:
+                yield from self._values(model, held, version)
+            if held.applied is not None:
+                yield held.worker, held.applied
+
+    def _values(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+        group = held.worker.group
+        name = "values" if self._private else f"out {group}"
+        if self._shown.get(group) != held.round:
+            self._shown[group] = held.round
+            self.pulled[group] = version
+            for bucket in () if self._private else model.buckets:
+                model.flats.view(name, bucket).copy_(model.values(bucket.id))
+        for bucket in model.buckets:
+            body = model.flats.view(name, bucket)
+            yield held.worker, Values(held.round, bucket.id, self.pulled[group], body=body)
