@@ -78,7 +78,7 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    monkeypatch.setitem(sys.modules, "topotrain.launch.local", SimpleNamespace(LocalLauncher=lambda: found))
+    monkeypatch.setitem(sys.modules, "topotrain.launch.local", SimpleNamespace(LocalLauncher=lambda forkserver: found))
     return found
 
 
@@ -431,7 +431,8 @@ def test_the_reference_names_every_option_and_no_other() -> None:
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
         table = set(re.findall(r"^\| `(--\w+)", section, re.M))
-        assert table == {option for option, _ in options(command)} - {"--help"}
+        hidden = {option for param in command.params for option in param.opts if getattr(param, "hidden", False)}
+        assert table == {option for option, _ in options(command)} - {"--help"} - hidden
 
 
 def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, launcher: Launcher) -> None:

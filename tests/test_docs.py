@@ -132,7 +132,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory, served_at: str) -> Ended:
     def run(command: Command) -> "subprocess.CompletedProcess[str]":
         folder = tmp_path_factory.mktemp("here")
         shutil.copytree(ROOT / "examples", folder / "examples")
-        text = command.to_run.replace("topotrain run ", f"topotrain run --forkserver {served_at} ")
+        text = command.to_run.replace("topotrain run ", f"topotrain run --forkserver={served_at} ")
         return subprocess.run(
             ["sh", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S
         )
@@ -192,7 +192,7 @@ def test_the_objects_of_the_python_page_are_as_it_says(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    expected = [comment for comment in re.findall(r"# (cluster\..+)$", code, re.MULTILINE)]
+    expected = re.findall(r"# (cluster\..+)$", code, re.MULTILINE)
     assert expected
     assert expected[0] in done.stdout
 
@@ -202,7 +202,7 @@ def test_the_readme_shows_the_diff_of_the_example() -> None:
     shown = [(line[:1], line[1:].partition("#")[0].rstrip()) for line in diff.text.splitlines() if line.strip()]
     example = (ROOT / "examples" / "digits.py").read_text(encoding="utf-8").splitlines()
     after = [line.partition("#")[0].rstrip() for line in example]
-    added = [line.partition("#")[0].rstrip() for line in example if "# topotrain" in line]
+    added = [line.partition("#")[0].rstrip() for line in example if "  # topotrain" in line]
     assert [line for sign, line in shown if sign == "+"] == added
     assert [line for sign, line in shown if sign == "-"] == ["    for _ in range(options.epochs):"]
     at = 0

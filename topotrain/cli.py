@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from topotrain.topology import Topology
     from topotrain.watch.compare import Result
 
-VALUED = frozenset({"--set", "--report", "--out"})
+VALUED = frozenset({"--set", "--report", "--out", "--forkserver"})
 """Options that are followed by a value, of all commands."""
 
 CONFS = (".conf", ".yaml", ".yml")
