@@ -1,0 +1,140 @@
+"""Each setting of the conf once, through real processes: it trains, and does what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from shop import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+
+pytestmark = pytest.mark.journey
+
+START = 1.6  # loss of the untrained model is above this
+ADAM = "updater { type: kAdam learning_rate { type: kStep base_lr: 0.02 step_conf { change_freq: 10 gamma: 0.5 } } }"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "extra", "args"),
+    [
+        (DOWNPOUR, "warmup_steps: 4", []),
+        (HOGWILD, "warmup_steps: 4", []),
+        (HOGWILD + " n_push: 3 n_fetch: 2", "", []),
+        (HOGWILD + " agreement: kRingAverage sync_freq: 2 road: kTcp", "", []),
+        (HOGWILD.replace("nserver_groups: 3", "nserver_groups: 0"), "", []),
+        (DOWNPOUR + " max_staleness: 0", "", []),
+        (DOWNPOUR + " max_staleness: 1", "shard: kStatic", []),
+        (SANDBLASTER + " slicing: kTensor", "", ["--optimizer", "Muon"]),
+        (SANDBLASTER + " shares: [2, 1, 1]", "grads: kHidden", ["--optimizer", "AdamW"]),
+        (ALLREDUCE, ADAM, ["--optimizer", "conf"]),
+        ("nworkers_per_group: 2", "per_worker_batch: true reduce: kMean", []),
+        ("nworker_groups: 4 nserver_groups: 2 nservers_per_group: 2 nservers_per_procs: 2", "", []),
+    ],
+)
+def test_it_trains(shop: Shop, cluster: str, extra: str, args: list[str]) -> None:
+    ended = shop.run(cluster, "small.py", *args, extra=extra)
+    metrics = ended.report["metrics"]
+    assert metrics["loss"] < START
+    assert metrics["epochs"] == 6
+    samples = sum(process["samples"] for process in ended.report["processes"])
+    assert samples == 96 * 6
+    assert all(torch.isfinite(value).all() for value in ended.final.values() if value.is_floating_point())
+
+
+def test_the_report_counts_every_process(shop: Shop) -> None:
+    report = shop.run(DOWNPOUR, "small.py").report
+    workers = [p for p in report["processes"] if p["workers"]]
+    servers = [p for p in report["processes"] if p["servers"]]
+    assert [p["workers"] for p in workers] == [[[0, 0]], [[0, 1]], [[1, 0]], [[1, 1]]]
+    assert [p["rank"] for p in workers] == [0, 1, 2, 3]
+    assert [p["servers"] for p in servers] == [[[0, 0]], [[0, 1]]]
+    for process in report["processes"]:
+        assert process["pid"] > 0
+        assert process["bytes_out"] > 0
+        assert process["bytes_in"] > 0
+    assert len({p["unit"] for p in report["processes"]}) == 6
+    assert report["layout"]["nprocs"] == 6
+    assert report["samples_per_s"] > 0
+    assert report["last_loss"] < START
+    assert sum(p["steps"] for p in workers) == 2 * 8 * 6  # both workers of a group take its steps
+    assert max(p["staleness_max"] for p in workers) >= 1
+
+
+def test_only_the_main_worker_is_heard(shop: Shop) -> None:
+    ended = shop.run(SANDBLASTER, "small.py")
+    assert ended.out.count("main says hello") == 1
+    assert "others are not heard" not in ended.out + ended.err
+    for log in ("worker-0-1.log", "worker-0-2.log"):
+        assert "others are not heard" in (ended.workspace / "logs" / log).read_text()
+
+
+def test_debug_writes_the_norms_of_each_layer(shop: Shop) -> None:
+    ended = shop.run("nworkers_per_group: 2", "small.py", extra="debug: true")
+    rows = [json.loads(line) for line in (ended.workspace / "debug.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 49))
+    assert set(rows[0]["norms"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
+    assert rows[5]["norms"]["0.weight"]["grad"] > 0
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_share_memory_shares_the_values(shop: Shop, share: bool) -> None:
+    """Workers of one unit hold their parameters in one and the same memory, or each in its own."""
+    cluster = f"nworker_groups: 2 nworkers_per_procs: 2 share_memory: {str(share).lower()}"
+    ended = shop.run(cluster, "maps.py")
+    addresses = [(ended.workspace / f"map-{rank}").read_text().split() for rank in (0, 1)]
+    assert (addresses[0] == addresses[1]) is share
+    assert all(len(inode) == 1 for inode in addresses)
+
+
+def test_the_final_file_loads_in_plain_pytorch(shop: Shop) -> None:
+    ended = shop.run(ALLREDUCE, "small.py")
+    code = (
+        "import torch; from torch import nn; from safetensors.torch import load_file\n"
+        "m = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 4)).eval()\n"
+        f"m.load_state_dict(load_file({str(ended.workspace / 'final.safetensors')!r}))\n"
+        "x = torch.randn(96, 12, generator=torch.Generator().manual_seed(4))\n"
+        "print(float(nn.functional.cross_entropy(m(x), x[:, :4].argmax(dim=1)).detach()))\n"
+        "import sys; assert 'topotrain' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(ended.report["metrics"]["loss"], rel=1e-5)
+    with safe_open(ended.workspace / "final.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["tied"]) == {}
+
+
+def test_yaml_and_python_give_the_same_job(shop: Shop) -> None:
+    from topotrain import Cluster, Job, textproto
+
+    shop.run("nworkers_per_group: 2", "small.py")
+    yaml = shop.folder / "job.yaml"
+    yaml.write_text(f"name: job\ncluster:\n  nworkers_per_group: 2\n  workspace: {shop.folder / 'job'}\n")
+    built = Job(name="job", cluster=Cluster(nworkers_per_group=2, workspace=str(shop.folder / "job")))
+    assert textproto.load(yaml) == built
+    assert textproto.load(shop.folder / "job.conf") == built
+    assert textproto.loads(textproto.dumps(built)) == built
+
+
+def test_plan_with_a_program_shows_slices_and_memory(shop: Shop) -> None:
+    shop.command(SANDBLASTER, "small.py")
+    command = [sys.executable, "-m", "topotrain", "plan", "--json", str(shop.folder / "job.conf")]
+    done = subprocess.run([*command, str(PROGRAMS / "small.py")], capture_output=True, text=True, check=True)
+    plan = json.loads(done.stdout)
+    assert plan["nprocs"] == 5
+    assert "main says hello" not in done.stdout + done.stderr
+    assert str(plan).count("elements") >= 2
+
+
+def test_the_four_frameworks_learn_to_read_digits(tmp_path: Path) -> None:
+    """What `make run` shows: the exact cluster blocks, real processes, at least 95 % on held-out digits."""
+    examples = Path(__file__).parent.parent.parent / "examples"
+    confs = [str(examples / "conf" / f"{name}.conf") for name in ("sandblaster", "allreduce", "downpour", "hogwild")]
+    command = [sys.executable, "-m", "topotrain", "compare", "--out", str(tmp_path), *confs]
+    done = subprocess.run([*command, str(examples / "digits.py")], capture_output=True, text=True, cwd=examples.parent)
+    assert done.returncode == 0, done.stderr
+    jobs = json.loads((tmp_path / "compare.json").read_text())["jobs"]
+    assert [job["layout"]["nprocs"] for job in jobs] == [5, 3, 6, 3]
+    for job in jobs:
+        assert job["metrics"]["accuracy"] >= 0.95, job["label"]
+    assert (tmp_path / "frameworks.png").stat().st_size > 10_000
