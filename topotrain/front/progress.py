@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from topotrain.events import Finished, StepDone
+from topotrain.events import Finished, Notice, StepDone
 from topotrain.exchange import Outcome
 from topotrain.front.context import Context
 from topotrain.worker import Worker
@@ -48,6 +48,9 @@ class Telling:
         tally = self._worker.tally
         if tally.steps:
             self._tell(time.monotonic())
+        if tally.lost:
+            words = f"{tally.lost} batches of a stream were not there when it was read again: they are lost"
+            self._here.emit(Notice(str(self._here.me), words))
         sent, received = self._traffic()
         self._here.emit(
             Finished(

@@ -1,0 +1,93 @@
+"""What a typo gets: one clear message that names what is wrong and what would be right, code 2, nothing started."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.journey
+
+
+def ask(folder: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "topotrain", *words]
+    mark = {**os.environ, "TOPOTRAIN_TEST_MARK": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=mark, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def left_behind(folder: Path) -> list[int]:
+    """Processes that carry the mark of this test in their environment."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid():
+            try:
+                if f"TOPOTRAIN_TEST_MARK={folder}".encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ("cluster { nworker_group: 2 }", ["1:", "nworker_group", "nworker_groups"]),
+        ("cluster { nworker_groups: 0 }", ["nworker_groups", "0", ">= 1"]),
+        ("cluster { nworkers_per_group: 3 nworkers_per_procs: 2 }", ["nworkers_per_procs", "2", "3"]),
+        ("cluster { nworker_groups: 2 nserver_groups: 3 }", ["nserver_groups", "3", "2"]),
+        ("cluster { nworker_groups: 2", ["1:"]),
+        ("cluster { nworker_groups: two }", ["nworker_groups", "two"]),
+        ("cluster { max_staleness: -1 }", ["max_staleness", "-1"]),
+        ("cluster { n_push: 2 nworkers_per_group: 2 }", ["n_push", "nworkers_per_group = 1"]),
+        ("apply: kOnArrival cluster { }", ["apply", "kOnArrival", "kAtStep"]),
+        ("clutser { }", ["clutser", "cluster"]),
+        ('cluster { workspace: "taken/below" }', ["taken"]),
+    ],
+)
+def test_a_wrong_conf(tmp_path: Path, conf: str, words: list[str]) -> None:
+    (tmp_path / "job.conf").write_text(conf + "\n")
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    (tmp_path / "taken").write_text("a file where the workspace should be\n")
+    code, said = ask(tmp_path, "run", "job.conf", "train.py")
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert "started" not in said
+    for word in words:
+        assert word in said
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "missing.conf", "train.py"], ["missing.conf"]),
+        (["run", "job.conf", "missing.py"], ["missing.py"]),
+        (["run", "job.conf"], ["program"]),
+        (["run", "--set", "cluster.nworker_groups=x", "job.conf", "train.py"], ["nworker_groups", "x"]),
+        (["run", "--set", "cluster.nworkers=3", "job.conf", "train.py"], ["nworkers"]),
+        (["run", ".", "train.py"], [".conf"]),
+        (["plan", "missing.conf"], ["missing.conf"]),
+        (["plam", "job.conf"], ["plan"]),
+        (["compare", "job.conf"], [".py"]),
+    ],
+)
+def test_a_wrong_command(tmp_path: Path, words: list[str], told: list[str]) -> None:
+    (tmp_path / "job.conf").write_text("cluster { }\n")
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
+    code, said = ask(tmp_path, *words)
+    assert code == 2, said
+    assert "Traceback" not in said
+    for word in told:
+        assert word in said
+    assert left_behind(tmp_path) == []
+
+
+def test_plan_answers_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "job.conf").write_text("cluster { nworker_groups: 2 }\n")
+    code = "import sys; from topotrain.cli import main\ntry: main(['plan', 'job.conf', '--json'])\nfinally: "
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "AssertionError" not in done.stderr
+    assert '"nprocs": 2' in done.stdout
