@@ -283,3 +283,14 @@ def test_a_monitor_wakes_who_waits():
             seen.append(number)
     thread.join(20)
     assert seen == [0, 1, 2, "woken"]
+
+
+def test_a_script_that_an_error_ends_does_not_say_that_it_left_its_loop():
+    """The others would be told of the exit, and take it for the cause."""
+    for fail in (lambda door: door.exchange.lost(SERVERS[0], "gone"), lambda door: door.exchange.leave()):
+        door = Door()
+        door.exchange.left_early(3, 0)
+        assert len(door.take(m.LeftEarly)) == len(SERVERS)
+        fail(door)
+        door.exchange.left_early(4, 0)
+        assert door.take() == []

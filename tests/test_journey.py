@@ -62,17 +62,17 @@ class Tracer:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note what the calling thread does, and what it brings about on others."""
-        self._stack().append(True)
+        self._stack().append((True, True))
         self._watching = True
         try:
             yield
         finally:
             self._watching = False
 
-    def _stack(self) -> list[bool]:
-        """Of every function that this thread is in: whether it is called for the element."""
+    def _stack(self) -> list[tuple[bool, bool]]:
+        """Of every function that this thread is in: whether it works for our worker, and whether for the element."""
         if not hasattr(self._of_thread, "stack"):
-            self._of_thread.stack = [False]
+            self._of_thread.stack = [(False, False)]
         return self._of_thread.stack
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
@@ -84,36 +84,37 @@ class Tracer:
             if len(stack) > 1:
                 stack.pop()
             return
-        stack.append(self._is_for_element(frame, stack[-1]))
-        if stack[-1] and self._watching:
+        stack.append(self._purpose(frame, *stack[-1]))
+        if stack[-1] == (True, True) and self._watching:
             parts = Path(path).relative_to(PACKAGE).with_suffix("").parts
             name = ".".join([*parts, frame.f_code.co_qualname])
             with self._lock:
                 if name not in self.seen:
                     self.seen.append(name)
 
-    def _is_for_element(self, frame: FrameType, caller: bool) -> bool:
-        """The arguments of a call say so: a message, a bucket, the parameter's index. Without them: whoever calls."""
+    def _purpose(self, frame: FrameType, ours: bool, element: bool) -> tuple[bool, bool]:
+        """What a call is for: its arguments say so (a message, a bucket, a parameter's index), or whoever calls."""
         code = frame.f_code
         given = {name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]}
         sender, message, bucket, index = (given.get(name) for name in ("sender", "message", "bucket", "index"))
         if isinstance(message, Message):
-            ours = getattr(message, "bucket", self.bucket) == self.bucket
-            return ours and (caller if sender is None else self._is_on_the_way(sender, message))
+            ours = ours if sender is None else self._is_on_the_way(sender, message)
+            return ours, getattr(message, "bucket", self.bucket) == self.bucket
         if isinstance(bucket, Bucket | int):
-            return (bucket if isinstance(bucket, int) else bucket.id) == self.bucket
+            return ours, (bucket if isinstance(bucket, int) else bucket.id) == self.bucket
         if index is not None and Path(code.co_filename).stem in ("gradients", "buffers"):
-            return bool(index == WEIGHT)
-        return caller
+            return ours, bool(index == WEIGHT)
+        return ours, element
 
     def _is_on_the_way(self, sender: Address, message: Message) -> bool:
         """Our worker's messages at the element's home, the home's at the coordinator and at our worker, and what the
         others say of the same kind afterwards: whoever is last has the effect."""
-        if isinstance(message, Push) and sender == WORKERS[1]:
+        bucket = getattr(message, "bucket", self.bucket)
+        if isinstance(message, Push) and sender == WORKERS[1] and bucket == self.bucket:
             self.other_pushed.set()
         before = {f"to {HOME}": WORKERS[0], f"to {COORDINATOR}": HOME, f"to {WORKERS[0]}": HOME}
         here = threading.current_thread().name
-        if here not in before or not self._watching:
+        if here not in before or bucket != self.bucket or not self._watching:
             return False
         with self._lock:
             if sender == before[here]:

@@ -246,7 +246,12 @@ class Exchange:
             self._send(server, m.BackwardEnd(step, ordinal, weight, bits, self._exits))
 
     def left_early(self, step: int, backwards: int) -> None:
-        """The script left a loop over the loader before its end, after so many backwards of a step; never waits."""
+        """The script left a loop over the loader before its end, after so many backwards of a step; never waits.
+
+        A script that an error ends leaves its loops, too: that explains nothing, so it is not said.
+        """
+        if self._leaving or self._failure is not None:
+            return
         self._exits += 1
         for server in self.servers if self.group_size > 1 else ():
             self._mention(server, m.LeftEarly(self._exits, step, backwards))

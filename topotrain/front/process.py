@@ -87,6 +87,8 @@ def _guarded(here: Context, emit: Callable[[Event], None], do: Callable[[], None
         return 130
     except BaseException as error:
         kind = _kind(error)
+        if here.worker is not None:
+            here.worker.exchange.leave()  # what the others hear from here on is no cause
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, end="", flush=True)
         words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
