@@ -1,5 +1,6 @@
 """The processes of a job from the inside: what the forkserver calls in a fresh worker or server process."""
 
+import contextlib
 import os
 import runpy
 import socket
@@ -8,10 +9,11 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from topotrain import textproto
-from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving
+from topotrain.events import Failed, Final, Finished, Metrics, Serving
 from topotrain.exchange import JobError, PeerLost
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
@@ -59,9 +61,11 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     shared = fds[0] if spec["shared_memfd"] else None
     here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared)
     enter(here)
-    code = _guarded(here, control.emit, lambda: _run_program(spec["program"], spec["args"]))
+    # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
+    log = Path(spec["log"]) if here.is_main else None
+    code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
     if code == 0:
-        code = _guarded(here, control.emit, lambda: _finish(here))
+        code = _guarded(here, log, lambda: _finish(here))
     if here.roads is not None:
         here.roads.close()
     return code
@@ -75,11 +79,12 @@ def _run_program(program: str, args: Sequence[str]) -> None:
     except SystemExit as leaving:
         code = exit_code(leaving.code)
         if code:
-            raise RuntimeError(f"the program left with exit code {code}") from leaving
+            trace = _users_part(leaving.__traceback__)
+            raise RuntimeError(f"the program left with exit code {code}").with_traceback(trace) from None
 
 
-def _guarded(here: Context, emit: Callable[[Event], None], do: Callable[[], None]) -> int:
-    """Run; what is raised is printed, told, and becomes an exit code."""
+def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
+    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code."""
     try:
         do()
         return 0
@@ -89,11 +94,26 @@ def _guarded(here: Context, emit: Callable[[Event], None], do: Callable[[], None
         kind = _kind(error)
         if here.worker is not None:
             here.worker.exchange.leave()  # what the others hear from here on is no cause
-        text = "".join(traceback.format_exception(error))
-        print(text, file=sys.stderr, end="", flush=True)
+        text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
+        _write(text, log)
         words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
-        emit(Failed(str(here.me), kind, words, text))
+        here.emit(Failed(str(here.me), kind, words, text if error.__traceback__ or kind != "config" else ""))
         return 2 if kind == "config" else 1
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the program's own first line on: the calls that lead there are the same for everybody."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _write(text: str, log: Path | None) -> None:
+    if log is None:
+        print(text, file=sys.stderr, end="", flush=True)
+        return
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
 
 
 def _kind(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from topotrain.launch import (
     exit_code,
     forkserver,
 )
-from topotrain.launch.children import Calls
+from topotrain.launch.children import MAIN, Calls
 from topotrain.launch.lines import Lines, ending, log_tail
 from topotrain.launch.unit import GRACE_S
 from topotrain.launch.workspace import PROCESSES_FILE, Processes, claimed, prepare
@@ -249,8 +249,9 @@ class _Run:
         if self._stopping:  # what fails while it is asked to end explains nothing
             return
         self._failures.append(failed)
-        if failed.kind in ("program", "config"):  # nothing explains these
-            self._stop()
+        first = str(MAIN)  # whoever finds the same fault sooner must not silence the one whose words are shown
+        if failed.kind in ("program", "config") and (failed.who == first or first in self._exits):
+            self._stop()  # nothing explains these
         elif len(self._failures) == 1:
             self._alarm = (time.monotonic() + CAUSE_S, self._stop)
 

@@ -161,7 +161,8 @@ class Lines(Silent):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._line()
+        if any(row.state != "starting" for row in self.rows.all()):  # a job that was refused has nothing to tell
+            self._line()
 
     def _line(self) -> None:
         self._last = self._clock()
