@@ -1,8 +1,10 @@
 """What a script calls: nothing in an ordinary process, and one whole job of one worker in this process."""
 
 import copy
+import sys
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -237,6 +239,28 @@ def test_a_program_that_never_prepares_is_told_so(job):
     here = job()
     with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
         process._finish(here.context)
+
+
+@pytest.mark.parametrize(
+    ("script", "end"),
+    [
+        ('raise ValueError("bad")', "ValueError: bad"),
+        ("import sys; sys.exit(3)", "RuntimeError: the program left with exit code 3"),
+    ],
+)
+def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monkeypatch, capsys, script, end):
+    here = job()
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program, log = tmp_path / "bad.py", tmp_path / "log"
+    program.write_text(script + "\n")
+    assert process._guarded(here.context, log, partial(process._run_program, str(program), [])) == 1
+    told = [event for event in here.told if isinstance(event, events.Failed)]
+    lines = told[0].traceback.splitlines()
+    assert lines[1] == f'  File "{program}", line 1, in <module>'
+    assert lines[-1] == told[0].text == end
+    assert log.read_text() == told[0].traceback
+    assert capsys.readouterr().err == ""
 
 
 def test_the_updater_block_builds_the_optimizer_and_moves_its_rate(job):

@@ -100,6 +100,20 @@ def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
     assert outcome.seconds < 10
 
 
+def test_the_main_worker_may_say_its_word_when_another_one_fails_first(tmp_path, mark):
+    failed = []
+
+    def hear(event):
+        if isinstance(event, Failed):
+            failed.append(event.who)
+            (tmp_path / "run" / "peer-was-heard").touch()
+
+    args = ["worker 0/1=misconfigured", "worker 0/0=late program", "server 0/0=stay"]
+    outcome, _ = launch(tmp_path, args, hear)
+    assert failed == ["worker 0/1", "worker 0/0"]
+    assert (outcome.code, outcome.cause.who) == (2, "worker 0/1")
+
+
 @pytest.mark.parametrize("victim", ["unit 1", "forkserver"])
 def test_the_death_of_a_supervisor_ends_the_job(tmp_path, mark, victim):
     killed = []

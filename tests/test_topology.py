@@ -128,11 +128,23 @@ def check_sharing(t: Topology) -> None:
             assert set(one) == {w for w in unit.workers if t.server_group_of(w.group) in homes}
 
 
+CHECKS = (check_placed_once, check_formulas, check_groups, check_sums, check_sharing)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_all_legal_counts_follow_the_rules(apart):
+    """Not a sample: every choice of the six counts."""
+    for counts in LEGAL:
+        topology = layout(Cluster(**counts, server_worker_separate=apart))
+        for check in CHECKS:
+            check(topology)
+
+
 @given(clusters())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_legal_cluster_follows_the_rules(cluster):
     topology = layout(cluster)
-    for check in (check_placed_once, check_formulas, check_groups, check_sums, check_sharing):
+    for check in CHECKS:
         check(topology)
     data = json.loads(json.dumps(topology.as_data()))
     assert data["nprocs"] == len(data["units"]) == len(topology.units)

@@ -232,6 +232,13 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
     assert "\x1b" not in text.getvalue()
 
 
+def test_a_job_that_never_started_has_no_line() -> None:
+    text = io.StringIO()
+    with Lines(TOPOLOGY, Console(file=text, width=80)):
+        pass
+    assert text.getvalue() == ""
+
+
 def test_only_the_main_worker_reaches_the_terminal() -> None:
     text, out = io.StringIO(), io.StringIO()
     with Silent(TOPOLOGY, Console(file=text, width=20), out) as window:
