@@ -18,12 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain import events
 from topotrain.buffers import describe_model
+from topotrain.exchange import JobError
 from topotrain.front import context, process
 from topotrain.front.final import save_final
 from topotrain.front.planning import _state_factor
 from topotrain.host import Place, serve
 from topotrain.job import Adam as AdamConf
 from topotrain.job import Cluster, ConfigError, Job, LRGen, Step, Updater
+from topotrain.launch import choose_cause
 from topotrain.rendezvous import open_store
 from topotrain.topology import Address, Role, layout
 from topotrain.wire.auth import Identity
@@ -239,6 +241,14 @@ def test_a_program_that_never_prepares_is_told_so(job):
     here = job()
     with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
         process._finish(here.context)
+
+
+def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():
+    kinds = [process._kind(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
+    assert kinds == ["internal", "config", "program"]
+    assert (
+        choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"
+    )
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,8 @@ def _write(text: str, log: Path | None) -> None:
 def _kind(error: BaseException) -> str:
     if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
         return "config"
+    if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
+        return "internal"
     return "peer" if isinstance(error, PeerLost) else "program"
 
 
