@@ -69,7 +69,7 @@ class Launcher:
 
     def events(self) -> Iterator[Event]:
         yield Started("worker 0/0", 77)
-        yield Output("worker 0/0", "stdout", "epoch 1")
+        yield Output("worker 0/0", "stdout", "epoch 1\n")
         yield StepDone("worker 0/0", 0.5, 1, 64, 0.25, 0.0, 0, 10, 20)
         yield Finished("worker 0/0", 1, 64, 0.0, 0, 10, 20)
         yield Metrics({"accuracy": 0.96})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from arrangement import Cnn, adam, cross_entropy, mlp, sgd
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -362,6 +362,25 @@ def test_the_final_file_loads_strictly_where_nothing_is_tied(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors"]
 
 
+def test_a_report_of_something_else_is_refused_at_once(capsys):
+    for wrong in ("good", None, [1.0]):
+        with pytest.raises(ConfigError, match=r"tt.report note"):
+            tt.report(accuracy=1.0, note=wrong)
+    assert capsys.readouterr().out == ""
+
+
+def test_tied_weights_load_by_the_files_own_library(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    save_final(describe_model(model), tmp_path / "f.safetensors")
+    fresh = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fresh[1].weight = fresh[0].weight
+    missing, unexpected = load_model(fresh, tmp_path / "f.safetensors")
+    assert not missing
+    assert not unexpected
+    assert torch.equal(fresh[1].weight, model[1].weight)
+
+
 def test_tied_weights_are_saved_once_and_named(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
@@ -371,8 +390,25 @@ def test_tied_weights_are_saved_once_and_named(tmp_path):
         assert file.metadata()["tied"] == '{"0.weight": ["1.weight"]}'
 
 
+PLAIN = {
+    "Adagrad": 1.0,
+    "AdamW": 2.0,
+    "Adamax": 2.0,
+    "Adadelta": 2.0,
+    "NAdam": 2.0,
+    "RAdam": 2.0,
+    "SGD": 0.0,
+    "Rprop": 2.0,
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "factor"), [(sgd, 1.0), (adam, 2.0), (lambda m: torch.optim.SGD(m.parameters()), 0.0)]
+    ("make", "factor"),
+    [
+        (sgd, 1.0),
+        (adam, 2.0),
+        *((lambda m, name=name: getattr(torch.optim, name)(m.parameters()), factor) for name, factor in PLAIN.items()),
+    ],
 )
 def test_the_plan_knows_what_state_an_optimizer_keeps(make, factor):
     assert _state_factor(make(mlp())) == factor

@@ -52,7 +52,7 @@ def test_a_job_that_goes_well(tmp_path, mark):
     assert outcome.exits == dict.fromkeys(residents | {"unit 0", "unit 1"}, 0)
     assert outcome.pids == {event.who: event.pid for event in events if isinstance(event, Started)}
     assert outcome.pids["server 0/0"] == outcome.pids["server 0/1"]
-    assert [event.text for event in events if isinstance(event, Output)].count("two") == 1
+    assert "".join(event.text for event in events if isinstance(event, Output)).count("two") == 1
     assert os.stat(tmp_path / "run").st_mode & 0o777 == 0o700
     assert os.stat(tmp_path / "run" / "token").st_mode & 0o777 == 0o600
     assert len((tmp_path / "run" / "token").read_bytes()) == 32

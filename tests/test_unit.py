@@ -80,11 +80,11 @@ def test_only_the_main_worker_is_heard_and_all_have_logs(unit, tmp_path):
     assert one.rest() == 0
     said = [(event.who, event.stream, event.text) for event in one.of(Output)]
     lines = ["one", "two", "input ''", "� half"]
-    assert [text for _, stream, text in said if stream == "stdout"] == lines
-    assert [text for _, stream, text in said if stream == "stderr"] == ["warned"]
+    assert "".join(text for _, stream, text in said if stream == "stdout") == "\n".join(lines)
+    assert "".join(text for _, stream, text in said if stream == "stderr") == "warned\n"
     assert {who for who, _, _ in said} == {"worker 0/0"}
     log = (tmp_path / "logs" / "worker-0-0.log").read_text(errors="replace")
-    assert sorted(log.splitlines()) == sorted([*lines, "warned"])
+    assert all(line in log for line in [*lines, "warned"])
     other = (tmp_path / "logs" / "worker-0-1.log").read_text(errors="replace")
     assert sorted(other.splitlines()) == sorted([*lines, "warned"])
     assert (tmp_path / "logs" / "servers-unit-0.log").read_text() == ""

@@ -242,14 +242,37 @@ def test_a_job_that_never_started_has_no_line() -> None:
 def test_only_the_main_worker_reaches_the_terminal() -> None:
     text, out = io.StringIO(), io.StringIO()
     with Silent(TOPOLOGY, Console(file=text, width=20), out) as window:
-        window(Output("worker 0/0", "stdout", "[bold]a long line of the program[/bold]"))
+        window(Output("worker 0/0", "stdout", "[bold]a long line "))
+        window(Output("worker 0/0", "stdout", "of the program[/bold]\r10 %\rno newline"))
         window(Output("worker 0/0", "stderr", "careful, this is longer than twenty\n"))
         window(Output("worker 0/1", "stdout", "not me"))
         window(Notice("worker 0/1", "no tt.epochs"))
         for event in a_job():
             window(event)
-    assert out.getvalue() == "[bold]a long line of the program[/bold]\n"
+    assert out.getvalue() == "[bold]a long line of the program[/bold]\r10 %\rno newline"
     assert text.getvalue() == "careful, this is longer than twenty\ntopotrain: worker 0/1: no tt.epochs\n"
+
+
+def test_our_lines_do_not_run_into_the_programs() -> None:
+    text = io.StringIO()
+    with Silent(TOPOLOGY, Console(file=text, width=80)) as window:
+        window(Output("worker 0/0", "stderr", "50 %"))
+        window(Notice("worker 0/0", "a word of ours"))
+    assert text.getvalue() == "50 %\ntopotrain: worker 0/0: a word of ours\n"
+
+
+def test_the_live_table_shows_a_progress_bar_below_and_whole_lines_above() -> None:
+    text = io.StringIO()
+    with LiveTable(TOPOLOGY, live(text)) as window:
+        window(Output("worker 0/0", "stderr", "10 %\r20 %\r"))
+        window(Output("worker 0/0", "stderr", "30 %\ndone: a, "))
+        window(Output("worker 0/0", "stderr", "b\n"))
+        window(Output("worker 0/0", "stderr", "the end"))
+    shown = text.getvalue()
+    assert "30 %" in shown
+    assert "10 %" not in shown
+    assert "done: a, b" in shown
+    assert shown.rstrip().endswith("the end")
 
 
 def live(text: io.StringIO) -> Console:

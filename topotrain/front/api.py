@@ -152,12 +152,22 @@ def report(**metrics: Metric) -> None:
 
     In an ordinary process functions are called at once, and every metric is printed.
     """
+    for name, value in metrics.items():
+        if not callable(value):
+            _number(name, value)
     here = process.current()
     if here is not None:
         here.metrics.update(metrics)
         return
     for name, value in metrics.items():
         print(f"{name}: {float(value() if callable(value) else value):.6g}")
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"tt.report {name}", value, "must be a number, or a function that returns one") from None
 
 
 def rank() -> int:

@@ -1,6 +1,7 @@
 """The model of a script, seen without training it: the script is run up to `tt.prepare`, and no further."""
 
 import contextlib
+import inspect
 import runpy
 import sys
 from collections.abc import Sequence
@@ -38,8 +39,10 @@ def _state_factor(optimizer: torch.optim.Optimizer | None) -> float:
         return 0.0
     probe = torch.nn.Parameter(torch.zeros(64))
     probe.grad = torch.zeros(64)
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "param_names")}
-    copy = type(optimizer)([probe], **{k: v for k, v in settings.items() if k in optimizer.defaults})
+    taken = inspect.signature(type(optimizer)).parameters  # a class may set group entries that it does not take
+    copy = type(optimizer)(
+        [probe], **{k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != "params"}
+    )
     copy.step()
     held = [t for entry in copy.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     return sum(t.numel() for t in held if t.numel() == probe.numel()) / probe.numel()

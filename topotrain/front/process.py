@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from topotrain import textproto
-from topotrain.events import Failed, Final, Finished, Metrics, Serving
+from topotrain.events import Failed, Final, Finished, Metrics, Notice, Serving
 from topotrain.exchange import JobError, PeerLost
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
@@ -133,6 +133,8 @@ def _finish(here: Context) -> None:
         here.loader.close()
     worker.finish()
     if here.is_main:
+        if not worker.tally.steps:
+            here.emit(Notice(str(here.me), "the program never called optimizer.step(): nothing was trained"))
         started = time.monotonic()
         worker.take_final()
         values = {name: float(m() if callable(m) else m) for name, m in here.metrics.items()}

@@ -14,7 +14,7 @@ from typing import Any
 from topotrain import textproto
 from topotrain.job import Job
 from topotrain.launch import forkserver
-from topotrain.launch.lines import LINE_BYTES, Lines
+from topotrain.launch.lines import Lines, Raw
 from topotrain.topology import Address, Role, Topology
 
 MAIN = Address(Role.WORKER, 0, 0)
@@ -53,14 +53,14 @@ class Child:
     """A worker process, or the process of a unit's servers.
 
     `events` come over its control channel; `outputs`, by stream name, are the pipes of the main worker alone, whose
-    lines the unit also writes to the log. The other children write to their log themselves.
+    output the unit also writes to the log. The other children write to their log themselves.
     """
 
     residents: tuple[Address, ...]
     log: Path
     control: socket.socket
     events: Lines
-    outputs: dict[str, Lines] = field(default_factory=dict)
+    outputs: dict[str, Raw] = field(default_factory=dict)
     log_fd: int = -1
     pid: int = 0
     code: int | None = None
@@ -71,9 +71,9 @@ class Child:
         """The first resident speaks for all."""
         return str(self.residents[0])
 
-    def write_log(self, line: bytes) -> None:
+    def write_log(self, output: bytes) -> None:
         with contextlib.suppress(OSError):  # a full disk is no reason to end the job
-            os.write(self.log_fd, line + b"\n")
+            os.write(self.log_fd, output)
 
     def close(self) -> None:
         self.control.close()
@@ -142,7 +142,7 @@ def _pipe(child: Child, stream: str) -> int:
     """The writing end of a pipe that the unit reads."""
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
-    child.outputs[stream] = Lines(ours, longest=LINE_BYTES)
+    child.outputs[stream] = Raw(ours)
     return theirs
 
 

@@ -1,15 +1,14 @@
-"""Lines of text between processes, without ever waiting: what is there is read, what does not fit is kept.
+"""Text between processes, without ever waiting: what is there is read, what does not fit is kept.
 
 Rule: descriptors are non-blocking and belong to whoever made them; here they are read and written, never closed.
 """
 
+import codecs
 import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LINE_BYTES = 64 << 10
-"""A longer line of a program's output is handed on in pieces."""
 _LOG_TAIL_BYTES = 4000
 
 
@@ -18,7 +17,6 @@ class Lines:
     """Reads lines from a descriptor. `open` is False after its end; `rest` is what has no newline yet."""
 
     fd: int
-    longest: int | None = None
     rest: bytes = b""
     open: bool = True
 
@@ -34,8 +32,6 @@ class Lines:
         if not data:
             return None
         *lines, self.rest = (self.rest + data).split(b"\n")
-        if self.longest is not None and len(self.rest) > self.longest:
-            lines, self.rest = [*lines, self.rest], b""
         return lines
 
     def drain(self) -> list[bytes]:
@@ -46,6 +42,40 @@ class Lines:
         if self.rest and not self.open:
             found, self.rest = [*found, self.rest], b""
         return found
+
+
+class Raw:
+    """Reads a program's output as it comes: a progress bar has no newlines, and nothing may be added to a pipe.
+
+    `text` turns the pieces into text, also where a piece ends inside a character.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.open = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self) -> list[bytes] | None:
+        """What is there now, in one piece; None when nothing is there (any more)."""
+        try:
+            data = os.read(self.fd, 65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        self.open = bool(data)
+        return [data] if data else None
+
+    def drain(self) -> list[bytes]:
+        """Everything until nothing is there."""
+        found: list[bytes] = []
+        while (pieces := self.read()) is not None:
+            found += pieces
+        return found
+
+    def text(self, piece: bytes) -> str:
+        """The characters that are complete with this piece."""
+        return self._decoder.decode(piece)
 
 
 @dataclass(slots=True)

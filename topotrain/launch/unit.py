@@ -24,7 +24,7 @@ from topotrain.events import Event, Exited, Failed, Notice, Output, Started, Ste
 from topotrain.job import ConfigError
 from topotrain.launch import Place, add_arguments, children, forkserver
 from topotrain.launch.children import Calls, Child, Home
-from topotrain.launch.lines import Lines, Outbox, ending, log_tail
+from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
 from topotrain.launch.workspace import JOB_FILE, run_directory
 from topotrain.topology import Topology, layout
 
@@ -137,7 +137,7 @@ class Unit:
         for stream, lines in child.outputs.items():
             self._on_readable(lines.fd, lambda s=stream, o=lines: self._heard(child, s, o))  # type: ignore[misc]
 
-    def _heard(self, child: Child, stream: str, source: Lines) -> None:
+    def _heard(self, child: Child, stream: str, source: Lines | Raw) -> None:
         for line in source.read() or []:
             self._take(child, stream, line)
         if not source.open:
@@ -146,7 +146,9 @@ class Unit:
     def _take(self, child: Child, stream: str, line: bytes) -> None:
         if stream:
             child.write_log(line)
-            self._tell(Output(child.who, stream, line.decode(errors="replace")))
+            text = child.outputs[stream].text(line)
+            if text:
+                self._tell(Output(child.who, stream, text))
             return
         try:
             event = from_json(line.decode())
@@ -158,7 +160,8 @@ class Unit:
 
     def _ended(self, child: Child, code: int) -> None:
         """The process is gone: hear what it still said, then tell its end."""
-        for stream, source in [*child.outputs.items(), ("", child.events)]:
+        heard: list[tuple[str, Lines | Raw]] = [*child.outputs.items(), ("", child.events)]
+        for stream, source in heard:
             for line in source.drain():
                 self._take(child, stream, line)
         if code and not child.failed and self._stage is Stage.RUNNING:
@@ -170,8 +173,8 @@ class Unit:
 
     def _end(self, child: Child, code: int) -> None:
         child.code = code
-        for source in (child.events, *child.outputs.values()):
-            self._ignore(source.fd)
+        for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):
+            self._ignore(fd)
         child.close()
         for resident in child.residents:
             self._tell(Exited(str(resident), child.pid, code))

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -110,6 +110,7 @@ class Silent:
         self.rows = Rows(topology)
         self._main = str(topology.workers(0)[0])
         self._out = out
+        self._inside_line = False  # the program's last word on the console had no newline
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -118,7 +119,7 @@ class Silent:
             case Output(who=who) if who == self._main:
                 self._print(event)
             case Notice():
-                self.console.print(Text(f"topotrain: {event.who}: {event.text}"), soft_wrap=True)
+                self._say(f"topotrain: {event.who}: {event.text}")
             case _:
                 pass
 
@@ -130,12 +131,20 @@ class Silent:
     ) -> None:
         return None
 
+    def _say(self, text: str) -> None:
+        """A line of ours."""
+        if self._inside_line:
+            self.console.file.write("\n")
+            self._inside_line = False
+        self.console.print(Text(text), soft_wrap=True)
+
     def _print(self, event: Output) -> None:
-        """A program's line as it is: no markup, no wrapping, its own colors kept on a terminal."""
-        if event.stream == "stdout" and self._out is not None:
-            print(event.text.removesuffix("\n"), file=self._out, flush=True)
-        else:
-            self.console.print(Text.from_ansi(event.text.removesuffix("\n")), soft_wrap=True)
+        """A program's output as it is, character for character."""
+        file = self._out if event.stream == "stdout" and self._out is not None else self.console.file
+        file.write(event.text)
+        file.flush()
+        if file is self.console.file:
+            self._inside_line = not event.text.endswith("\n")
 
 
 class Lines(Silent):
@@ -166,18 +175,18 @@ class Lines(Silent):
 
     def _line(self) -> None:
         self._last = self._clock()
-        text = f"{self._last - self._begin:6.1f} s  {describe(self.rows.all())}"
-        self.console.print(Text(text), soft_wrap=True)
+        self._say(f"{self._last - self._begin:6.1f} s  {describe(self.rows.all())}")
 
 
 class LiveTable(Silent):
-    """One row per worker, redrawn in place."""
+    """One row per worker, redrawn in place; below it the program's line that is not finished (its progress bar)."""
 
     def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
         super().__init__(topology, console, out)
+        self._unfinished = ""
         self._live = Live(
             console=console,
-            get_renderable=lambda: draw(self.rows.all()),
+            get_renderable=self._renderable,
             refresh_per_second=REFRESH_PER_SECOND,
             redirect_stdout=False,
             redirect_stderr=False,
@@ -191,6 +200,23 @@ class LiveTable(Silent):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+        if self._unfinished:
+            self.console.print(Text.from_ansi(self._unfinished), soft_wrap=True)
+
+    def _renderable(self) -> Group:
+        table = draw(self.rows.all())
+        return Group(table, Text.from_ansi(self._unfinished)) if self._unfinished else Group(table)
+
+    def _print(self, event: Output) -> None:
+        """Whole lines go above the table, without markup and wrapping; of a line that is rewritten, the last state."""
+        *lines, rest = (self._unfinished + event.text).split("\n")
+        self._unfinished = _last_state(rest)
+        for line in lines:
+            self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
+
+
+def _last_state(line: str) -> str:
+    return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def draw(rows: Iterable[Row]) -> Table:
