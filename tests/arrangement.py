@@ -399,9 +399,7 @@ def _train(
         try:
             handle.worker.start()
             adopt(handle.optimizer, handle.worker)
-            if handle.me == Address(Role.WORKER, 0, 0) and handle.optimizer.state:
-                handle.worker.scatter_state()
-            handle.optimizer.state.clear()
+            handle.worker.scatter_state()
             script(handle)
             handle.worker.finish()
             if handle.me == Address(Role.WORKER, 0, 0):

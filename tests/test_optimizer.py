@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from topotrain.job import Grads, Updater
+from topotrain.model import OptimizerState
 
 BATCHES = vectors(8)
 
@@ -405,3 +406,34 @@ def test_plain_torch_loads_the_state():
 
     whole = run_local(job_of(), building(mlp, adam), script)
     assert plain(restored, usual_loop(BATCHES[3:])).distance(whole) < 1e-5
+
+
+@pytest.mark.parametrize("groups", [{"nserver_groups": 2}, {"nserver_groups": 1}])
+def test_every_server_group_starts_with_the_state_that_the_optimizer_brings(groups):
+    """Once each: with one server group for both worker groups, the second must not load over the first one's steps."""
+
+    def build():
+        model, optimizer = building(mlp, adam)()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()  # a run before this one
+        optimizer.zero_grad()
+        return model, optimizer
+
+    loads = []
+    load = OptimizerState.load
+
+    def counted(self, part):
+        loads.append((part.bucket, part.piece, part.key))
+        load(self, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerState, "load", counted)
+        job = job_of(nworker_groups=2, nworkers_per_group=1, nservers_per_group=1, **groups)
+        result = run_local(job, build, lambda t: None)
+    assert len(loads) == groups["nserver_groups"] * len(set(loads))
+    for server in result.servers:
+        state = {(key, name): value for key, name, value in server._known.update.state()}
+        assert state
+        assert all(float(value) == 1.0 for (_, name), value in state.items() if name == "step")
+        assert all(bool((value != 0).all()) for (_, name), value in state.items() if name == "exp_avg")

@@ -101,6 +101,8 @@ class Worker:
         self._own_steps = 0
         self._committed = 0
         self._accrued: set[int] = set()
+        first = topology.worker_groups_of(topology.server_group_of(me.group))[0]
+        self._speaks = me.index == 0 and me.group == first
         self.path: GradientPath = self._make_path(topology.workers_per_group)
         self.after_step: list[Callable[[Outcome | None], None]] = []
 
@@ -296,8 +298,8 @@ class Worker:
         self.optimizer.state.update(held)
 
     def scatter_state(self) -> None:
-        """Hand `optimizer.state` to the servers (one worker of a group speaks), and forget it here."""
-        if self.me.index == 0:
+        """Hand `optimizer.state` to the servers (one worker of each server group's speaks), and forget it here."""
+        if self._speaks:
             index_of = {id(tensor): index for index, tensor in enumerate(self.parts.tensors)}
             for tensor, entry in self.optimizer.state.items():
                 for key, value in entry.items():

@@ -104,9 +104,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker)
     worker.start()
     adopt(optimizer, worker)
-    if here.is_main and optimizer.state:
-        worker.scatter_state()
-    optimizer.state.clear()
+    worker.scatter_state()
     here.worker = worker
     watch_losses(worker)
     worker.after_step.append(Telling(here, worker, roads.traffic))
