@@ -44,7 +44,7 @@ class Door:
         topology = layout(job.cluster)
         model, optimizer = building(lambda: nn.Sequential(nn.Linear(30, 5), nn.BatchNorm1d(5)), adam)()
         parts = describe_model(model)
-        schema, self.map = plan_of(job, topology, parts, describe(optimizer, parts.tensors))
+        schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
         self.flats = FlatBuffers(self.map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
         self.sent, self.turn = [], Turn()
         self.exchange = Exchange(ME, topology, lambda to, message: self.sent.append((to, message)), self.turn)

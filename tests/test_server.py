@@ -45,7 +45,7 @@ class Hall:
         self.optimizer = (optimizer or (lambda p: torch.optim.SGD(p, lr=1.0)))(self.model.parameters())
         self.parts = describe_model(self.model)
         spec = describe(self.optimizer, self.parts.tensors)
-        self.schema, self.map = plan_of(self.job, self.topology, self.parts, spec)
+        self.schema, self.map = plan_of(self.topology, self.parts, spec)
         self.servers = {s: self.made(s) for u in self.topology.units for s in u.servers}
         self.got = defaultdict(list)
         self.holding, self.held = holding, []

@@ -65,14 +65,14 @@ def test_every_update_counts_exactly_once_where_bodies_are_views():
 def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
     import simulation
 
-    from topotrain import model
+    from topotrain import shard
     from topotrain.slices import cut
 
     def small(*args):
         return cut(*args, bucket_bytes=512)
 
     monkeypatch.setattr(simulation, "cut", small)
-    monkeypatch.setattr(model, "cut", small)
+    monkeypatch.setattr(shard, "cut", small)
     schema = parameters(300, 150)
     for seed in range(20):
         town = Town(job(2, 2, 2), seed, STORM, schema)

@@ -14,8 +14,8 @@ from topotrain.job import Agreement as AgreementKind
 from topotrain.job import Grads, Job, Reduce
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
 from topotrain.reduction import Staging
-from topotrain.shard import Allocate, FlatBuffers, Schema, typed
-from topotrain.slices import Bucket, SliceMap, cut
+from topotrain.shard import Allocate, FlatBuffers, Schema, slice_map_for, typed
+from topotrain.slices import Bucket, SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, SliceUpdate
 
@@ -143,8 +143,7 @@ def global_norm(power: float, commit: m.Commit) -> float:
 
 def open_model(me: Address, job: Job, topology: Topology, schema: Schema, allocate: Allocate) -> Model:
     """Make the shard of server `me`. Raises what the optimizer's class raises for settings that it does not take."""
-    groups = topology.server_groups if topology.synced else 1
-    slice_map = cut(schema.parameters, topology.shards, groups, job.cluster.slicing)
+    slice_map = slice_map_for(schema.parameters, topology)
     flats = FlatBuffers(slice_map, me.index, allocate)
     buckets = slice_map.buckets_of(me.index)
     segments = [(s.id, s.parameter, flats.segment("values", s)) for s in slice_map.segments_of(me.index)]

@@ -14,6 +14,7 @@ import torch
 from topotrain.job import Slicing
 from topotrain.message import MAX_TEXT, ProtocolError, SchemaPart
 from topotrain.slices import Bucket, Parameter, SchemaError, Segment, SliceMap, cut, describe, parse
+from topotrain.topology import Topology
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -183,6 +184,7 @@ def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return body if body.dtype == like.dtype else body.view(like.dtype)
 
 
-def slice_map_for(parameters: Sequence[Parameter], shards: int, groups: int, slicing: Slicing) -> SliceMap:
-    """The map of a job: every process of it computes the same."""
-    return cut(parameters, shards, groups, slicing)
+def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceMap:
+    """The map of a job's model: workers and servers must compute the same, so both ask here."""
+    groups = topology.server_groups if topology.synced else 1
+    return cut(parameters, topology.shards, groups, topology.cluster.slicing)

@@ -15,8 +15,8 @@ from topotrain.buffers import ModelBuffers, ModelParts
 from topotrain.exchange import Exchange, Outcome, StepEnd
 from topotrain.gradients import GradientPath, MeanPath, PushPath
 from topotrain.job import Grads, Job
-from topotrain.shard import FlatBuffers, Schema, torch_dtype
-from topotrain.slices import SliceMap, cut
+from topotrain.shard import FlatBuffers, Schema, slice_map_for, torch_dtype
+from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, describe, hyper
 
@@ -53,10 +53,9 @@ class Tally:
         return mean
 
 
-def plan_of(job: Job, topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
+def plan_of(topology: Topology, parts: ModelParts, spec: OptimizerSpec) -> tuple[Schema, SliceMap]:
     """The description of a model for the servers, and its map; every worker computes the same."""
-    groups = topology.server_groups if topology.synced else 1
-    slice_map = cut(parts.parameters, topology.shards, groups, job.cluster.slicing)
+    slice_map = slice_map_for(parts.parameters, topology)
     return Schema(parts.parameters, parts.buffers, spec.to_text(), slice_map.digest), slice_map
 
 
@@ -89,7 +88,7 @@ class Worker:
         self.tally = Tally()
         spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_)
         self._groups = len(optimizer.param_groups)
-        schema, self.map = plan_of(job, topology, parts, spec)
+        schema, self.map = plan_of(topology, parts, spec)
         self.buffers = ModelBuffers(parts, self.map, flats(self.map))
         exchange.open(schema, self.map, self.buffers.flats)
         self._said_weight: float | None = None

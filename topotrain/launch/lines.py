@@ -22,13 +22,8 @@ class Lines:
 
     def read(self) -> list[bytes] | None:
         """The whole lines that are there now, without their newline; None when nothing is there (any more)."""
-        try:
-            data = os.read(self.fd, 65536)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        self.open = bool(data)
+        data = _read(self.fd)
+        self.open = data != b""
         if not data:
             return None
         *lines, self.rest = (self.rest + data).split(b"\n")
@@ -57,13 +52,8 @@ class Raw:
 
     def read(self) -> list[bytes] | None:
         """What is there now, in one piece; None when nothing is there (any more)."""
-        try:
-            data = os.read(self.fd, 65536)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        self.open = bool(data)
+        data = _read(self.fd)
+        self.open = data != b""
         return [data] if data else None
 
     def drain(self) -> list[bytes]:
@@ -76,6 +66,16 @@ class Raw:
     def text(self, piece: bytes) -> str:
         """The characters that are complete with this piece."""
         return self._decoder.decode(piece)
+
+
+def _read(fd: int) -> bytes | None:
+    """What is there now: None for nothing yet, b"" for the end (also of a descriptor that can no longer be read)."""
+    try:
+        return os.read(fd, 65536)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 @dataclass(slots=True)
