@@ -14,9 +14,12 @@ from topotrain.checks import Combination
 from topotrain.job import (
     COMBINATIONS,
     Agreement,
+    Algorithm,
     Apply,
     Cluster,
+    Compression,
     ConfigError,
+    Engine,
     FixedStep,
     Job,
     LRGen,
@@ -74,6 +77,7 @@ def test_a_value_that_cannot_be(make: Any, message: str) -> None:
 
 IN_MEMORY = Cluster(nworker_groups=2, nworkers_per_procs=2)
 UNSHARED = dataclasses.replace(IN_MEMORY, share_memory=False)
+PAIR = {"nworkers_per_group": 2, "nservers_per_group": 2}
 ON_ARRIVAL = {"apply": "kOnArrival", "grads": "kHidden"}
 
 # Of each row of COMBINATIONS, in order: the class, a refused combination, and a neighbor of it that is allowed.
@@ -90,6 +94,15 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         {"max_staleness": 0, "nserver_groups": 0, "nworker_groups": 2},
         {"max_staleness": 0, "nworker_groups": 2},
     ),
+    (Cluster, {"engine": "kGloo", "nworkers_per_group": 2}, {"engine": "kGloo", **PAIR}),
+    (Cluster, {"algorithm": "kRing", "nworkers_per_group": 2}, {"algorithm": "kRing", **PAIR}),
+    (Cluster, {"engine": "kNccl", "algorithm": "kTree", **PAIR}, {"engine": "kOwn", "algorithm": "kTree", **PAIR}),
+    (Cluster, {"compression": "kFp16", "algorithm": "kRing", **PAIR}, {"compression": "kFp16", **PAIR}),
+    (
+        Cluster,
+        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2},
+        {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2, "share_memory": False},
+    ),
     (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
     (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
     (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
@@ -102,6 +115,8 @@ def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of values that are not available yet count already."""
     for name, kind in (("apply", Apply), ("pull", Pull)):
         monkeypatch.setattr(Job.__dataclass_fields__[name], "type", kind)
+    for name, kind in (("engine", Engine), ("algorithm", Algorithm), ("compression", Compression)):
+        monkeypatch.setattr(Cluster.__dataclass_fields__[name], "type", kind)
 
 
 @pytest.mark.usefixtures("everything_available")

@@ -84,6 +84,28 @@ class Road(str, Enum):
     kTcp = "kTcp"
 
 
+class Engine(str, Enum):
+    kAuto = "kAuto"
+    kOwn = "kOwn"
+    kGloo = "kGloo"
+    kNccl = "kNccl"
+
+
+class Algorithm(str, Enum):
+    kAuto = "kAuto"
+    kRing = "kRing"
+    kTree = "kTree"
+    kNaive = "kNaive"
+
+
+class Compression(str, Enum):
+    kNone = "kNone"
+    kFp16 = "kFp16"
+    kBf16 = "kBf16"
+    kInt8 = "kInt8"
+    kTopK = "kTopK"
+
+
 Count = Annotated[int, whole(1)]
 Steps = Annotated[int, whole(0)]
 StepsOrAll = Annotated[int, whole(-1)]
@@ -97,6 +119,11 @@ Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
 ApplyNow = Annotated[Apply, one_of(Apply, [Apply.kOnArrival])]
 PullNow = Annotated[Pull, one_of(Pull, [Pull.kLazy])]
+EngineNow = Annotated[Engine, one_of(Engine, [Engine.kGloo, Engine.kNccl])]
+AlgorithmNow = Annotated[Algorithm, one_of(Algorithm, [Algorithm.kRing, Algorithm.kTree, Algorithm.kNaive])]
+CompressionNow = Annotated[Compression, one_of(Compression, [c for c in Compression if c is not Compression.kNone])]
+Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
+Connections = Annotated[int, whole(1, 16)]
 OnFailureNow = Annotated[OnFailure, one_of(OnFailure, [OnFailure.kContinue])]
 
 
@@ -105,12 +132,24 @@ def _shares_values(c: "Cluster") -> bool:
     return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
 
+def _all_reduces(c: "Cluster") -> bool:
+    """One group of workers, each with a server of the same group beside it: what collectives can run."""
+    counts = (c.nworkers_per_group, c.nworkers_per_procs) == (c.nservers_per_group, c.nservers_per_procs)
+    return c.nworker_groups == c.nserver_groups == 1 and counts and not c.server_worker_separate
+
+
 def _clips(u: "Updater | None") -> bool:
     return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
 
 
+_FOREIGN = (Engine.kGloo, Engine.kNccl)
+_OWN = (Algorithm.kRing, Algorithm.kTree, Algorithm.kNaive)
 _FIXED_STEP = "updater.learning_rate.fixedstep_conf"
 _ALONE = "above 1 needs nworkers_per_group = 1"
+_BESIDE = (
+    "needs nworker_groups = nserver_groups = 1, as many servers as workers (per group and per unit) "
+    "and server_worker_separate: false"
+)
 _UNSHARED = "needs share_memory: false, since worker groups of one unit use the same server group"
 
 # Every combination that is refused and that the conf alone shows, also of values that are not available yet. How often
@@ -138,6 +177,21 @@ COMBINATIONS = (
         "cluster.max_staleness",
         lambda c: c.max_staleness is not None and c.nserver_groups == 0 and c.nworker_groups > 1,
         "needs a server group: with nserver_groups = 0 no group waits for another",
+    ),
+    Combination("cluster.engine", lambda c: c.engine in _FOREIGN and not _all_reduces(c), _BESIDE),
+    Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not _all_reduces(c), _BESIDE),
+    Combination(
+        "cluster.algorithm",
+        lambda c: c.algorithm is not Algorithm.kAuto and c.engine in _FOREIGN,
+        "must be kAuto with engine kGloo or kNccl, which choose their own",
+    ),
+    Combination(
+        "cluster.compression",
+        lambda c: c.compression is not Compression.kNone and (c.engine in _FOREIGN or c.algorithm in _OWN),
+        "needs engine and algorithm kAuto (or engine kOwn): what lies between is summed uncompressed",
+    ),
+    Combination(
+        "cluster.compression", lambda c: c.compression is not Compression.kNone and _shares_values(c), _UNSHARED
     ),
     Combination("updater.clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),
     Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
@@ -267,6 +321,17 @@ class Updater(Checked):
 
 
 @dataclass(frozen=True, slots=True)
+class Link(Checked):
+    """A network that is pretended between the units: Mbit/s each way per unit, milliseconds one way, share lost."""
+
+    PATH = "cluster.link"
+    bandwidth: Positive | None = None
+    delay: NotNegative = 0.0
+    jitter: NotNegative = 0.0
+    loss: Fraction = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster(Checked):
     """Where workers and servers stand. Counts are counts; `poll_time` is in milliseconds."""
 
@@ -291,6 +356,12 @@ class Cluster(Checked):
     n_fetch: Count = 1
     agreement: Agreement = Agreement.kMaster
     road: Road = Road.kAuto
+    engine: EngineNow = Engine.kAuto
+    algorithm: AlgorithmNow = Algorithm.kAuto
+    compression: CompressionNow = Compression.kNone
+    compression_ratio: Ratio = 0.01
+    link: Link | None = None
+    connections: Connections = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +414,19 @@ class Job(Checked):
 
 # What a process may be told differently without another result: places, names, display, and what only the script reads.
 _NO_RESULT = frozenset(
-    ["name", "workspace", "start_port", "poll_time", "program", "args", "disp_freq", "disp_after", "debug", "gpu"]
+    [
+        "name",
+        "workspace",
+        "start_port",
+        "poll_time",
+        "program",
+        "args",
+        "disp_freq",
+        "disp_after",
+        "debug",
+        "gpu",
+        "link",
+    ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )
 

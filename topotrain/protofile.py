@@ -43,6 +43,8 @@ def read_proto(text: str) -> descriptor_pb2.FileDescriptorProto:
             _read_message(tokens, file.message_type.add())
     enums = {e.name: f".{file.package}.{e.name}" for e in file.enum_type}
     for message in file.message_type:
+        enums |= {f"{message.name}.{e.name}": f".{file.package}.{message.name}.{e.name}" for e in message.enum_type}
+    for message in file.message_type:
         nested = {e.name: f".{file.package}.{message.name}.{e.name}" for e in message.enum_type}
         for field in message.field:
             if field.type_name:
