@@ -4,67 +4,99 @@ It is made when the first worker has said which model the job trains. Nothing he
 `server` does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from topotrain import message as m
 from topotrain.job import Agreement as AgreementKind
-from topotrain.job import Grads, Job, Reduce
+from topotrain.job import Grads, Job, Reduce, Slicing
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
 from topotrain.reduction import Staging
 from topotrain.shard import Allocate, FlatBuffers, Schema, slice_map_for, typed
-from topotrain.slices import Bucket, SliceMap
+from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, SliceUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece's elements lie inside the value of an optimizer's entry: [lo, hi)."""
+
+    piece: Piece
+    lo: int
+    hi: int
+
+
+class Unit:
+    """What is updated at once: one bucket, or the whole shard where tensors are kept whole.
+
+    A bucket of its own stays in the processor's cache between the sum, the update and the road. Element-wise
+    optimizers give the same bits either way.
+    """
+
+    def __init__(
+        self, buckets: tuple[Bucket, ...], places: dict[int, list[Place]], update: SliceUpdate, whole: bool
+    ) -> None:
+        self.buckets = buckets
+        self.places = places
+        self.update = update
+        self.whole = whole
 
 
 class OptimizerState:
     """The optimizer's state as messages: told entry by entry and piece by piece, and loaded the same way."""
 
-    def __init__(self, slice_map: SliceMap, flats: FlatBuffers, update: SliceUpdate) -> None:
+    def __init__(self, slice_map: SliceMap, flats: FlatBuffers, units: Sequence[Unit]) -> None:
         self._map = slice_map
         self._flats = flats
-        self._update = update
-        self._loading: dict[tuple[int, str], torch.Tensor] = {}
+        self._units = units
+        self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
+        self._loading: dict[tuple[int, int, str], torch.Tensor] = {}
 
     def tell(self, number: int) -> Iterator[m.Message]:
         """Every entry, in answer to request `number`; the last part says how many there were."""
         parts = 0
-        for key, name, value in self._update.state():
-            segment = self._map.segments[key]
-            whole = isinstance(value, torch.Tensor) and value.dim() > 0
-            if isinstance(value, torch.Tensor) and whole and value.numel() != segment.hi - segment.lo:
-                yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
-                return
-            for piece in self._map.pieces_of(key):
-                parts += 1
-                bucket = self._map.buckets[piece.bucket]
-                index = bucket.pieces.index(piece)
-                if not isinstance(value, torch.Tensor) or not whole:
-                    yield m.StatePart(number, bucket.id, index, float(value), name)
-                    continue
-                flat = value if value.dim() == 1 else value.as_strided((value.numel(),), (1,))
-                body = flat[piece.lo - segment.lo : piece.hi - segment.lo].to(self._flats.view("values", bucket).dtype)
-                yield m.StatePart(number, bucket.id, index, 0.0, name, body=body)
+        for unit in self._units:
+            for key, name, value in unit.update.state():
+                whole = isinstance(value, torch.Tensor) and value.dim() > 0
+                if isinstance(value, torch.Tensor) and whole and value.numel() != unit.places[key][-1].hi:
+                    yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
+                    return
+                for place in unit.places[key]:
+                    parts += 1
+                    yield self._part(number, place, name, value, whole)
         yield m.StatePart(number, -1, -1, float(parts), "")
+
+    def _part(self, number: int, place: Place, name: str, value: torch.Tensor | float, whole: bool) -> m.StatePart:
+        bucket = self._map.buckets[place.piece.bucket]
+        index = bucket.pieces.index(place.piece)
+        if not isinstance(value, torch.Tensor) or not whole:
+            return m.StatePart(number, bucket.id, index, float(value), name)
+        flat = value if value.dim() == 1 else value.as_strided((value.numel(),), (1,))
+        body = flat[place.lo : place.hi].to(self._flats.view("values", bucket).dtype)
+        return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
 
     def load(self, part: m.StatePart) -> None:
         """Take one part; an entry counts when its last piece is here."""
         bucket = self._map.buckets[part.bucket]
-        piece = bucket.pieces[part.piece]
+        unit, key, place = self._home[bucket.pieces[part.piece]]
         if part.body is None:
-            self._update.load_state(piece.segment, part.key, torch.tensor(part.number, dtype=torch.float32))
+            unit.update.load_state(key, part.key, torch.tensor(part.number, dtype=torch.float32))
             return
-        segment = self._map.segments[piece.segment]
+        piece = place.piece
         like = self._flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
-        key = (piece.segment, part.key)
-        held = self._loading.setdefault(key, torch.empty(segment.hi - segment.lo, dtype=like.dtype))
-        held[piece.lo - segment.lo : piece.hi - segment.lo] = typed(part.body, like)
-        if piece == self._map.pieces_of(piece.segment)[-1]:
-            whole = self._loading.pop(key)
-            self._update.load_state(piece.segment, part.key, whole.view_as(self._flats.segment("values", segment)))
+        places = unit.places[key]
+        entry = (unit.buckets[0].id, key, part.key)
+        held = self._loading.setdefault(entry, torch.empty(places[-1].hi, dtype=like.dtype))
+        held[place.lo : place.hi] = typed(part.body, like)
+        if place is places[-1]:
+            loaded = self._loading.pop(entry)
+            if unit.whole:
+                described = self._map.parameters[self._map.segments[key].parameter]
+                loaded = loaded.as_strided(described.shape, described.stride)
+            unit.update.load_state(key, part.key, loaded)
 
 
 @dataclass(slots=True)
@@ -75,7 +107,7 @@ class Model:
     map: SliceMap
     buckets: tuple[Bucket, ...]
     flats: FlatBuffers
-    update: SliceUpdate
+    units: tuple[Unit, ...]
     staging: dict[int, Staging]
     agreement: Agreement
     state: OptimizerState
@@ -94,17 +126,16 @@ class Model:
             raise m.ProtocolError(f"{type(message).__name__} without a body")
         return typed(message.body, self.values(getattr(message, "bucket", -1)))
 
-    def gradients(self, group: int) -> dict[int, torch.Tensor | None]:
-        """Segment id -> the staged step's gradient; None where nobody has one."""
-        found: dict[int, torch.Tensor | None] = {}
+    def gradients(self, group: int) -> list[torch.Tensor]:
+        """The staged step's gradient, one 1-D tensor per segment that has one."""
+        staging = self.staging[group]
+        found: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
-            present = self.staging[group].present(bucket)
+            present = staging.present(bucket)
             for i, piece in enumerate(bucket.pieces):
-                if present >> i & 1 and found.get(piece.segment) is None:
-                    found[piece.segment] = self.flats.segment(f"mean {group}", self.map.segments[piece.segment])
-                else:
-                    found.setdefault(piece.segment, None)
-        return found
+                if present >> i & 1 and piece.segment not in found:
+                    found[piece.segment] = staging.segment(self.map.segments[piece.segment])
+        return list(found.values())
 
     def touched(self, group: int) -> list[int]:
         """The buckets in which the staged step has a gradient."""
@@ -114,7 +145,10 @@ class Model:
         """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
         staging = self.staging[group]
         commit = staging.commits[0]
-        there = [gradient for gradient in self.gradients(group).values() if gradient is not None]
+        if not (commit.check_finite or commit.clip_norm > 0):
+            return m.Staged(group, staging.step, True, 0.0, False, applied)
+        staging.sum_all()
+        there = self.gradients(group)
         finite = not commit.check_finite or all(bool(torch.isfinite(gradient).all()) for gradient in there)
         power, infinity = 0.0, commit.clip_type == float("inf")
         if commit.clip_norm > 0:
@@ -122,16 +156,38 @@ class Model:
             power = max(norms, default=0.0) if infinity else sum(norm**commit.clip_type for norm in norms)
         return m.Staged(group, staging.step, finite, power, infinity, applied)
 
-    def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float) -> None:
-        """Update the values with the group's staged step."""
-        gradients = self.gradients(group)
+    def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float) -> Iterator[Bucket]:
+        """Update the values with the group's staged step, unit by unit; yields each bucket once it is new."""
         factor = commit.inv_scale
         if 0 < commit.clip_norm < norm:
             factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        for gradient in gradients.values():
-            if gradient is not None and factor != 1.0:
-                gradient.mul_(factor)
-        self.update.apply(hyper, gradients)
+        for unit in self.units:
+            if unit.whole:
+                self.staging[group].sum_all()
+            self.update(unit, group, hyper, factor)
+            yield from unit.buckets
+
+    def update(self, unit: Unit, group: int, hyper: bytes, factor: float = 1.0) -> None:
+        """One unit's values take the group's gradient times `factor`, which itself stays as it is."""
+        staging = self.staging[group]
+        grads: dict[int, torch.Tensor | None] = {}
+        for bucket in unit.buckets:
+            present = staging.present(bucket)
+            gradient = staging.gradient(bucket) if present else None
+            for i, piece in enumerate(bucket.pieces):
+                key = piece.segment
+                if not present >> i & 1 or gradient is None:
+                    grads.setdefault(key, None)
+                elif not unit.whole:
+                    grads[key] = self._scaled(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo], factor)
+                elif grads.get(key) is None:
+                    grads[key] = self._scaled(staging.segment(self.map.segments[key]), factor)
+        if any(gradient is not None for gradient in grads.values()):
+            unit.update.apply(hyper, grads)
+
+    @staticmethod
+    def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        return gradient if factor == 1.0 else gradient * factor
 
 
 def global_norm(power: float, commit: m.Commit) -> float:
@@ -146,12 +202,39 @@ def open_model(me: Address, job: Job, topology: Topology, schema: Schema, alloca
     slice_map = slice_map_for(schema.parameters, topology)
     flats = FlatBuffers(slice_map, me.index, allocate)
     buckets = slice_map.buckets_of(me.index)
-    segments = [(s.id, s.parameter, flats.segment("values", s)) for s in slice_map.segments_of(me.index)]
-    update = SliceUpdate(OptimizerSpec.from_text(schema.optimizer), segments, job.import_, _clip(job))
+    units = _units(job, schema, slice_map, buckets, flats)
     staging = {group: _staging(job, topology, group, buckets, flats) for group in topology.worker_groups_of(me.group)}
     agreement = _agreement(me.group, job, topology, buckets, flats)
-    state = OptimizerState(slice_map, flats, update)
-    return Model(schema, slice_map, buckets, flats, update, staging, agreement, state)
+    state = OptimizerState(slice_map, flats, units)
+    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state)
+
+
+def _units(
+    job: Job, schema: Schema, slice_map: SliceMap, buckets: tuple[Bucket, ...], flats: FlatBuffers
+) -> tuple[Unit, ...]:
+    whole = slice_map.slicing is Slicing.kTensor
+    parts = [buckets] if whole else [(bucket,) for bucket in buckets]
+    spec = OptimizerSpec.from_text(schema.optimizer)
+    return tuple(_unit(job, spec, slice_map, part, flats, whole) for part in parts)
+
+
+def _unit(
+    job: Job, spec: OptimizerSpec, slice_map: SliceMap, buckets: tuple[Bucket, ...], flats: FlatBuffers, whole: bool
+) -> Unit:
+    """Keys are segment ids: a bucket has at most one piece of a segment."""
+    places: dict[int, list[Place]] = {}
+    values: dict[int, torch.Tensor] = {}
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            segment = slice_map.segments[piece.segment]
+            start = segment.lo if whole else piece.lo
+            places.setdefault(segment.id, []).append(Place(piece, piece.lo - start, piece.hi - start))
+            if whole:
+                values[segment.id] = flats.segment("values", segment)
+            else:
+                values[segment.id] = flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+    rows = [(key, slice_map.segments[key].parameter, value) for key, value in values.items()]
+    return Unit(buckets, places, SliceUpdate(spec, rows, job.import_, _clip(job)), whole)
 
 
 def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
@@ -167,6 +250,7 @@ def _staging(job: Job, topology: Topology, group: int, buckets: tuple[Bucket, ..
         topology.sum_tree(group),
         buckets,
         lambda name, bucket: flats.view(f"{name} {group}", bucket),
+        lambda name, segment: flats.segment(f"{name} {group}", segment),
         visible=job.grads is Grads.kVisible and workers > 1,
         divide=job.reduce is Reduce.kMean,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.message import BackwardEnd, Commit, Edit, Push
-from topotrain.slices import Bucket
+from topotrain.slices import Bucket, Segment
 
 NO_REVISION = 255  # in Commit.revisions: this worker has no gradient in the bucket
 
@@ -124,6 +124,7 @@ class Staging:
         tree: canonical order.
         buckets: the shard's buckets, consecutive ids.
         view: view(name, bucket) gives the bucket's part of the group's buffer `name` ("mean" or "total").
+        segment: segment(name, segment), the same for a segment, with the shape that the update wants.
         visible: reduce every backward, or let pushes replace one another.
         divide: mean or sum.
     """
@@ -134,6 +135,7 @@ class Staging:
         tree: Tree,
         buckets: Sequence[Bucket],
         view: Callable[[str, Bucket], torch.Tensor],
+        segment: Callable[[str, Segment], torch.Tensor],
         visible: bool,
         divide: bool,
     ) -> None:
@@ -142,6 +144,7 @@ class Staging:
         self._buckets = buckets
         self._first = buckets[0].id if buckets else 0
         self._view = view
+        self._segment = segment
         self._visible = visible
         self._divide = divide
         self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -153,6 +156,7 @@ class Staging:
         self._edits: dict[int, torch.Tensor] = {}
         self._present = [0] * len(self._buckets)
         self._in_total: set[int] = set()
+        self._unsummed: set[int] = set()  # replacing: buckets whose parts have not been added up
         self.commits: dict[int, Commit] = {}
         self.staged = False
 
@@ -354,25 +358,44 @@ class Staging:
                 if wanted != NO_REVISION and (held is None or held[0].ordinal < wanted):
                     return False
         for at, (bucket, dropped) in enumerate(self._per_bucket(bits_to_int(self.commits[0].dropped))):
-            self._sum_replacing(reduction, at, bucket)
+            for worker, commit in self.commits.items():
+                if commit.revisions[at] != NO_REVISION:
+                    self._present[at] |= bits_to_int(reduction.pushes[bucket.id][worker][0].present)
+            if self._present[at]:
+                self._unsummed.add(at)
             self._present[at] &= ~dropped
         return True
 
-    def _sum_replacing(self, reduction: _Reduction, at: int, bucket: Bucket) -> None:
-        held = reduction.pushes.get(bucket.id, {})
+    def _sum_replacing(self, at: int, out: torch.Tensor) -> torch.Tensor:
+        held = self._reduction(0).pushes.get(self._buckets[at].id, {})
         parts: dict[int, Part] = {}
         for worker, commit in self.commits.items():
             has = commit.revisions[at] != NO_REVISION
             parts[worker] = (commit.weight, held[worker][1] if has else None)
-            if has:
-                self._present[at] |= bits_to_int(held[worker][0].present)
-        mean = self._view("mean", bucket)
-        if self._present[at]:
-            canonical_mean(parts, self._tree, mean, lambda k: self._scratch_like(k, mean), self._divide)
+        canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)
+        return out
+
+    def sum_all(self) -> None:
+        """Put the staged step's gradient into its buffer, where somebody needs all of it at once."""
+        for at in self._unsummed:
+            self._sum_replacing(at, self._view("mean", self._buckets[at]))
+        self._unsummed.clear()
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
-        """The staged step's gradient of a bucket (valid for the pieces in `present`)."""
+        """The staged step's gradient of a bucket, 1-D (valid for the pieces in `present`, and until the next call).
+
+        Where nobody asked for the whole, the parts are added up only here: the sum is still in the processor's cache
+        when the update reads it.
+        """
+        at = bucket.id - self._first
+        if at in self._unsummed:
+            like = self._reduction(0).pushes[bucket.id]
+            return self._sum_replacing(at, self._scratch_like(2, next(iter(like.values()))[1]))
         return self._view("mean", bucket)
+
+    def segment(self, segment: Segment) -> torch.Tensor:
+        """The staged step's gradient of a segment, after `sum_all`."""
+        return self._segment("mean", segment)
 
     def present(self, bucket: Bucket) -> int:
         """Bitmap of the bucket's pieces that have a gradient in this step."""

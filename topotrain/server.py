@@ -353,7 +353,8 @@ class Server:
         if new:
             self._streams.record(commit.marks)
             if not decision.found_inf:
-                self._known.apply(group, self._hyper[group], commit, norm)
+                for _ in self._known.apply(group, self._hyper[group], commit, norm):
+                    pass
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
