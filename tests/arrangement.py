@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -305,19 +306,25 @@ class _Crew:
             self.failed(me, error)
 
 
-def run_local(job: Job, build: Build, script: Script) -> Result:
-    """Run a script as a job on the in-process road. Raises what went wrong first."""
+def run_local(job: Job, build: Build, script: Script, shared: bool = False) -> Result:
+    """Run a script as a job on the in-process road. Raises what went wrong first.
+
+    shared: residents see each other's buffers, as on a host's shared memory; else everything travels.
+    """
     topology, wire, crew = layout(job.cluster), LocalWire(), _Crew()
     addresses = [server for unit in topology.units for server in unit.servers]
-    servers = {me: Server(me, job, topology, _zeros) for me in addresses}
-    for me, server in servers.items():
-        wire.attach(me, _ServerResident(server, wire, threading.Condition(), crew.trouble))  # type: ignore[arg-type]
+    servers = {}
+    for me in addresses:
+        make = partial(Server, me, job, topology, _zeros, shared)
+        house = _ServerResident(make, wire, threading.Condition(), crew.trouble)  # type: ignore[arg-type]
+        servers[me] = house.server
+        wire.attach(me, house)
     for me in servers:
         for peer in _peers(me, topology):
             wire.connect(me, peer, "local:")
     handles = []
     for me in (worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
-        exchange = Exchange(me, topology, lambda to, message, me=me: wire.send(me, to, message), Monitor(0.1))
+        exchange = Exchange(me, topology, lambda to, message, me=me: wire.send(me, to, message), Monitor(0.1), shared)
         wire.attach(me, exchange)
         for server in dict.fromkeys((*exchange.servers, exchange.desk)):
             wire.connect(me, server, "local:")

@@ -127,7 +127,8 @@ def test_means_are_there_when_all_servers_have_closed_and_all_they_named_has_com
     door.hears(0, m.Reduced(0, 0, b"\x00"))
     door.hears(1, m.Reduced(0, 0, b"\x01"))
     door.hears(1, m.Mean(0, 0, bucket.id, b"\x01", body=body.view(torch.uint8)))
-    means = door.exchange.wait_means()
+    means, written = door.exchange.wait_means()
+    assert written == 0
     assert list(means) == [bucket.id]
     present, mean = means[bucket.id]
     assert present == 1 and torch.equal(mean, body)
@@ -140,12 +141,12 @@ def test_means_of_another_backward_are_not_mistaken():
     door.exchange.end_backward(0, 1, 1.0, 0)
     door.hears(0, stale, m.Reduced(0, 0, b"\x01"), m.Reduced(0, 1, b"\x00"))
     door.hears(1, m.Reduced(0, 1, b"\x00"))
-    assert door.exchange.wait_means() == {}
+    assert door.exchange.wait_means() == ({}, 0)
     door.exchange.handle(SERVERS[0], stale)  # said again after the end
     door.exchange.end_backward(1, 0, 1.0, 0)
     door.hears(0, m.Reduced(1, 0, b"\x00"))
     door.hears(1, m.Reduced(1, 0, b"\x00"))
-    assert door.exchange.wait_means() == {}
+    assert door.exchange.wait_means() == ({}, 0)
 
 
 def test_a_commit_is_over_when_all_servers_have_applied_it_and_the_values_are_here():

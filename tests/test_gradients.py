@@ -333,6 +333,8 @@ def test_an_exception_on_one_worker_only_is_an_error_and_no_wrong_gradient():
 class Sent:
     """Stands for the exchange: writes down what is pushed."""
 
+    windowed = False
+
     def __init__(self):
         self.pushes = []
 

@@ -1,5 +1,8 @@
 """Synchronous jobs compute what the plain script computes, and what the one-process reference does bit for bit."""
 
+from functools import partial
+
+import arrangement
 import pytest
 import torch
 from arrangement import (
@@ -14,7 +17,6 @@ from arrangement import (
     mlp,
     plain,
     reference,
-    run_local,
     sgd,
     tokens,
     usual_loop,
@@ -29,6 +31,12 @@ MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transform
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "adagrad": adagrad}
 LAYOUT_OF = {"sgd": "sandblaster", "adam": "allreduce", "adagrad": "two by two"}
 STEPS = 50
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["sent", "shown"])
+def _memory(request, monkeypatch):
+    """Every job here runs twice: all that it needs travels, and residents see each other's memory."""
+    monkeypatch.setitem(globals(), "run_local", partial(arrangement.run_local, shared=request.param))
 
 
 def check(job, build, script, near: float | None = 1e-5):

@@ -105,7 +105,11 @@ class ModelBuffers:
         self._map = slice_map
         self.flats = flats
         self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self._own: dict[tuple[str, int], torch.Tensor] = {}
         self._versions: list[int] = []
+        self._tables = [table for table, _, _ in parts.owners]
+        self._names = [name for _, name, _ in parts.owners]
+        self._seen: tuple[list[int], list[int]] = ([], [])  # who was where at the last check, and at what address
 
     def view(self, name: str, index: int) -> torch.Tensor:
         """A parameter's place in a flat buffer, with the parameter's shape and strides."""
@@ -113,6 +117,13 @@ class ModelBuffers:
         if view is None:
             view = self._views[(name, index)] = self._make_view(name, index)
         return view
+
+    def own(self, name: str, index: int) -> torch.Tensor:
+        """The same place as a tensor with a storage, and a count of its changes, of its own."""
+        tensor = self._own.get((name, index))
+        if tensor is None:
+            tensor = self._own[(name, index)] = _own_storage(self.view(name, index))
+        return tensor
 
     def _make_view(self, name: str, index: int) -> torch.Tensor:
         parameter = self._map.parameters[index]
@@ -134,10 +145,23 @@ class ModelBuffers:
 
     def remember(self) -> None:
         """The parameters are as they should be: any change from here on was the script's."""
-        self._versions = [tensor._version for tensor in self._parts.tensors]
+        self._versions = self._count_edits()
+
+    def _count_edits(self) -> list[int]:
+        return [tensor._version for tensor in self._parts.tensors]
 
     def check(self, names: Iterable[Parameter]) -> None:
         """Raise RuntimeError if the script moved or exchanged a parameter, or changed one outside `step()`."""
+        # Every step asks, so the answer "all is as it was" takes three short passes.
+        # Whoever is compared by id is alive, in the model's parts, so that no other object can have its id.
+        owned = list(map(id, map(dict.get, self._tables, self._names)))
+        places = list(map(torch.Tensor.data_ptr, self._parts.tensors))
+        if (owned, places) != self._seen or self._count_edits() != self._versions:
+            self._look(names)
+            self._seen = owned, places
+
+    def _look(self, names: Iterable[Parameter]) -> None:
+        """Find the parameter that is not as it was, and say what has happened to it."""
         for table, name, index in self._parts.owners:
             if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
                 raise RuntimeError(

@@ -13,9 +13,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from topotrain import message as m
+from topotrain import windows
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.shard import FlatBuffers, Schema, torch_dtype
 from topotrain.slices import Bucket, SliceMap
+from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address, Role, Topology
 from topotrain.wire import WireError
 
@@ -82,10 +84,16 @@ class Exchange:
         topology: the job's layout.
         send: send(to, message); never blocks on the receiver.
         waiter: how to wait.
+        shared: the roads show memory, as for `server.Server`.
     """
 
     def __init__(
-        self, me: Address, topology: Topology, send: Callable[[Address, m.Message], None], waiter: Waiter
+        self,
+        me: Address,
+        topology: Topology,
+        send: Callable[[Address, m.Message], None],
+        waiter: Waiter,
+        shared: bool = False,
     ) -> None:
         self.me = me
         self._topology = topology
@@ -93,6 +101,8 @@ class Exchange:
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
         self._bounded = topology.cluster.max_staleness is not None
+        self.windowed = shared and windows.shows(topology, me.group)
+        self._windows: dict[int, m.Window] = {}
         self._send = send
         self._waiter = waiter
         self._failure: Exception | None = None
@@ -101,7 +111,7 @@ class Exchange:
         self._applied: dict[Address, m.Applied] = {}
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
-        self._reduced: dict[Address, int] = {}
+        self._reduced: dict[Address, m.Reduced] = {}
         self._answers: Callable[[m.Message], bool] = lambda _: False  # to the last question
         self._replies: list[m.Message] = []
         self._states: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
@@ -112,6 +122,7 @@ class Exchange:
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
         self._leaving = False
+        self.spans: Recorder = SILENT
 
     def open(self, schema: Schema, slice_map: SliceMap, flats: FlatBuffers) -> None:
         """Say which model this is. `flats` are the worker's buffers: values land in "params", means in "mean"."""
@@ -124,6 +135,22 @@ class Exchange:
         for server in self.servers:
             for part in schema.parts():
                 self._send(server, part)
+            if self.windowed:
+                self._show("grad", server)
+
+    def _show(self, name: str, server: Address) -> None:
+        """Let a server see, and write, its part of a flat buffer."""
+        for space in self.map.spaces:
+            lo, hi = self.map.ranges[space.index][server.index]
+            if hi > lo:
+                self._send(server, m.Window(name, space.index, body=self.flats.flat(name, space.index)[lo:hi]))
+
+    def take_windows(self) -> None:
+        """Wait for the memory that the parameters are to live in; it becomes the flat buffer "params"."""
+        spaces = [space.index for space in self.map.spaces if space.length]
+        self._wait(lambda: self._windows.keys() >= set(spaces))
+        for space in spaces:
+            self.flats.put("params", space, windows.seen(self._windows[space], self.map, None))
 
     # --- the resident's side -------------------------------------------------------------------------------------
 
@@ -153,7 +180,10 @@ class Exchange:
         """Take a server's answer."""
         with self._waiter.update():
             if isinstance(message, m.Values):
-                self._land(sender, message)
+                with self.spans.span("pull", round=message.round, bucket=message.bucket):
+                    self._land(sender, message)
+            elif isinstance(message, m.Window):
+                self._windows[message.space] = message
             elif isinstance(message, m.Mean | m.Reduced):
                 if (message.step, message.ordinal) == self._backward:
                     self._reduction(sender, message)
@@ -175,7 +205,7 @@ class Exchange:
 
     def _reduction(self, sender: Address, message: m.Mean | m.Reduced) -> None:
         if isinstance(message, m.Reduced):
-            self._reduced[sender] = bits_to_int(message.contributed)
+            self._reduced[sender] = message
             return
         bucket = self._bucket(sender, message.bucket)
         body = _present_body(message).view(torch_dtype(self.map.spaces[bucket.space].dtype))
@@ -183,6 +213,9 @@ class Exchange:
 
     def _land(self, sender: Address, message: m.Values) -> None:
         if message.round != self._round:
+            return
+        if message.bucket < 0:
+            self._values.update(bucket.id for bucket in self.map.buckets_of(sender.index))
             return
         target = self.flats.view("params", self._bucket(sender, message.bucket))
         body = _present_body(message)
@@ -223,16 +256,30 @@ class Exchange:
             self._round = number
 
     def _wait_values(self) -> None:
-        self._wait(lambda: len(self._values) == len(self.map.buckets))
+        with self.spans.span("wait for values"):
+            self._wait(lambda: len(self._values) == len(self.map.buckets))
         self._round = None
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    def push(self, step: int, ordinal: int, bucket: Bucket, weight: float, present: int, body: torch.Tensor) -> None:
-        """Send a bucket's local gradient home. The body must stay until the mean is back, or the step committed."""
+    def push(
+        self,
+        step: int,
+        ordinal: int,
+        bucket: Bucket,
+        weight: float,
+        present: int,
+        body: torch.Tensor,
+        fresh: bool = False,
+    ) -> None:
+        """Send a bucket's local gradient home. The body must stay until the mean is back, or the step committed.
+
+        fresh: with windows, the mean may be written into "grad".
+        """
         self._backward = (step, ordinal)
         bits = int_to_bits(present, len(bucket.pieces))
-        self._send(self._home(bucket), m.Push(step, ordinal, bucket.id, weight, bits, body=body))
+        with self.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
+            self._send(self._home(bucket), m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body))
 
     def _home(self, bucket: Bucket) -> Address:
         return self.servers[bucket.shard]
@@ -265,34 +312,49 @@ class Exchange:
         buckets = self.map.buckets_of(server.index)
         return (buckets[0].id if buckets else 0), len(buckets)
 
-    def wait_means(self) -> dict[int, tuple[int, torch.Tensor]]:
-        """The group's means of this backward: bucket id -> (bitmap of its pieces, 1-D view until the next push)."""
-        self._wait(self._all_reduced)
+    def wait_means(self) -> tuple[dict[int, tuple[int, torch.Tensor]], int]:
+        """The group's means of this backward: bucket id -> (bitmap of its pieces, 1-D view until the next push).
+
+        And a bitmap over all pieces: those whose mean stands in "grad" already.
+        """
+        with self.spans.span("wait for means"):
+            self._wait(self._all_reduced)
         with self._waiter.update():
             self._backward = None
+            written = self._written()
             self._reduced.clear()
             means, self._means = self._means, {}
-        return means
+        return means, written
+
+    def _written(self) -> int:
+        bits = 0
+        for server, reduced in self._reduced.items():
+            if reduced.written:
+                bits |= bits_to_int(reduced.written) << self._piece_base[self._bucket_range(server)[0]]
+        return bits
 
     def _all_reduced(self) -> bool:
         if len(self._reduced) < len(self.servers):
             return False
-        return len(self._means) == sum(bits.bit_count() for bits in self._reduced.values())
+        return len(self._means) == sum(bits_to_int(reduced.contributed).bit_count() for reduced in self._reduced.values())
 
     def edit(self, step: int, bucket: Bucket, body: torch.Tensor) -> None:
         """Send a bucket's gradient as the script left it."""
-        self._send(self._home(bucket), m.Edit(step, bucket.id, body=body))
+        with self.spans.span("push (edit)", step=step + 1, bucket=bucket.id):
+            self._send(self._home(bucket), m.Edit(step, bucket.id, body=body))
 
     def commit(self, step: int, end: StepEnd) -> Outcome:
         """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values)."""
         self._applied.clear()
-        if end.fetch:
+        pulls = end.fetch and not self.windowed  # in a parameter buffer they are when the step is applied
+        if pulls:
             self._await_values(step)
         for server in self.servers:
             self._send(server, self._commit_for(server, step, end))
         servers = len(self.servers)
-        self._wait(lambda: sum(a.step == step for a in self._applied.values()) == servers)
-        if end.fetch:
+        with self.spans.span("wait for apply"):
+            self._wait(lambda: sum(a.step == step for a in self._applied.values()) == servers)
+        if pulls:
             self._wait_values()
         replies = [self._applied[server] for server in self.servers]
         stale = tuple(reply.staleness for reply in replies)

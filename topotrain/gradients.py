@@ -68,6 +68,7 @@ class _Hooks:
             for i, piece in enumerate(bucket.pieces):
                 self._pieces[slice_map.segments[piece.segment].parameter].append((bucket, i))
         self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
+        self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)
         self._hooked: set[int] = set()
         for index, tensor in enumerate(parts.tensors):
@@ -114,7 +115,9 @@ class _Hooks:
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
-        self._buffers.view("local", index).copy_(gradient.detach())  # after create_graph=True it has a history
+        local = self._buffers.view("local", index)
+        if gradient.data_ptr() != local.data_ptr():
+            local.copy_(gradient.detach())  # after create_graph=True it has a history
         full = []
         for bucket, piece in self._pieces[index]:
             bit = 1 << piece
@@ -128,6 +131,14 @@ class _Hooks:
             if self._arrived[bucket.id] == self._expected[bucket.id]:
                 full.append(bucket)
         return full
+
+    def _keep_local(self, index: int, tensor: torch.Tensor) -> None:
+        """Let `.grad` be the buffer "local" itself: what autograd allocated is free for the next gradient, in cache.
+
+        Not with a history (create_graph=True), which belongs to the script's own tensor.
+        """
+        if tensor.grad is not None and tensor.grad.grad_fn is None:
+            tensor.grad = self._buffers.own("local", index)
 
     def _zero_absent(self, bucket: Bucket) -> None:
         """The pieces without a gradient count as zero."""
@@ -175,7 +186,9 @@ class MeanPath(_Hooks):
         if self._arm():
             self._begin()
         if tensor.grad is not None:
-            self._aside[index] = tensor.grad
+            local = self._buffers.view("local", index)
+            alias = tensor.grad.data_ptr() == local.data_ptr()  # of a backward that raised; about to be overwritten
+            self._aside[index] = tensor.grad.clone() if alias else tensor.grad
             tensor.grad = None
 
     def _begin(self) -> None:
@@ -192,8 +205,10 @@ class MeanPath(_Hooks):
         if not self._open:
             return
         self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
-        for number, (present, mean) in self._exchange.wait_means().items():
+        means, written = self._exchange.wait_means()
+        for number, (present, mean) in means.items():
             self._sum(self._map.buckets[number], present, mean)
+        self._note_written(written)
         self.backwards += 1
         self._close()
 
@@ -221,13 +236,25 @@ class MeanPath(_Hooks):
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:
             return
-        for bucket in self._copy_local(index, tensor.grad):
+        full = self._copy_local(index, tensor.grad)
+        self._keep_local(index, tensor)
+        for bucket in full:
             self._push(bucket)
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
         body = self._flats.view("local", bucket)
-        self._exchange.push(self._step, self.backwards, bucket, self._weight(), self._arrived[bucket.id], body)
+        present = self._arrived[bucket.id]
+        fresh = self._exchange.windowed and self._is_fresh(bucket)
+        self._exchange.push(self._step, self.backwards, bucket, self._weight(), present, body, fresh)
+
+    def _is_fresh(self, bucket: Bucket) -> bool:
+        """No parameter of the bucket has a `.grad` from before this backward."""
+        for i, index in enumerate(self._owners[bucket.id]):
+            arrived = self._arrived[bucket.id] >> i & 1
+            if index in self._aside or not (arrived or self._tensors[index].grad is None):
+                return False
+        return True
 
     def _end(self) -> None:
         if not any(self._arrived):
@@ -241,10 +268,23 @@ class MeanPath(_Hooks):
                 self._zero_absent(bucket)
                 self._push(bucket)
         self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
-        means = self._exchange.wait_means()
+        means, written = self._exchange.wait_means()
         self._add(means)
+        for index in self._note_written(written):
+            self._tensors[index].grad = self._buffers.view("grad", index)
         self.backwards += 1
         self._close()
+
+    def _note_written(self, written: int) -> set[int]:
+        """The pieces that the servers wrote into "grad" have a gradient; returns whose they are."""
+        found: set[int] = set()
+        first = 0
+        for bucket in self._map.buckets if written else ():
+            here = written >> first & (1 << len(bucket.pieces)) - 1
+            self._union[bucket.id] |= here
+            found.update(index for i, index in enumerate(self._owners[bucket.id]) if here >> i & 1)
+            first += len(bucket.pieces)
+        return found
 
     def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> None:
         """`.grad` = what was there before + the mean, for every parameter that anybody has a gradient for."""
@@ -261,6 +301,9 @@ class MeanPath(_Hooks):
             self._add_to(index, rows)
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
+        if self._exchange.windowed:  # the servers read "grad": nothing has to be compared
+            self._union[bucket.id] |= present
+            return
         if not self._union[bucket.id]:
             self._sums[bucket.id] = mean
             if self._own_sums:
@@ -310,8 +353,12 @@ class MeanPath(_Hooks):
             mine = self._buffers.view("grad", index)
             if tensor.grad.data_ptr() != mine.data_ptr():
                 mine.copy_(tensor.grad)
-            edited |= self._edited(index) if has else self._bits(index)
-        self._send_edits(step, edited)
+            if not has:
+                edited |= self._bits(index)
+            elif not self._exchange.windowed:
+                edited |= self._edited(index)
+        if not self._exchange.windowed:
+            self._send_edits(step, edited)
         return (), edited, dropped
 
     def _bits(self, index: int) -> int:
@@ -364,6 +411,9 @@ class PushPath(_Hooks):
         eager: bool = True,
     ) -> None:
         self._compare = compare
+        # Where the servers read this memory itself, at step(), edits need not be found; where an edit is an error, its
+        # version tells. Else `.grad` must stay apart from what has been sent, to be compared with it.
+        self._sees = eager and (exchange.windowed or not compare)
         self._guess = 1 if eager else 0
         self._eager = eager
         self._revision = [NO_REVISION] * len(slice_map.buckets)
@@ -379,6 +429,8 @@ class PushPath(_Hooks):
         if self._arm():
             self._arrived = [0] * len(self._arrived)
         full = self._copy_local(index, tensor.grad)
+        if self._sees:
+            self._keep_local(index, tensor)
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
         self._versions[index] = (id(tensor.grad), tensor.grad._version)
@@ -421,8 +473,11 @@ class PushPath(_Hooks):
                 f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it has left "
                 f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the conf"
             )
-        changed = known is None or (self._compare and not self._same(gradient, local))
-        if changed:
+        if gradient.data_ptr() == local.data_ptr():
+            changed = known is None
+        else:
+            changed = known is None or (self._compare and not self._same(gradient, local))
+        if changed and gradient.data_ptr() != local.data_ptr():
             local.copy_(gradient)
         for bucket, i in self._pieces[index]:
             wanted[bucket.id] |= 1 << i

@@ -9,18 +9,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 
 from topotrain.exchange import Exchange
+from topotrain.handling import sending
 from topotrain.job import Job, Road
 from topotrain.message import Message
 from topotrain.rendezvous import Store, open_store
 from topotrain.server import Server
+from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address, Role, Topology, layout
 from topotrain.wire import Resident, Wire, WireError
 from topotrain.wire.auth import Identity
+from topotrain.wire.emulated import Network
 from topotrain.wire.local import LocalWire
 from topotrain.wire.shm import Memory, ShmWire
 from topotrain.wire.tcp import TcpWire
@@ -38,6 +43,11 @@ class Place:
     identity: Identity
     store: Store
     sockets: Path  # a private folder with a short path
+
+    @property
+    def shared(self) -> bool:
+        """The roads show memory."""
+        return self.job.cluster.road is not Road.kTcp
 
     @staticmethod
     def of(job: Job, rendezvous: str, token: Path, sockets: Path, incarnation: int) -> "Place":
@@ -60,14 +70,16 @@ class Roads:
         if road is not Road.kTcp:
             self._wires["unix"] = ShmWire(place.identity, str(place.sockets), shared)
         if road is not Road.kShm:
-            self._wires["tcp"] = TcpWire(place.identity, place.job.cluster.start_port)
+            self._wires["tcp"] = TcpWire(place.identity, place.job.cluster.start_port, network=_network(place))
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
         self._store = place.store
+        self._topology = place.topology
         self._ways: dict[tuple[Address, Address], Wire] = {}
 
     def attach(self, me: Address, resident: Resident, dial_only: bool = False) -> tuple[str, ...]:
         """Let a resident in; returns the URLs at which others reach it."""
-        names = self._order[:1] if dial_only else self._order
+        # Who only calls others needs the one road that leads to all of them; a link makes two out of it.
+        names = self._order[:1] if dial_only and self._topology.cluster.link is None else self._order
         urls = [self._wires[n].attach(me, _Port(self, n, me, resident)) for n in names if n in self._wires]
         if not dial_only:
             self._wires["local"].attach(me, _Port(self, "local", me, resident))
@@ -81,7 +93,8 @@ class Roads:
         """Open the way to a server that was, or will be, published under `kind`."""
         urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", MEETING_S).decode().split("\n")
         by_scheme = {url.partition(":")[0]: url for url in urls}
-        scheme = next(name for name in self._order if name in by_scheme)
+        fits = self._order if self._topology.together(me, peer) else ("tcp",)
+        scheme = next(name for name in fits if name in by_scheme)
         self._wires[scheme].connect(me, peer, by_scheme[scheme])
         self.found(me, peer, scheme)
 
@@ -95,16 +108,16 @@ class Roads:
         """This road leads to that peer."""
         self._ways[(me, peer)] = self._wires[name]
 
-    def send(self, me: Address, to: Address, message: Message) -> None:
-        """Send on the road that leads there. Raises WireError if none does."""
+    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+        """Send on the road that leads there; `wait` as in `Wire.send`. Raises WireError if none does."""
         wire = self._ways.get((me, to))
         if wire is not None:
-            wire.send(me, to, message)
+            wire.send(me, to, message, wait)
             return
         for name, candidate in self._wires.items():
             # The peer opened the way and has not spoken yet.
             with suppress(WireError):
-                candidate.send(me, to, message)
+                candidate.send(me, to, message, wait)
                 self.found(me, to, name)
                 return
         raise WireError(f"no way from {me} to {to}")
@@ -118,6 +131,14 @@ class Roads:
         """Send what is queued, then end all connections."""
         for wire in self._wires.values():
             wire.close()
+
+
+def _network(place: Place) -> Network | None:
+    link = place.job.cluster.link
+    if link is None:
+        return None
+    key = sha256(b"link" + place.identity.token).hexdigest()[:16]  # several jobs may use the folder
+    return Network(link, place.sockets, key, place.topology.host_of)
 
 
 class _Port:
@@ -146,8 +167,14 @@ class _Port:
 class _ServerResident:
     """A server at its address: one message at a time, answers in the order in which they were decided."""
 
-    def __init__(self, server: Server, roads: Roads, change: threading.Condition, trouble: Callable[[], None]) -> None:
-        self.server = server
+    def __init__(
+        self,
+        make: Callable[[Callable[[Address, Message], None]], Server],
+        roads: Roads,
+        change: threading.Condition,
+        trouble: Callable[[], None],
+    ) -> None:
+        self.server = make(self._answer)
         self.workers: set[Address] = set()
         self._roads = roads
         self._lock = threading.Lock()
@@ -163,8 +190,7 @@ class _ServerResident:
             self.workers.add(sender)
         try:
             with self._lock:
-                for to, answer in self.server.handle(sender, message):
-                    self._answer(to, answer)
+                self.server.handle(sender, message)
         except Exception:
             self._trouble()
             raise
@@ -174,7 +200,7 @@ class _ServerResident:
 
     def _answer(self, to: Address, answer: Message) -> None:
         # A peer that is gone is the supervisor's business: the answer has nobody to go to.
-        with suppress(WireError):
+        with suppress(WireError), sending(self.server.spans, to, answer):
             self._roads.send(self.server.me, to, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -192,6 +218,7 @@ def serve(
     addresses: Sequence[Address],
     serving: Callable[[Address, tuple[str, ...]], None],
     trouble: Callable[[], None],
+    recorder: Callable[[Address, Sequence[int]], Recorder] = lambda *_: SILENT,
 ) -> tuple[int, int]:
     """Live as the servers of one process until the job has no more use for them.
 
@@ -200,6 +227,7 @@ def serve(
         addresses: its servers.
         serving: told each server's URLs once it can be reached.
         trouble: called on a reader's thread, inside `except`, when a server cannot go on.
+        recorder: makes what a server tells its spans to, from its address and the worker groups that it serves.
 
     Returns:
         Bytes of messages out and in.
@@ -208,12 +236,13 @@ def serve(
     memory = Memory()
     roads = Roads(place, memory)
     change = threading.Condition()
-    shm = place.job.cluster.road is not Road.kTcp
-    allocate = memory.allocate if shm else _zeros
+    allocate = memory.allocate if place.shared else _zeros
     residents = []
     for me in addresses:
-        server = Server(me, place.job, place.topology, allocate)
-        residents.append(_ServerResident(server, roads, change, trouble))
+        make = partial(Server, me, place.job, place.topology, allocate, place.shared)
+        residents.append(_ServerResident(make, roads, change, trouble))
+        server = residents[-1].server
+        server.spans = recorder(me, server.groups)
     urls = {r.server.me: roads.attach(r.server.me, r) for r in residents}
     for me in addresses:
         roads.publish("door", me, urls[me])
@@ -279,17 +308,18 @@ class WorkerRoads:
 
     def __init__(self, place: Place, me: Address) -> None:
         self.memory = Memory()
-        self._shm = place.job.cluster.road is not Road.kTcp
+        self._shared = place.shared
         self._roads = Roads(place, self.memory)
         monitor = Monitor(place.job.cluster.poll_time / 1000)
-        self.exchange = Exchange(me, place.topology, lambda to, message: self._roads.send(me, to, message), monitor)
+        send = partial(self._roads.send, me, wait=True)  # the script's thread is the one that may
+        self.exchange = Exchange(me, place.topology, send, monitor, place.shared)
         self._roads.attach(me, self.exchange, dial_only=True)
         for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
             self._roads.connect(me, server, "server")
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the road can show."""
-        return self.memory.allocate(numel, dtype) if self._shm else _zeros(numel, dtype)
+        return self.memory.allocate(numel, dtype) if self._shared else _zeros(numel, dtype)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in."""

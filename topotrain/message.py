@@ -180,6 +180,8 @@ class Fetch(Message):
 class Values(Message):
     """Server -> worker: current values of one bucket; `round` as in Fetch, or the step that made them (negative: none).
 
+    bucket -1: all of the server's stand in the worker's parameter buffer. A bucket without a body: it stands there.
+
     The body is a view of the server's values when a single group uses them (it changes only after this worker's
     next COMMIT), else a snapshot.
     """
@@ -198,6 +200,19 @@ class Fail(Message):
     config: bool = False
 
 
+@_message(6)
+@dataclass(frozen=True, slots=True)
+class Window(Message):
+    """The body shows a flat buffer of the sender, for the rest of the job; `windows` says who may write it when.
+
+    Worker -> server: "grad", the part that the server's shard covers. First server of a group -> its other servers:
+    a parameter buffer, the part that the shard covers; -> workers: all of theirs. `space` as in the slice map.
+    """
+
+    name: str
+    space: int
+
+
 # --- one step ----------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +221,7 @@ class Fail(Message):
 class Push(Message):
     """Worker -> server: the local gradient of one bucket.
 
+    fresh: the worker's window "grad" has nothing in this bucket that counts; the mean may be written there.
     `ordinal` counts the backwards of the step (visible gradients: each is a reduction of its own) or the revision
     (replacing pushes). `present` has one bit per piece of the bucket; the body of an absent piece is zero. The body is
     a view of the worker's local buffer: it stays until the reduction's mean has come back, or the step is committed.
@@ -216,6 +232,7 @@ class Push(Message):
     bucket: int
     weight: float
     present: bytes
+    fresh: bool = False
 
 
 @_message(11)
@@ -236,11 +253,15 @@ class BackwardEnd(Message):
 @_message(17)
 @dataclass(frozen=True, slots=True)
 class Reduced(Message):
-    """Server -> worker: this backward is reduced; `contributed` has a bit for each bucket that has a Mean."""
+    """Server -> worker: this backward is reduced; `contributed` has a bit for each bucket that has a Mean.
+
+    written: a bit for each of the server's pieces whose mean stands in the worker's window "grad"; empty: none.
+    """
 
     step: int
     ordinal: int
     contributed: bytes
+    written: bytes = b""
 
 
 @_message(12)
@@ -560,3 +581,30 @@ class StatePart(Message):
     piece: int
     number: float
     key: str
+
+
+# --- between units, for collectives ------------------------------------------------------------------------------
+
+
+@_message(70)
+@dataclass(frozen=True, slots=True)
+class Hop(Message):
+    """Rank -> rank of a collective: what was added up so far of a bucket, or (not `up`) what became of the sum.
+
+    Upwards: weight, count: sum and number of the weights above 0 that are in it; each: their common value and the body
+    is the plain sum, or 0.0 and it is the weighted sum. present: a bit per piece, the union so far; a Hop without body
+    has nobody's gradient. Downwards: ordinal -1 means new values and their `version`, else the mean of that backward.
+
+    The body is a view. Upwards it stays until a result of the bucket has come down to the sender; downwards until the
+    sender has everybody's part of a later reduction of the bucket.
+    """
+
+    step: int
+    ordinal: int
+    bucket: int
+    up: bool
+    weight: float
+    count: int
+    each: float
+    present: bytes
+    version: int

@@ -4,7 +4,7 @@ It is made when the first worker has said which model the job trains. Nothing he
 `server` does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,11 @@ from topotrain.job import Agreement as AgreementKind
 from topotrain.job import Grads, Job, Reduce, Slicing
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
 from topotrain.reduction import Staging
-from topotrain.shard import Allocate, FlatBuffers, Schema, slice_map_for, typed
+from topotrain.shard import Allocate, FlatBuffers, Schema, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, SliceUpdate
+from topotrain.windows import shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +198,29 @@ def global_norm(power: float, commit: m.Commit) -> float:
     return power if commit.clip_type == float("inf") else power ** (1.0 / commit.clip_type)
 
 
-def open_model(me: Address, job: Job, topology: Topology, schema: Schema, allocate: Allocate) -> Model:
-    """Make the shard of server `me`. Raises what the optimizer's class raises for settings that it does not take."""
-    slice_map = slice_map_for(schema.parameters, topology)
+def open_model(
+    me: Address,
+    job: Job,
+    topology: Topology,
+    schema: Schema,
+    slice_map: SliceMap,
+    allocate: Allocate,
+    windows: Mapping[tuple[str, int], torch.Tensor],
+    shared: bool,
+) -> Model:
+    """Make the shard of server `me`; `windows` are its parts of parameter buffers, by name and space.
+
+    Raises what the optimizer's class raises for settings that it does not take.
+    """
     flats = FlatBuffers(slice_map, me.index, allocate)
+    for (name, space), flat in windows.items():
+        flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
     units = _units(job, schema, slice_map, buckets, flats)
-    staging = {group: _staging(job, topology, group, buckets, flats) for group in topology.worker_groups_of(me.group)}
+    staging = {}
+    for group in topology.worker_groups_of(me.group):
+        reader = me.index % topology.workers_per_group if shared and shows(topology, group) else None
+        staging[group] = _staging(job, topology, group, buckets, flats, reader)
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)
     return Model(schema, slice_map, buckets, flats, units, staging, agreement, state)
@@ -243,7 +260,9 @@ def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
     return buckets[number - buckets[0].id]
 
 
-def _staging(job: Job, topology: Topology, group: int, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Staging:
+def _staging(
+    job: Job, topology: Topology, group: int, buckets: tuple[Bucket, ...], flats: FlatBuffers, reader: int | None
+) -> Staging:
     workers = topology.workers_per_group
     return Staging(
         workers,
@@ -253,6 +272,7 @@ def _staging(job: Job, topology: Topology, group: int, buckets: tuple[Bucket, ..
         lambda name, segment: flats.segment(f"{name} {group}", segment),
         visible=job.grads is Grads.kVisible and workers > 1,
         divide=job.reduce is Reduce.kMean,
+        reader=reader,
     )
 
 

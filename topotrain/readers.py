@@ -1,15 +1,17 @@
 """Who waits for values, and which values each worker group is shown.
 
 A reply waits until its group may go on (`consistency.Clocks`). All workers of a group are shown one and the same
-moment, however far apart they are served: where values change between two of its steps, from a snapshot.
+moment, however far apart they are served: where values change between two of its steps, from a snapshot. Workers
+that live in a parameter buffer of their host find the values there (see `windows`), and are told so.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from topotrain.message import Applied, Fetch, Message, Values
 from topotrain.model import Model
 from topotrain.topology import Address
+from topotrain.windows import VALUES
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,15 @@ class Readers:
 
     Args:
         groups: the worker groups that use it.
+        workers: how many each has.
         private: one group alone changes the values, by its own steps: it can be shown the values themselves.
+        buffers: group -> name of the parameter buffer that its workers live in; others are sent their values.
     """
 
-    def __init__(self, groups: Iterable[int], private: bool) -> None:
+    def __init__(self, groups: Iterable[int], workers: int, private: bool, buffers: Mapping[int, str]) -> None:
+        self._workers = workers
         self._private = private
+        self._buffers = buffers
         self.pulled = dict.fromkeys(groups, 0)  # version that each group was shown last
         self.asked: set[int] = set()  # groups that have asked for values
         self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
@@ -60,7 +66,7 @@ class Readers:
         """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""
         waiting, self._held = self._held, []
         for held in waiting:
-            if not may_read(held.worker.group):
+            if not may_read(held.worker.group) or not self._all_wait(held, waiting):
                 self._held.append(held)
                 continue
             if held.fetch:
@@ -68,14 +74,39 @@ class Readers:
             if held.applied is not None:
                 yield held.worker, held.applied
 
+    def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
+        """A parameter buffer may be written only while all workers of the group wait."""
+        group = held.worker.group
+        if not held.fetch or group not in self._buffers or self._shown.get(group) == held.round:
+            return True
+        return len({h.worker for h in waiting if h.worker.group == group and h.round == held.round}) == self._workers
+
     def _values(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
         group = held.worker.group
-        name = "values" if self._private else f"out {group}"
-        if self._shown.get(group) != held.round:
-            self._shown[group] = held.round
-            self.pulled[group] = version
-            for bucket in () if self._private else model.buckets:
-                model.flats.view(name, bucket).copy_(model.values(bucket.id))
+        if group in self._buffers:
+            yield from self._in_buffer(model, held, version)
+            return
+        name = VALUES if self._private else f"out {group}"
+        new = self._shows_now(held, version)
         for bucket in model.buckets:
             body = model.flats.view(name, bucket)
+            if new and not self._private:
+                body.copy_(model.values(bucket.id))
             yield held.worker, Values(held.round, bucket.id, self.pulled[group], body=body)
+
+    def _shows_now(self, held: _Held, version: int) -> bool:
+        """Whether this is the first of its group to be shown this moment."""
+        group = held.worker.group
+        if self._shown.get(group) == held.round:
+            return False
+        self._shown[group] = held.round
+        self.pulled[group] = version
+        return True
+
+    def _in_buffer(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+        name = self._buffers[held.worker.group]
+        if self._shows_now(held, version) and name != VALUES:
+            for bucket in model.buckets:
+                model.flats.view(name, bucket).copy_(model.values(bucket.id))
+        if held.applied is None:  # who waits for a step is told by what became of it
+            yield held.worker, Values(held.round, -1, version)

@@ -104,16 +104,20 @@ class _Reduction:
     ends: dict[int, BackwardEnd] = field(default_factory=dict)
     done: int = 0  # bit per bucket of the shard
     contributed: int = 0  # bit per bucket of the shard
+    written: dict[int, int] = field(default_factory=dict)  # place of a bucket -> its pieces written into windows
     closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A bucket whose mean is ready: `mean` is a view that stays until the group pushes the bucket again."""
+    """A bucket whose mean is ready: `mean` is a view that stays until the group pushes the bucket again.
+
+    None: it has been written into the windows of all workers.
+    """
 
     bucket: int
     present: int
-    mean: torch.Tensor
+    mean: torch.Tensor | None
 
 
 class Staging:
@@ -123,10 +127,12 @@ class Staging:
         workers: number of workers in the group.
         tree: canonical order.
         buckets: the shard's buckets, consecutive ids.
-        view: view(name, bucket) gives the bucket's part of the group's buffer `name` ("mean" or "total").
+        view: view(name, bucket) gives the bucket's part of the group's buffer `name`: "mean", "total", or "grad 3",
+            the window of worker 3.
         segment: segment(name, segment), the same for a segment, with the shape that the update wants.
         visible: reduce every backward, or let pushes replace one another.
         divide: mean or sum.
+        reader: with windows, the worker whose gradients the update reads; None without.
     """
 
     def __init__(
@@ -138,7 +144,9 @@ class Staging:
         segment: Callable[[str, Segment], torch.Tensor],
         visible: bool,
         divide: bool,
+        reader: int | None = None,
     ) -> None:
+        self._reader = reader if visible else None
         self._workers = workers
         self._tree = tree
         self._buckets = buckets
@@ -234,10 +242,11 @@ class Staging:
             if parts is None:
                 continue
             reduction.done |= bit
-            present = self._sum(ordinal, bucket, parts, reduction)
-            if present:
-                reduction.contributed |= bit
-                ready.append(Reduced(bucket, present, self._view("mean", self._buckets[bucket - self._first])))
+            reduced = self._sum(ordinal, bucket, parts, reduction)
+            if reduced is not None:
+                ready.append(reduced)
+                if reduced.mean is not None:
+                    reduction.contributed |= bit
         return ready
 
     def _parts(self, reduction: _Reduction, bucket: int, bit: int) -> dict[int, Part] | None:
@@ -253,25 +262,42 @@ class Staging:
                 return None
         return parts
 
-    def _sum(self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction) -> int:
+    def _sum(
+        self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction
+    ) -> Reduced | None:
         pushes = reduction.pushes.pop(bucket, {})
         present = 0
         for push, _ in pushes.values():
             present |= bits_to_int(push.present)
         if not present:
-            return 0
+            return None
         at = bucket - self._first
+        if self._reader is not None and len(pushes) == self._workers and all(p.fresh for p, _ in pushes.values()):
+            self._write_windows(at, parts)
+            reduction.written[at] = present
+            self._present[at] |= present
+            return Reduced(bucket, present, None)
         mean = self._view("mean", self._buckets[at])
-        earlier = self._visible and self._present[at] != 0
+        earlier = self._visible and self._reader is None and self._present[at] != 0
         if earlier and at not in self._in_total:
             # A second mean is about to overwrite the first: the running sum moves to a buffer of its own.
             self._view("total", self._buckets[at]).copy_(mean)
             self._in_total.add(at)
-        canonical_mean(parts, self._tree, mean, lambda k: self._scratch_like(k, mean), self._divide)
+        self._mean(parts, mean)
         if earlier:
             self._view("total", self._buckets[at]).add_(mean)
         self._present[at] |= present
-        return present
+        return Reduced(bucket, present, mean)
+
+    def _mean(self, parts: Mapping[int, Part], out: torch.Tensor) -> None:
+        canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)
+
+    def _write_windows(self, at: int, parts: Mapping[int, Part]) -> None:
+        """The mean goes right into every worker's "grad": the workers need not copy, and the sum is still in cache."""
+        first, *others = (self._view(f"grad {worker}", self._buckets[at]) for worker in range(self._workers))
+        self._mean(parts, first)
+        for other in others:
+            other.copy_(first)
 
     def _scratch_like(self, k: int, like: torch.Tensor) -> torch.Tensor:
         buffer = self._scratch.get((k, like.dtype))
@@ -279,8 +305,9 @@ class Staging:
             buffer = self._scratch[(k, like.dtype)] = torch.empty_like(like)
         return buffer[: like.numel()]
 
-    def closed(self, ordinal: int) -> int | None:
-        """Once per backward, when every bucket of it is reduced: the bitmap of buckets somebody contributed to.
+    def closed(self, ordinal: int) -> tuple[int, int] | None:
+        """Once per backward, when every bucket of it is reduced: the bitmap of buckets that have a mean to be sent,
+        and that of the pieces that have been written into windows.
 
         Not before all workers are in it, also on a shard without buckets: a worker that still computes takes no answer.
         """
@@ -290,7 +317,15 @@ class Staging:
         if reduction.done != (1 << len(self._buckets)) - 1:
             return None
         reduction.closed = True
-        return reduction.contributed
+        return reduction.contributed, self._per_piece(reduction.written)
+
+    def _per_piece(self, written: Mapping[int, int]) -> int:
+        """Bitmaps by bucket as one bitmap over the shard's pieces: the inverse of `_per_bucket`."""
+        bits = shift = 0
+        for at, bucket in enumerate(self._buckets):
+            bits |= written.get(at, 0) << shift
+            shift += len(bucket.pieces)
+        return bits
 
     # --- the commit ----------------------------------------------------------------------------------------------
 
@@ -315,10 +350,11 @@ class Staging:
             if ordinal not in self._reductions or self._reductions[ordinal].done != full:
                 return False
         edited = bits_to_int(commit.edited)
-        if edited and not self._edits_complete(edited):
-            return False
-        self._settle()
-        self._take_edits(edited)
+        if self._reader is None:
+            if edited and not self._edits_complete(edited):
+                return False
+            self._settle()
+            self._take_edits(edited)
         changes = zip(self._per_bucket(edited), self._per_bucket(bits_to_int(commit.dropped)), strict=True)
         for at, ((_, new), (_, gone)) in enumerate(changes):
             self._present[at] = (self._present[at] | new) & ~gone
@@ -372,7 +408,7 @@ class Staging:
         for worker, commit in self.commits.items():
             has = commit.revisions[at] != NO_REVISION
             parts[worker] = (commit.weight, held[worker][1] if has else None)
-        canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)
+        self._mean(parts, out)
         return out
 
     def sum_all(self) -> None:
@@ -391,11 +427,16 @@ class Staging:
         if at in self._unsummed:
             like = self._reduction(0).pushes[bucket.id]
             return self._sum_replacing(at, self._scratch_like(2, next(iter(like.values()))[1]))
-        return self._view("mean", bucket)
+        return self._view(self._source, bucket)
+
+    @property
+    def _source(self) -> str:
+        """The buffer that the update reads: with windows, what the script has made of a worker's gradients."""
+        return "mean" if self._reader is None else f"grad {self._reader}"
 
     def segment(self, segment: Segment) -> torch.Tensor:
         """The staged step's gradient of a segment, after `sum_all`."""
-        return self._segment("mean", segment)
+        return self._segment(self._source, segment)
 
     def present(self, bucket: Bucket) -> int:
         """Bitmap of the bucket's pieces that have a gradient in this step."""

@@ -14,15 +14,18 @@ from typing import Any
 import torch
 
 from topotrain import message as m
+from topotrain import windows
 from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Exits, Streams
 from topotrain.ending import Ending
+from topotrain.handling import handling
 from topotrain.job import Job
 from topotrain.leases import LeaseBook
 from topotrain.model import Model, global_norm, open_model
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
-from topotrain.shard import Allocate, SchemaParts, difference
-from topotrain.slices import Bucket
+from topotrain.shard import Allocate, Schema, SchemaParts, difference, slice_map_for
+from topotrain.slices import Bucket, SliceMap
+from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address, Role, Topology
 
 Out = list[tuple[Address, m.Message]]
@@ -36,15 +39,34 @@ class Server:
         job: the job.
         topology: its layout.
         allocate: allocate(numel, dtype) -> zeroed 1-D tensor for values and means, in memory that the road can show.
+        shared: the roads show memory: what workers and servers of a host both need is there only once.
+        deliver: told every answer as soon as there is one, so that it is on its way while the next is computed;
+            without it, `handle` returns them all.
     """
 
-    def __init__(self, me: Address, job: Job, topology: Topology, allocate: Allocate) -> None:
+    def __init__(
+        self,
+        me: Address,
+        job: Job,
+        topology: Topology,
+        allocate: Allocate,
+        shared: bool = False,
+        deliver: Callable[[Address, m.Message], None] | None = None,
+    ) -> None:
         self.me = me
+        self.spans: Recorder = SILENT
         self._job = job
         self._topology = topology
         self._allocate = allocate
         self.groups = topology.worker_groups_of(me.group)
+        self._shared = shared
+        self._deliver = deliver
+        self._buffers = windows.buffers_of(topology, me.group) if shared else {}
         self._model: Model | None = None
+        self._schema: Schema | None = None
+        self._map: SliceMap | None = None
+        self._windows: windows.Flats = {}
+        self._early_windows: list[m.Window] = []
         self._who_first = ""
         self._parts: dict[Address, SchemaParts] = {}
         self._drawer: list[tuple[Address, m.Message]] = []
@@ -54,7 +76,8 @@ class Server:
         self._early: list[tuple[Address, m.Message]] = []
         self._rested: dict[int, tuple[int, int]] = {}  # group -> its last rest that is over
         self.version = 0
-        self.readers = Readers(self.groups, private=len(self.groups) == 1 and not topology.synced)
+        private = len(self.groups) == 1 and not topology.synced
+        self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers)
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
         self._exits = {group: Exits() for group in self.groups}
@@ -76,7 +99,7 @@ class Server:
     # --- the door ------------------------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """Take one message; returns what to send, in order."""
+        """Take one message; returns what to send, in order (nothing where `deliver` has been told)."""
         self._out = []
         self._inside = [(sender, message)]
         while self._inside:
@@ -89,13 +112,16 @@ class Server:
             self._drawer.append((sender, message))
             return
         try:
-            _HANDLERS[type(message)](self, sender, message)
+            with handling(self.spans, sender, message):
+                _HANDLERS[type(message)](self, sender, message)
         except StepError as error:
             self._fail_group(sender.group, f"worker group {sender.group}: {error}")
 
     def _send(self, to: Address, message: m.Message) -> None:
         if to == self.me:
             self._inside.append((to, message))
+        elif self._deliver is not None:
+            self._deliver(to, message)
         else:
             self._out.append((to, message))
 
@@ -107,6 +133,8 @@ class Server:
         """Where a body is to be received (see `wire.Resident.place`)."""
         model = self._model
         if model is None:
+            return None
+        if isinstance(message, m.Window):
             return None
         if isinstance(message, m.BufferPut):
             return self._ending.buffer_place(message, model.schema)
@@ -139,27 +167,81 @@ class Server:
         who = str(sender)
         if sender.role is Role.SERVER:  # another server group says which model its workers have
             who = str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
-        if self._model is None:
-            self._who_first = who
-            try:
-                self._model = open_model(self.me, self._job, self._topology, schema, self._allocate)
-            except (ValueError, TypeError, ImportError, AttributeError) as error:
-                self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
-                return
-            self._ending.expect_buffers(len(schema.buffers))
-            for part in schema.parts() if self.me.group != 0 else ():
-                self._send(Address(Role.SERVER, 0, self.me.index), part)
-            self._inside.extend(self._drawer)
-            self._drawer = []
-            if not self._known.buckets:
-                self._all_values_here()
-        text = difference(self._known.schema, schema, self._who_first, who)
+        if self._schema is None:
+            self._schema, self._who_first = schema, who
+            self._map = slice_map_for(schema.parameters, self._topology)
+            if self.me.index == 0:
+                self._make_windows(self._map)
+            self._look_through_windows()
+            self._open(sender)
+        text = difference(self._schema, schema, self._who_first, who)
         if text:
             self._send(sender, m.Fail(f"the models of a job's workers must be the same: {text}", True))
         elif sender.role is Role.SERVER:
             self._ready_groups.add(sender.group)
             self._share()
             self._release()
+        elif self.me.index == 0 and sender.group in self._buffers:
+            self._show_buffers(sender)
+
+    def _make_windows(self, slice_map: SliceMap) -> None:
+        """The first server of a group gives out the parameter buffers."""
+        if not self._buffers:
+            return
+        self._whole = windows.make(slice_map, self._topology, self.me.group, self._allocate)
+        self._windows = windows.part(self._whole, slice_map, 0)
+        for server in self._topology.servers(self.me.group)[1:]:
+            for (name, space), flat in windows.part(self._whole, slice_map, server.index).items():
+                self._send(server, m.Window(name, space, body=flat))
+
+    def _show_buffers(self, worker: Address) -> None:
+        for (name, space), flat in self._whole.items():
+            if name == self._buffers[worker.group]:
+                self._send(worker, m.Window(name, space, body=flat))
+
+    def _window(self, sender: Address, message: m.Window) -> None:
+        if sender.role is Role.SERVER:
+            self._early_windows.append(message)
+            self._look_through_windows()
+            self._open(sender)
+            return
+        if self._model is None:
+            self._drawer.append((sender, message))
+            return
+        if message.name != "grad":
+            raise m.ProtocolError(f"a window {message.name!r} from {sender}")
+        flat = windows.seen(message, self._known.map, self.me.index)
+        self._known.flats.put(f"{message.name} {sender.index} {sender.group}", message.space, flat)
+
+    def _look_through_windows(self) -> None:
+        if self._map is not None:
+            for message in self._early_windows:
+                self._windows[message.name, message.space] = windows.seen(message, self._map, self.me.index)
+            self._early_windows = []
+
+    def _open(self, sender: Address) -> None:
+        """Make the model once its description, and the memory that it lives in, are here."""
+        schema, slice_map = self._schema, self._map
+        if self._model is not None or schema is None or slice_map is None:
+            return
+        if self._buffers and not self._windows.keys() >= windows.expected(
+            self._topology, slice_map, self.me.group, self.me.index
+        ):
+            return
+        try:
+            self._model = open_model(
+                self.me, self._job, self._topology, schema, slice_map, self._allocate, self._windows, self._shared
+            )
+        except (ValueError, TypeError, ImportError, AttributeError) as error:
+            self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
+            return
+        self._ending.expect_buffers(len(schema.buffers))
+        for part in schema.parts() if self.me.group != 0 else ():
+            self._send(Address(Role.SERVER, 0, self.me.index), part)
+        self._inside.extend(self._drawer)
+        self._drawer = []
+        if not self._known.buckets:
+            self._all_values_here()
 
     def _fail(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""
@@ -251,15 +333,18 @@ class Server:
     def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
         staging = self._known.staging[group]
         for reduced in ready:
+            if reduced.mean is None:
+                continue
             present = int_to_bits(reduced.present, len(self._known.bucket(reduced.bucket).pieces))
             mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=reduced.mean)
             for worker in self._topology.workers(group):
                 self._send(worker, mean)
-        contributed = staging.closed(ordinal)
-        if contributed is not None:
-            bits = int_to_bits(contributed, len(self._known.buckets))
+        closed = staging.closed(ordinal)
+        if closed is not None:
+            bits = int_to_bits(closed[0], len(self._known.buckets))
+            written = int_to_bits(closed[1], sum(len(bucket.pieces) for bucket in self._known.buckets))
             for worker in self._topology.workers(group):
-                self._send(worker, m.Reduced(staging.step, ordinal, bits))
+                self._send(worker, m.Reduced(staging.step, ordinal, bits, written if closed[1] else b""))
         self._try_stage(group)
 
     def _left_early(self, sender: Address, message: m.LeftEarly) -> None:
@@ -485,10 +570,11 @@ class Server:
 
 _RESTS, _IS_BACK = 1, 2  # Apply.change
 
-_BEFORE_MODEL = (m.SchemaPart, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
+_BEFORE_MODEL = (m.SchemaPart, m.Window, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,
+    m.Window: Server._window,
     m.Init: Server._init,
     m.Fail: Server._fail,
     m.Fetch: Server._fetch,

@@ -117,6 +117,18 @@ class Topology:
         _check(f"server of group {group}", index, self.shards)
         return _server_unit(self.cluster, group, index)
 
+    def host_of(self, address: Address) -> int:
+        """Number of the host where `address` stands. ValueError if nobody of that address exists.
+
+        A job runs on one host, 0; with `cluster.link` every unit stands for a host of its own.
+        """
+        unit = self.unit_of(address)
+        return 0 if self.cluster.link is None else unit
+
+    def together(self, a: Address, b: Address) -> bool:
+        """Whether two residents stand on one host and can share memory."""
+        return self.host_of(a) == self.host_of(b)
+
     def sum_tree(self, g: int) -> tuple[tuple[int, ...], ...]:
         """Worker indices of group `g`, grouped by unit, in order: the canonical order of every sum over the group.
 

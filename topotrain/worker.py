@@ -18,7 +18,7 @@ from topotrain.job import Grads, Job
 from topotrain.shard import FlatBuffers, Schema, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
-from topotrain.update import OptimizerSpec, describe, hyper
+from topotrain.update import Hyper, OptimizerSpec, describe
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Tally:
     staleness_sum: int = 0
     staleness_count: int = 0
     staleness_max: int = 0
-    loss_sum: float = 0.0
+    loss_sum: float | torch.Tensor = 0.0  # a tensor where the loss is on a device
     losses: int = 0
     started: float = 0.0
 
@@ -48,7 +48,7 @@ class Tally:
 
     def take_loss(self) -> float | None:
         """Mean loss per step since the last call, or None."""
-        mean = self.loss_sum / self.losses if self.losses else None
+        mean = float(self.loss_sum) / self.losses if self.losses else None
         self.loss_sum, self.losses = 0.0, 0
         return mean
 
@@ -95,6 +95,7 @@ class Worker:
         self._samples_weight = 1.0
         self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch of this step
         self._hyper = b""
+        self._hyper_now = Hyper(optimizer)
         self._clip = (0.0, 2.0)
         self.last_norm = float("nan")
         self._own_steps = 0
@@ -116,6 +117,8 @@ class Worker:
         if self.me.group == 0 and self.me.index == 0:
             self.buffers.copy_from_model("local")
             self.exchange.give_initial("local")
+        if self.exchange.windowed:
+            self.exchange.take_windows()
         self.exchange.fetch()
         self.buffers.move_model()
 
@@ -141,6 +144,7 @@ class Worker:
         """The loader gave the script a batch."""
         if not self.tally.started:
             self.tally.started = time.monotonic()
+        self.exchange.spans.since("data")
         self._samples_weight = weight
         self._said_weight = None
         self.tally.samples += samples
@@ -160,7 +164,9 @@ class Worker:
         """
         if not self.tally.started:
             self.tally.started = time.monotonic()
-        self._check()
+        spans = self.exchange.spans
+        with spans.span("check"):
+            self._check()
         cluster = self.job.cluster
         self._own_steps += 1
         with torch.no_grad():  # gradients may have a history (create_graph=True); the buffers must not get one
@@ -170,8 +176,11 @@ class Worker:
                 outcome = self._commit(inv_scale, check_finite, fetch=True)
         self.buffers.remember()
         self.tally.steps += 1
-        for call in self.after_step:
-            call(outcome)
+        with spans.span("report"):
+            for call in self.after_step:
+                call(outcome)
+        if outcome is not None:
+            spans.step_done(self._committed)
         return outcome
 
     def _check(self) -> None:
@@ -186,7 +195,7 @@ class Worker:
         clip_norm, clip_type = self._clip
         if not clip_norm and updater is not None and updater.clip_norm:
             clip_norm = updater.clip_norm
-        text = hyper(self.optimizer)
+        text = self._hyper_now()
         end = StepEnd(
             backwards=self.path.backwards,
             weight=self.weight(),
