@@ -22,6 +22,7 @@ from topotrain.job import (
     Engine,
     FixedStep,
     Job,
+    Link,
     LRGen,
     OnFailure,
     Param,
@@ -85,6 +86,8 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, {"apply": "kOnArrival"}, ON_ARRIVAL),
     (Job, ON_ARRIVAL | {"updater": Updater(clip_norm=1)}, ON_ARRIVAL | {"updater": Updater()}),
     (Job, ON_ARRIVAL | {"cluster": IN_MEMORY}, ON_ARRIVAL | {"cluster": UNSHARED}),
+    (Job, ON_ARRIVAL | {"cluster": Cluster(slicing="kTensor")}, ON_ARRIVAL),  # type: ignore[arg-type]
+    (Job, ON_ARRIVAL | {"cluster": Cluster(n_push=2)}, ON_ARRIVAL),
     (Job, {"pull": "kLazy", "cluster": IN_MEMORY}, {"pull": "kLazy", "cluster": UNSHARED}),
     (Cluster, {"n_push": 2, "nworkers_per_group": 2}, {"n_push": 2}),
     (Cluster, {"n_fetch": 2, "nworkers_per_group": 2}, {"n_fetch": 2}),
@@ -103,6 +106,7 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
         {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2},
         {"compression": "kInt8", "nworker_groups": 2, "nworkers_per_procs": 2, "share_memory": False},
     ),
+    (Cluster, {"road": "kShm", "link": Link(), "nworkers_per_group": 2}, {"road": "kShm", "link": Link()}),
     (Updater, {"clip_low": 1.0, "clip_high": -1.0}, {"clip_low": -1.0, "clip_high": 1.0}),
     (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
     (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
@@ -113,8 +117,7 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
 @pytest.fixture
 def everything_available(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of values that are not available yet count already."""
-    for name, kind in (("apply", Apply), ("pull", Pull)):
-        monkeypatch.setattr(Job.__dataclass_fields__[name], "type", kind)
+    monkeypatch.setattr(Job.__dataclass_fields__["pull"], "type", Pull)
     for name, kind in (("engine", Engine), ("algorithm", Algorithm), ("compression", Compression)):
         monkeypatch.setattr(Cluster.__dataclass_fields__[name], "type", kind)
 
@@ -168,7 +171,7 @@ def test_values_count_as_shared_where_the_layout_shares_them() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "accepted"),
-    [({"apply": "kOnArrival"}, "kAtStep"), ({"pull": Pull.kLazy}, "kStep"), ({"on_failure": "kContinue"}, "kStop")],
+    [({"pull": Pull.kLazy}, "kStep"), ({"on_failure": "kContinue"}, "kStop")],
 )
 def test_what_is_not_there_yet_is_refused_with_what_is(settings: dict[str, Any], accepted: str) -> None:
     with pytest.raises(ConfigError, match=f"not available yet, accepted now: {accepted}$"):

@@ -102,6 +102,7 @@ class Exchange:
         self.group_size = topology.workers_per_group
         self._bounded = topology.cluster.max_staleness is not None
         self.windowed = shared and windows.shows(topology, me.group)
+        self._streams = False
         self._windows: dict[int, m.Window] = {}
         self._send = send
         self._waiter = waiter
@@ -124,8 +125,12 @@ class Exchange:
         self._leaving = False
         self.spans: Recorder = SILENT
 
-    def open(self, schema: Schema, slice_map: SliceMap, flats: FlatBuffers) -> None:
-        """Say which model this is. `flats` are the worker's buffers: values land in "params", means in "mean"."""
+    def open(self, schema: Schema, slice_map: SliceMap, flats: FlatBuffers, streams: bool = False) -> None:
+        """Say which model this is. `flats` are the worker's buffers: values land in "params", means in "mean".
+
+        streams: gradients are applied on arrival, and values may come back before the step is committed.
+        """
+        self._streams = streams and not self.windowed
         self.schema = schema
         self.map = slice_map
         self.flats = flats
@@ -277,9 +282,16 @@ class Exchange:
         fresh: with windows, the mean may be written into "grad".
         """
         self._backward = (step, ordinal)
+        if self._streams and self._round != step:
+            self._await_values(step)  # new values may come before the backward is over
         bits = int_to_bits(present, len(bucket.pieces))
         with self.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
             self._send(self._home(bucket), m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body))
+
+    def rates(self, hyper: bytes) -> None:
+        """Say the hyper-parameters of what is pushed from now on and applied on arrival."""
+        for server in self.servers:
+            self._send(server, m.Rates(hyper))
 
     def _home(self, bucket: Bucket) -> Address:
         return self.servers[bucket.shard]
@@ -336,7 +348,9 @@ class Exchange:
     def _all_reduced(self) -> bool:
         if len(self._reduced) < len(self.servers):
             return False
-        return len(self._means) == sum(bits_to_int(reduced.contributed).bit_count() for reduced in self._reduced.values())
+        return len(self._means) == sum(
+            bits_to_int(reduced.contributed).bit_count() for reduced in self._reduced.values()
+        )
 
     def edit(self, step: int, bucket: Bucket, body: torch.Tensor) -> None:
         """Send a bucket's gradient as the script left it."""
@@ -347,7 +361,7 @@ class Exchange:
         """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values)."""
         self._applied.clear()
         pulls = end.fetch and not self.windowed  # in a parameter buffer they are when the step is applied
-        if pulls:
+        if pulls and self._round != step:
             self._await_values(step)
         for server in self.servers:
             self._send(server, self._commit_for(server, step, end))

@@ -499,3 +499,89 @@ class PushPath(_Hooks):
         self._unsent = [False] * len(self._unsent)
         self._pushes = [0] * len(self._pushes)
         self._versions.clear()
+
+
+class ArrivalPath(_Hooks):
+    """Each bucket is applied when all workers have pushed it, while backward still runs (`apply: kOnArrival`).
+
+    So a step has one backward, and nothing can be taken back: whatever would have to is an error here.
+
+    Args:
+        rates: the optimizer's hyper-parameters as they are now.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        buffers: ModelBuffers,
+        exchange: Exchange,
+        slice_map: SliceMap,
+        weight: Callable[[], float],
+        rates: Callable[[], bytes],
+    ) -> None:
+        self._rates = rates
+        self._said = b""
+        self._pushed = 0
+        self._open = False
+        self._versions: dict[int, tuple[int, int]] = {}
+        super().__init__(parts, buffers, exchange, slice_map, weight)
+
+    def _after(self, index: int, tensor: torch.Tensor) -> None:
+        if self.private or tensor.grad is None:
+            return
+        if self._arm():
+            self._begin()
+        full = self._copy_local(index, tensor.grad)
+        self._keep_local(index, tensor)
+        self._versions[index] = (id(tensor.grad), tensor.grad._version)
+        for bucket in full:
+            self._push(bucket)
+
+    def _begin(self) -> None:
+        if self._open or self.backwards:
+            what = "a backward raised, and part of it is applied" if self._open else "a second backward began"
+            raise RuntimeError(
+                f"{what}: apply: kOnArrival needs exactly one backward for each optimizer.step() "
+                f"(use apply: kAtStep, or make a backward private: `with tt.local():`)"
+            )
+        self._open = True
+        self._arrived = [0] * len(self._arrived)
+        self._pushed = 0
+        rates = self._rates()
+        if rates != self._said:
+            self._said = rates
+            self._exchange.rates(rates)
+
+    def _push(self, bucket: Bucket) -> None:
+        self._pushed |= 1 << bucket.id
+        body = self._flats.view("local", bucket)
+        self._exchange.push(self._step, 0, bucket, self._weight(), self._arrived[bucket.id], body)
+
+    def _end(self) -> None:
+        for bucket in self._map.buckets:
+            if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
+                self._zero_absent(bucket)
+                self._push(bucket)
+        self._exchange.end_backward(self._step, 0, self._weight(), self._pushed)
+        self.backwards = 1
+        self._open = False
+
+    def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        if self.backwards and self._rates() != self._said:
+            raise RuntimeError(
+                "the optimizer's hyper-parameters changed between backward() and step(), but with apply: kOnArrival "
+                "the gradients are applied already: change them after step()"
+            )
+        for index, tensor in enumerate(self._tensors):
+            gradient = tensor.grad
+            now = None if gradient is None else (id(gradient), gradient._version)
+            if now != self._versions.get(index):
+                raise RuntimeError(
+                    f"the gradient of {self._parameters[index].name} is not what backward() left, but with apply: "
+                    f"kOnArrival it is applied already; use apply: kAtStep, or updater {{ clip_low, clip_high }}"
+                )
+        return (), 0, 0
+
+    def after_step(self) -> None:
+        super().after_step()
+        self._versions.clear()

@@ -117,7 +117,6 @@ Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
 Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
-ApplyNow = Annotated[Apply, one_of(Apply, [Apply.kOnArrival])]
 PullNow = Annotated[Pull, one_of(Pull, [Pull.kLazy])]
 EngineNow = Annotated[Engine, one_of(Engine, [Engine.kGloo, Engine.kNccl])]
 AlgorithmNow = Annotated[Algorithm, one_of(Algorithm, [Algorithm.kRing, Algorithm.kTree, Algorithm.kNaive])]
@@ -136,6 +135,13 @@ def _all_reduces(c: "Cluster") -> bool:
     """One group of workers, each with a server of the same group beside it: what collectives can run."""
     counts = (c.nworkers_per_group, c.nworkers_per_procs) == (c.nservers_per_group, c.nservers_per_procs)
     return c.nworker_groups == c.nserver_groups == 1 and counts and not c.server_worker_separate
+
+
+def _one_unit(c: "Cluster") -> bool:
+    """All workers and all servers live in one unit."""
+    workers = c.nworkers_per_procs >= c.nworker_groups * c.nworkers_per_group
+    servers = c.nservers_per_procs >= c.nserver_groups * c.nservers_per_group
+    return workers and servers and not (c.server_worker_separate and c.nserver_groups)
 
 
 def _clips(u: "Updater | None") -> bool:
@@ -165,6 +171,16 @@ COMBINATIONS = (
         "needs an updater without clip_norm, clip_low and clip_high",
     ),
     Combination("apply", lambda j: j.apply is Apply.kOnArrival and _shares_values(j.cluster), _UNSHARED),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and j.cluster.slicing is Slicing.kTensor,
+        "needs slicing: kElement, since a tensor's parts arrive one after another",
+    ),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
+        "needs n_push = n_fetch = 1",
+    ),
     Combination("pull", lambda j: j.pull is Pull.kLazy and _shares_values(j.cluster), _UNSHARED),
     Combination("cluster.n_push", lambda c: c.n_push > 1 and c.nworkers_per_group > 1, _ALONE),
     Combination("cluster.n_fetch", lambda c: c.n_fetch > 1 and c.nworkers_per_group > 1, _ALONE),
@@ -192,6 +208,11 @@ COMBINATIONS = (
     ),
     Combination(
         "cluster.compression", lambda c: c.compression is not Compression.kNone and _shares_values(c), _UNSHARED
+    ),
+    Combination(
+        "cluster.road",
+        lambda c: c.road is Road.kShm and c.link is not None and not _one_unit(c),
+        "must be kAuto or kTcp with a link: units are hosts of their own then, and share no memory",
     ),
     Combination("updater.clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),
     Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
@@ -396,7 +417,7 @@ class Job(Checked):
     shard: Shard = Shard.kAuto
     reduce: Reduce = Reduce.kMean
     grads: Grads = Grads.kVisible
-    apply: ApplyNow = Apply.kAtStep
+    apply: Apply = Apply.kAtStep
     pull: PullNow = Pull.kStep
     import_: str = ""
     on_failure: OnFailureNow = OnFailure.kStop

@@ -235,6 +235,14 @@ class Push(Message):
     fresh: bool = False
 
 
+@_message(7)
+@dataclass(frozen=True, slots=True)
+class Rates(Message):
+    """Worker -> server: hyper-parameters as in Commit, before the pushes of a step that are applied on arrival."""
+
+    hyper: bytes
+
+
 @_message(11)
 @dataclass(frozen=True, slots=True)
 class BackwardEnd(Message):

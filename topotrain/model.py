@@ -4,14 +4,15 @@ It is made when the first worker has said which model the job trains. Nothing he
 `server` does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from topotrain import message as m
 from topotrain.job import Agreement as AgreementKind
-from topotrain.job import Grads, Job, Reduce, Slicing
+from topotrain.job import Apply, Grads, Job, Reduce, Slicing
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
 from topotrain.reduction import Staging
 from topotrain.shard import Allocate, FlatBuffers, Schema, typed
@@ -19,6 +20,8 @@ from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, SliceUpdate
 from topotrain.windows import shows
+
+Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Model:
     staging: dict[int, Staging]
     agreement: Agreement
     state: OptimizerState
+    on_arrival: bool = False
 
     def bucket(self, number: int) -> Bucket:
         """A bucket of this shard. Raises ProtocolError for another's."""
@@ -162,6 +166,9 @@ class Model:
         factor = commit.inv_scale
         if 0 < commit.clip_norm < norm:
             factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        if self.on_arrival:  # the values are new already
+            yield from (self.bucket(number) for number in self.touched(group))
+            return
         for unit in self.units:
             if unit.whole:
                 self.staging[group].sum_all()
@@ -186,6 +193,15 @@ class Model:
         if any(gradient is not None for gradient in grads.values()):
             unit.update.apply(hyper, grads)
 
+    def update_now(self, bucket: Bucket, present: int, gradient: torch.Tensor, hyper: bytes) -> None:
+        """One bucket's values take a gradient that has just arrived."""
+        grads: dict[int, torch.Tensor | None] = {
+            piece.segment: gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]
+            for i, piece in enumerate(bucket.pieces)
+            if present >> i & 1
+        }
+        self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
+
     @staticmethod
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
         return gradient if factor == 1.0 else gradient * factor
@@ -207,8 +223,11 @@ def open_model(
     allocate: Allocate,
     windows: Mapping[tuple[str, int], torch.Tensor],
     shared: bool,
+    arrived: Arrived,
 ) -> Model:
     """Make the shard of server `me`; `windows` are its parts of parameter buffers, by name and space.
+
+    arrived: with `apply: kOnArrival`, told (worker group, bucket, pieces, mean) of each mean when it is there.
 
     Raises what the optimizer's class raises for settings that it does not take.
     """
@@ -220,10 +239,11 @@ def open_model(
     staging = {}
     for group in topology.worker_groups_of(me.group):
         reader = me.index % topology.workers_per_group if shared and shows(topology, group) else None
-        staging[group] = _staging(job, topology, group, buckets, flats, reader)
+        staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived)
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)
-    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state)
+    on_arrival = job.apply is Apply.kOnArrival
+    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state, on_arrival)
 
 
 def _units(
@@ -261,8 +281,15 @@ def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
 
 
 def _staging(
-    job: Job, topology: Topology, group: int, buckets: tuple[Bucket, ...], flats: FlatBuffers, reader: int | None
+    job: Job,
+    topology: Topology,
+    group: int,
+    buckets: tuple[Bucket, ...],
+    flats: FlatBuffers,
+    reader: int | None,
+    arrived: Arrived,
 ) -> Staging:
+    on_arrival = job.apply is Apply.kOnArrival
     workers = topology.workers_per_group
     return Staging(
         workers,
@@ -270,9 +297,10 @@ def _staging(
         buckets,
         lambda name, bucket: flats.view(f"{name} {group}", bucket),
         lambda name, segment: flats.segment(f"{name} {group}", segment),
-        visible=job.grads is Grads.kVisible and workers > 1,
+        visible=on_arrival or (job.grads is Grads.kVisible and workers > 1),
         divide=job.reduce is Reduce.kMean,
-        reader=reader,
+        reader=None if on_arrival else reader,
+        arrived=partial(arrived, group) if on_arrival else None,
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from topotrain.message import Applied, Fetch, Message, Values
 from topotrain.model import Model
-from topotrain.topology import Address
+from topotrain.slices import Bucket
+from topotrain.topology import Address, Role
 from topotrain.windows import VALUES
 
 
@@ -42,6 +43,7 @@ class Readers:
         self.asked: set[int] = set()  # groups that have asked for values
         self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
         self._shown: dict[int, int] = {}
+        self._streamed: dict[int, tuple[int, set[int]]] = {}  # group -> the step and buckets that it was sent early
         self._held: list[_Held] = []
 
     def fetch(self, worker: Address, message: Fetch, step: int) -> None:
@@ -74,6 +76,22 @@ class Readers:
             if held.applied is not None:
                 yield held.worker, held.applied
 
+    def stream(
+        self, model: Model, group: int, bucket: Bucket, step: int, version: int
+    ) -> Iterator[tuple[Address, Message]]:
+        """A bucket is new in the middle of the group's step: its workers may have it before the others."""
+        if group in self._buffers:
+            return
+        known, buckets = self._streamed.get(group, (-1, set()))
+        if known != step:
+            self._streamed[group] = (step, buckets := set())
+        buckets.add(bucket.id)
+        body = model.values(bucket.id)
+        if not self._private:
+            body = model.flats.view(f"out {group}", bucket).copy_(body)
+        for index in range(self._workers):
+            yield Address(Role.WORKER, group, index), Values(step, bucket.id, version, body=body)
+
     def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
         """A parameter buffer may be written only while all workers of the group wait."""
         group = held.worker.group
@@ -88,7 +106,10 @@ class Readers:
             return
         name = VALUES if self._private else f"out {group}"
         new = self._shows_now(held, version)
+        step, early = self._streamed.get(group, (-1, set()))
         for bucket in model.buckets:
+            if step == held.round and bucket.id in early:
+                continue
             body = model.flats.view(name, bucket)
             if new and not self._private:
                 body.copy_(model.values(bucket.id))

@@ -133,6 +133,8 @@ class Staging:
         visible: reduce every backward, or let pushes replace one another.
         divide: mean or sum.
         reader: with windows, the worker whose gradients the update reads; None without.
+        arrived: takes (bucket, its pieces, the mean) as soon as a bucket's mean is there, and is done with it when it
+            returns; the mean is then not kept (`apply: kOnArrival`).
     """
 
     def __init__(
@@ -145,8 +147,10 @@ class Staging:
         visible: bool,
         divide: bool,
         reader: int | None = None,
+        arrived: Callable[[Bucket, int, torch.Tensor], None] | None = None,
     ) -> None:
         self._reader = reader if visible else None
+        self._arrived = arrived
         self._workers = workers
         self._tree = tree
         self._buckets = buckets
@@ -262,9 +266,7 @@ class Staging:
                 return None
         return parts
 
-    def _sum(
-        self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction
-    ) -> Reduced | None:
+    def _sum(self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction) -> Reduced | None:
         pushes = reduction.pushes.pop(bucket, {})
         present = 0
         for push, _ in pushes.values():
@@ -272,6 +274,12 @@ class Staging:
         if not present:
             return None
         at = bucket - self._first
+        if self._arrived is not None:
+            mean = self._scratch_like(2, next(iter(pushes.values()))[1])
+            self._mean(parts, mean)
+            self._present[at] |= present
+            self._arrived(self._buckets[at], present, mean)
+            return None
         if self._reader is not None and len(pushes) == self._workers and all(p.fresh for p, _ in pushes.values()):
             self._write_windows(at, parts)
             reduction.written[at] = present

@@ -230,7 +230,15 @@ class Server:
             return
         try:
             self._model = open_model(
-                self.me, self._job, self._topology, schema, slice_map, self._allocate, self._windows, self._shared
+                self.me,
+                self._job,
+                self._topology,
+                schema,
+                slice_map,
+                self._allocate,
+                self._windows,
+                self._shared,
+                self._arrived,
             )
         except (ValueError, TypeError, ImportError, AttributeError) as error:
             self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
@@ -340,12 +348,23 @@ class Server:
             for worker in self._topology.workers(group):
                 self._send(worker, mean)
         closed = staging.closed(ordinal)
-        if closed is not None:
+        if closed is not None and not self._known.on_arrival:
             bits = int_to_bits(closed[0], len(self._known.buckets))
             written = int_to_bits(closed[1], sum(len(bucket.pieces) for bucket in self._known.buckets))
             for worker in self._topology.workers(group):
                 self._send(worker, m.Reduced(staging.step, ordinal, bits, written if closed[1] else b""))
         self._try_stage(group)
+
+    def _rates(self, sender: Address, message: m.Rates) -> None:
+        self._hyper_of[sender] = self._hyper[sender.group] = message.hyper
+
+    def _arrived(self, group: int, bucket: Bucket, present: int, gradient: torch.Tensor) -> None:
+        """A mean is there, and is applied on arrival; who waits for nobody gets the new values at once."""
+        self._known.update_now(bucket, present, gradient, self._hyper[group])
+        if self._common and self._job.cluster.max_staleness is None:
+            step = self._known.staging[group].step
+            for worker, values in self.readers.stream(self._known, group, bucket, step, self.version):
+                self._send(worker, values)
 
     def _left_early(self, sender: Address, message: m.LeftEarly) -> None:
         self._exits[sender.group].left(sender.index, message.exits, (message.step, float(message.backwards)))
@@ -579,6 +598,7 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Fail: Server._fail,
     m.Fetch: Server._fetch,
     m.Push: Server._push,
+    m.Rates: Server._rates,
     m.BackwardEnd: Server._backward_end,
     m.Edit: Server._edit,
     m.Commit: Server._commit,

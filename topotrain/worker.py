@@ -13,8 +13,8 @@ import torch
 
 from topotrain.buffers import ModelBuffers, ModelParts
 from topotrain.exchange import Exchange, Outcome, StepEnd
-from topotrain.gradients import GradientPath, MeanPath, PushPath
-from topotrain.job import Grads, Job
+from topotrain.gradients import ArrivalPath, GradientPath, MeanPath, PushPath
+from topotrain.job import Apply, Grads, Job
 from topotrain.shard import FlatBuffers, Schema, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
@@ -90,7 +90,8 @@ class Worker:
         self._groups = len(optimizer.param_groups)
         schema, self.map = plan_of(topology, parts, spec)
         self.buffers = ModelBuffers(parts, self.map, flats(self.map))
-        exchange.open(schema, self.map, self.buffers.flats)
+        on_arrival = job.apply is Apply.kOnArrival
+        exchange.open(schema, self.map, self.buffers.flats, streams=on_arrival)
         self._said_weight: float | None = None
         self._samples_weight = 1.0
         self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch of this step
@@ -108,6 +109,8 @@ class Worker:
 
     def _make_path(self, group_size: int) -> GradientPath:
         args = (self.parts, self.buffers, self.exchange, self.map, self.weight)
+        if self.job.apply is Apply.kOnArrival:
+            return ArrivalPath(*args, rates=self._hyper_now)
         if group_size > 1 and self.job.grads is Grads.kVisible:
             return MeanPath(*args)
         return PushPath(*args, compare=group_size == 1, eager=self.job.cluster.n_push == 1)
@@ -153,6 +156,10 @@ class Worker:
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """Clip this step's global gradient norm on the servers."""
+        if self.job.apply is Apply.kOnArrival:
+            raise RuntimeError(
+                "a norm is known at step() only, and apply: kOnArrival updates before; use apply: kAtStep"
+            )
         self._clip = (max_norm, norm_type)
 
     # --- a step --------------------------------------------------------------------------------------------------
