@@ -5,14 +5,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 CONFS  := $(foreach name,sandblaster allreduce downpour hogwild,examples/conf/$(name).conf)
-CODE   := topotrain tests examples
+CODE   := topotrain tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format clean
+.PHONY: help setup run test bench check format clean
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
 	@echo "make test    run the tests (make test ARGS='-k hogwild' runs some of them)"
+	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
 	@echo "make check   formatting, lint, types, floors"
 	@echo "make format  put the code in the usual form"
 	@echo "make setup   only the environment"
@@ -51,6 +52,9 @@ run: setup
 test: setup
 	@find topotrain -name '*.py' -exec wc -l {} + | sort -n
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

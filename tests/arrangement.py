@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +27,12 @@ from torch import nn
 from topotrain.buffers import describe_model
 from topotrain.exchange import Exchange
 from topotrain.feeds import STATIC
-from topotrain.host import Monitor, Place, WorkerRoads, _peers, _ServerResident, serve
+from topotrain.host import Monitor, WorkerRoads, _peers, _ServerResident, serve
 from topotrain.job import Cluster, Job, Reduce
 from topotrain.optimizer import _tracked, adopt
 from topotrain.reduction import canonical_mean
 from topotrain.rendezvous import open_store
+from topotrain.roads import Place
 from topotrain.server import Server
 from topotrain.shard import FlatBuffers
 from topotrain.topology import Address, Role, Topology, layout
@@ -360,23 +362,25 @@ def run_hosted(job: Job, build: Build, script: Script, directory: Path) -> Resul
     homes = [
         threading.Thread(target=crew._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)
         for unit in topology.units
-        if unit.servers
+        if unit.servers and not topology.inline
     ]
     for home in homes:
         home.start()
-    handles, roads = [], []
-    for number, me in enumerate(worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
-        roads.append(WorkerRoads(place(100 + number), me))
-        crew.exchanges[me] = roads[-1].exchange
-        handles.append(_enlist(job, topology, me, build, roads[-1].exchange, roads[-1].allocate, crew))
-    closers = dict(zip(crew.exchanges, roads, strict=True))
-    _train(crew, handles, script, lambda me: closers[me].close())
+    workers = [worker for g in range(topology.worker_groups) for worker in topology.workers(g)]
+    with ThreadPoolExecutor(len(workers)) as pool:  # servers beside workers meet each other: all at once
+        found = pool.map(lambda pair: WorkerRoads(place(100 + pair[0]), pair[1]), enumerate(workers))
+        roads = dict(zip(workers, found, strict=True))
+    crew.exchanges.update({me: road.exchange for me, road in roads.items()})
+    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me].allocate, crew) for me in workers]
+    _train(crew, handles, script, lambda me: roads[me].close(finished=not crew.errors))
     for home in homes:
         home.join(PATIENCE_S if not crew.errors else 0.0)
     shutil.rmtree(sockets, ignore_errors=True)
     if crew.errors:
         raise crew.errors[0]
     assert not any(home.is_alive() for home in homes), "a server did not end"
+    if topology.inline:
+        traffic = [road.traffic() for road in roads.values()]
     return Result.of(
         handles[0].model, workers=handles, traffic=(sum(o for o, _ in traffic), sum(i for _, i in traffic))
     )

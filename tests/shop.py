@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,28 @@ class Shop:
     folder: Path
     served_at: str
 
-    def command(self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job") -> list[str]:
+    def command(
+        self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job", options: Sequence[str] = ()
+    ) -> list[str]:
         conf = self.folder / f"{name}.conf"
         workspace = self.folder / name
         conf.write_text(f'name: "{name}"\n{extra}\ncluster {{ {cluster} workspace: "{workspace}" }}\n')
         report = ["--report", str(self.folder / f"{name}.json"), "--forkserver", self.served_at]
-        return [sys.executable, "-m", "topotrain", "run", *report, str(conf), str(PROGRAMS / program), *args]
+        run = [sys.executable, "-m", "topotrain", "run", *report, *options]
+        return [*run, str(conf), str(PROGRAMS / program), *args]
 
-    def run(self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job", code: int = 0) -> Ended:
-        """Run a job to its end; its exit code must be `code`."""
-        command = self.command(cluster, program, *args, extra=extra, name=name)
+    def run(
+        self,
+        cluster: str,
+        program: str,
+        *args: str,
+        extra: str = "",
+        name: str = "job",
+        code: int = 0,
+        options: Sequence[str] = (),
+    ) -> Ended:
+        """Run a job to its end; its exit code must be `code`. `options` are those of `topotrain run`."""
+        command = self.command(cluster, program, *args, extra=extra, name=name, options=options)
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self.folder)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         report = self.folder / f"{name}.json"

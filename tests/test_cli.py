@@ -60,6 +60,11 @@ class Launcher:
     def __init__(self, ending: Outcome | None = None) -> None:
         self.ending = ending or Outcome(0, 1.5)
         self.jobs: list[Job] = []
+        self.profiles: list[int] = []
+
+    def __call__(self, forkserver: str, profile: int) -> "Launcher":
+        self.profiles.append(profile)
+        return self
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
         self.jobs.append(job)
@@ -78,7 +83,7 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    monkeypatch.setitem(sys.modules, "topotrain.launch.local", SimpleNamespace(LocalLauncher=lambda forkserver: found))
+    monkeypatch.setitem(sys.modules, "topotrain.launch.local", SimpleNamespace(LocalLauncher=found))
     return found
 
 
@@ -426,11 +431,27 @@ def test_commands_in_the_reference_parse() -> None:
             commands()[words[0]].make_context(words[0], cli.separate(words)[1:])
 
 
+@pytest.mark.parametrize(
+    ("options", "step"), [([], 0), (["--profile"], 10), (["--profile-step", "25"], 25), (["--profile-step=1"], 1)]
+)
+def test_the_launcher_is_told_which_step_to_profile(
+    ask: Ask, here: Path, launcher: Launcher, options: list[str], step: int
+) -> None:
+    code, _, err = ask("run", *options, "down.conf", "train.py", "--profile")  # the last one is the program's
+    assert (code, launcher.profiles) == (0, [step])
+    assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
+
+
+def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:
+    assert ask("run", "--profile-step", "0", "down.conf", "train.py")[0] == 2
+    assert launcher.jobs == []
+
+
 def test_the_reference_names_every_option_and_no_other() -> None:
     text = DOCS.read_text()
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
-        table = set(re.findall(r"^\| `(--\w+)", section, re.M))
+        table = set(re.findall(r"^\| `(--[\w-]+)", section, re.M))
         hidden = {option for param in command.params for option in param.opts if getattr(param, "hidden", False)}
         assert table == {option for option, _ in options(command)} - {"--help"} - hidden
 

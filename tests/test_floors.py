@@ -19,10 +19,11 @@ PACKAGE = Path(__file__).parents[1] / "topotrain"
 TOP = "topotrain"
 
 FLOORS = (
-    "checks job protofile textproto events",
+    "checks job protofile textproto events spans",
     "topology slices",
-    "message reduction consistency schedule update neighbor leases shard model readers ending server",
-    "wire rendezvous",
+    "message handling codecs compression reduction collective consistency schedule "
+    "update neighbor leases shard model readers ending server",
+    "wire torchdist rendezvous",
     "exchange buffers gradients worker optimizer sampling feeds streams data host",
     "launch plan",
     "front watch cli",

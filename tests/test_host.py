@@ -23,9 +23,10 @@ from arrangement import (
 
 from topotrain import message as m
 from topotrain.exchange import JobError
-from topotrain.host import Place, Roads, WorkerRoads
+from topotrain.host import WorkerRoads
 from topotrain.job import Cluster, Grads, Job, Reduce
 from topotrain.rendezvous import open_store
+from topotrain.roads import Place, Roads
 from topotrain.topology import Address, Role, layout
 from topotrain.wire import Refused, WireError
 from topotrain.wire.auth import Identity
@@ -195,7 +196,7 @@ def test_a_stranger_is_refused_and_the_others_go_on(place):
 
 def test_a_workers_memory_is_shown_on_the_shared_road_only(place):
     for road, found in (("kShm", True), ("kTcp", False)):
-        job = Job(cluster=Cluster(road=road))
+        job = Job(cluster=Cluster(road=road, server_worker_separate=True))
         home = Roads(place(job, number=1), Memory())
         home.publish("server", SERVER, home.attach(SERVER, Listener()))
         roads = WorkerRoads(place(job, number=2), WORKER)

@@ -15,7 +15,6 @@ from topotrain.job import (
     COMBINATIONS,
     Agreement,
     Algorithm,
-    Apply,
     Cluster,
     Compression,
     ConfigError,

@@ -110,7 +110,9 @@ class Group:
         assert [len(b.pieces) for b in self.buckets] == [1, 2]
         self.buffers = {}
         tree = tree or (tuple(range(workers)),)
-        self.staging = Staging(workers, tree, self.buckets, self.view, lambda name, segment: torch.empty(0), visible, divide)
+        self.staging = Staging(
+            workers, tree, self.buckets, self.view, lambda name, segment: torch.empty(0), visible, divide
+        )
         self.workers = workers
 
     def view(self, name, bucket):
@@ -186,7 +188,9 @@ def test_what_a_worker_did_not_push_by_the_end_it_does_not_have():
 
 def test_a_backward_is_over_when_all_workers_are_in_it():
     """A shard without buckets has nothing to wait for, and must wait all the same."""
-    empty = Staging(2, ((0, 1),), (), lambda name, bucket: torch.empty(0), lambda name, segment: torch.empty(0), True, True)
+    empty = Staging(
+        2, ((0, 1),), (), lambda name, bucket: torch.empty(0), lambda name, segment: torch.empty(0), True, True
+    )
     empty.end(0, BackwardEnd(0, 0, 1.0, b""))
     assert empty.closed(0) is None
     empty.end(1, BackwardEnd(0, 0, 1.0, b""))

@@ -90,7 +90,8 @@ def header_with(**changes: int) -> bytes:
         (control(77, b"", 1), "unknown control frame 77"),
         (control(REGION, REGION_IS.pack(0, 10), 1), "unknown control frame 2"),
         (frame(VALUES, 1, BODY, 44), "Values has a payload of 44 bytes, the schema says 40"),
-        (frame(VALUES, 1, REFERENCE, 40) + REFERENCE_AT.pack(0, 0), "region 0, out of bounds"),
+        (header_with(flags=REFERENCE, payload=1), "a payload that no flag announces"),
+        (frame(VALUES, 1, REFERENCE) + REFERENCE_AT.pack(0, 0, 40), "region 0, out of bounds"),
     ],
 )
 def test_a_wrong_frame_ends_the_connection_with_its_reason(raw, reason):
@@ -123,7 +124,7 @@ def test_every_changed_byte_of_a_header_is_noticed(position, flip):
 @given(
     st.builds(
         Header,
-        st.sampled_from([BODY, REFERENCE]),
+        st.just(BODY),
         st.integers(0, 65535),
         st.integers(0, MAX_META),
         st.integers(0, MAX_BODY),
@@ -180,6 +181,35 @@ def test_random_and_damaged_streams_end_the_connection_or_pass(noise):
         assert connection.join(20)
 
 
+class Counting(socket.socket):
+    """Counts how often something was received."""
+
+    calls = 0
+
+    def recv_into(self, *args):
+        self.calls += 1
+        return super().recv_into(*args)
+
+
+def test_a_payload_is_received_in_one_call_right_where_it_stays():
+    """However it comes: the kernel's copy is the only one, and the interpreter is asked for once, not per packet."""
+    a, b = socket.socketpair()
+    sock = Counting(fileno=b.detach())
+    target = torch.zeros(1 << 20)
+    resident = Recorder(lambda message, viewable: target)
+    connection = Connection(sock, SERVER, WORKER, resident, 0)
+    connection.start()
+    raw = torch.arange(float(1 << 20)).numpy().tobytes()
+    a.sendall(frame(VALUES, 1, BODY, len(raw)))
+    for at in range(0, len(raw), 100_000):
+        a.sendall(raw[at : at + 100_000])
+    assert resident.next().body is target
+    assert target.equal(torch.arange(float(1 << 20)))
+    assert sock.calls <= 4  # header and what came with it, the payload, and the wait for the next frame
+    a.close()
+    assert connection.join(20)
+
+
 def bounded(message: Message, viewable: bool) -> torch.Tensor:
     if not 0 <= getattr(message, "bucket", 0) <= 1000:
         raise ProtocolError("no such bucket")
@@ -214,7 +244,15 @@ def region_frame(region, number: int, nbytes: int | None = None) -> tuple[list[b
 
 @pytest.mark.parametrize(
     ("region", "offset", "size"),
-    [(0, 0, 1 << 21), (0, (1 << 20) - 39, 40), (0, 1 << 20, 40), (0, 2**64 - 1, 40), (1, 0, 40), (2**64 - 1, 0, 40)],
+    [
+        (0, 0, 1 << 21),
+        (0, 0, 2**64 - 1),
+        (0, (1 << 20) - 39, 40),
+        (0, 1 << 20, 40),
+        (0, 2**64 - 1, 40),
+        (1, 0, 40),
+        (2**64 - 1, 0, 40),
+    ],
 )
 def test_a_reference_out_of_bounds_ends_the_connection(region, offset, size):
     memory = Memory()
@@ -222,7 +260,7 @@ def test_a_reference_out_of_bounds_ends_the_connection(region, offset, size):
     assert ours.nbytes == 1 << 20
     with server(Memory(), placing=place_view) as (sock, resident, _):
         sock.sendmsg(*region_frame(ours, 1))
-        sock.sendall(frame(VALUES, 2, REFERENCE, size) + REFERENCE_AT.pack(region, offset))
+        sock.sendall(frame(VALUES, 2, REFERENCE) + REFERENCE_AT.pack(region, offset, size))
         assert "out of bounds" in resident.end()
         assert "out of bounds" in said(sock)
 
@@ -260,14 +298,36 @@ def test_a_region_is_sent_once_and_a_reference_is_small():
     fd = array("i", extra[0][2])[0]
     assert os.fstat(fd).st_ino == os.fstat(memory.find(body)[0].fd).st_ino
     os.close(fd)
-    while len(raw) < 3 * HEADER_BYTES + 16 + 2 * (24 + 16):
+    while len(raw) < 3 * HEADER_BYTES + 16 + 2 * (24 + 24):
         more, extra, _, _ = a.recvmsg(4096, 100)
         assert not extra
         raw += more
-    assert len(raw) == 3 * HEADER_BYTES + 16 + 2 * (24 + 16)
+    assert len(raw) == 3 * HEADER_BYTES + 16 + 2 * (24 + 24)
     assert connection.sent == 2 * (HEADER_BYTES + 24) + body.nbytes + 20
     a.close()
     assert connection.join(20)
+
+
+@pytest.mark.parametrize("viewed", [True, False])
+def test_a_reference_may_show_more_than_a_payload_can_hold(viewed):
+    memory, size = Memory(), MAX_BODY + 4096
+    resident = Recorder(lambda message, viewable: None if viewed else torch.empty(size, dtype=torch.uint8))
+    a, b = socket.socketpair()
+    sender = Connection(a, WORKER, SERVER, Recorder(), 0, memory)
+    receiver = Connection(b, SERVER, WORKER, resident, 0, Memory())
+    sender.start()
+    receiver.start()
+    body = memory.allocate(size + 100, torch.uint8)[5 : 5 + size]
+    body[-1] = 9
+    sender.send(Values(0, 0, 0, body=body))
+    got = resident.next().body
+    assert (got.nbytes, got[0], got[-1]) == (size, 0, 9)
+    body[0] = 7
+    assert got[0] == (7 if viewed else 0)
+    assert receiver.received == sender.sent == HEADER_BYTES + 24 + size
+    sender.shut()
+    assert sender.join(20)
+    assert receiver.join(20)
 
 
 # --- sending -----------------------------------------------------------------------------------------------------
@@ -334,7 +394,7 @@ def starts(raw: bytes, at: int) -> list[int]:
 )
 def test_a_body_that_cannot_travel_is_refused_where_it_is_sent(body):
     with server() as (_, _, connection):
-        with pytest.raises(ValueError, match="a body must be 1-D, contiguous"):
+        with pytest.raises(ValueError, match=r"a body must be 1-D and contiguous|must be at most 67108864"):
             connection.send(Values(0, 0, 0, body=body))
         connection.send(Fetch(1))
 

@@ -17,6 +17,7 @@ from arrangement import (
     mlp,
     plain,
     reference,
+    run_local,
     sgd,
     tokens,
     usual_loop,

@@ -7,18 +7,20 @@ slow to import (torch above all) is imported where it is used.
 
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from topotrain.job import ConfigError, Job
+from topotrain.job import ConfigError, Job, Link
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from topotrain.topology import Topology
     from topotrain.watch.compare import Result
 
-VALUED = frozenset({"--set", "--report", "--out", "--forkserver"})
+WARM_STEP = 10
+"""The step that `--profile` shows: by then buffers are allocated and caches are warm."""
+
+VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step"})
 """Options that are followed by a value, of all commands."""
 
 CONFS = (".conf", ".yaml", ".yml")
@@ -58,6 +63,10 @@ Example:
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
+]
+Emulate = Annotated[
+    str,
+    typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
 ]
 Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
 Program = Annotated[
@@ -130,11 +139,19 @@ def run(
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
+    emulate: Emulate = "",
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
+    ] = False,
+    profile_step: Annotated[
+        int | None,
+        typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
+    ] = None,
     forkserver: Annotated[str, typer.Option("--forkserver", hidden=True, help="One that is running already.")] = "",
 ) -> None:
     """Train a job on this machine.
@@ -145,12 +162,13 @@ def run(
         from topotrain.topology import layout
         from topotrain.watch.table import console, summary
 
-        job = _load(conf, sets, program, args)
+        job = _linked(_load(conf, sets, program, args), emulate)
         topology = layout(job.cluster)
         if report is not None:
             _writable("--report", report)
         terminal = console(stderr=True)
-        result = _train(job, topology, terminal, quiet, not as_json, forkserver)
+        step = profile_step or (WARM_STEP if profile else 0)
+        result = _train(job, topology, terminal, quiet, not as_json, forkserver, step)
         data = result.report.as_data(result.outcome)
         text = json.dumps(data, indent=2)
         if report is not None:
@@ -159,6 +177,8 @@ def run(
             print(text)
         if result.outcome.code == 0 and not quiet:
             terminal.print(summary(data), soft_wrap=True)
+        if step and result.outcome.code == 0:
+            _trace(job, terminal, quiet)
         raise typer.Exit(result.outcome.code)
 
 
@@ -198,6 +218,7 @@ def compare(
         "workspace/compare"
     ),
     sets: Sets = None,
+    emulate: Emulate = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
     ] = False,
@@ -216,7 +237,9 @@ def compare(
         if not plot.available():
             raise BadInput(plot.MISSING)
         _writable("--out", out / side_by_side.DATA)
-        jobs = side_by_side.entries([(conf, _load(Path(conf), sets, program, args)) for conf in confs], out)
+        jobs = side_by_side.entries(
+            [(conf, _linked(_load(Path(conf), sets, program, args), emulate)) for conf in confs], out
+        )
         terminal = console(stderr=True)
 
         def train(entry: side_by_side.Entry) -> "Result":
@@ -234,7 +257,15 @@ def compare(
         raise typer.Exit(code)
 
 
-def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, chatty: bool, forkserver: str) -> "Result":
+def _train(
+    job: Job,
+    topology: "Topology",
+    terminal: "Console",
+    quiet: bool,
+    chatty: bool,
+    forkserver: str,
+    profile: int = 0,
+) -> "Result":
     """Run one job with its windows open. `chatty`: stdout belongs to the program and not to our JSON."""
     from topotrain.launch.local import LocalLauncher
     from topotrain.watch.compare import Result
@@ -250,7 +281,7 @@ def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, cha
             report(event)
             window(event)
 
-        outcome = LocalLauncher(forkserver=forkserver).start(job, topology, on_event)
+        outcome = LocalLauncher(forkserver=forkserver, profile=profile).start(job, topology, on_event)
     if outcome.cause is not None:
         _complain(story(outcome.cause, job, topology))
     elif outcome.code >= 128:
@@ -258,6 +289,27 @@ def _train(job: Job, topology: "Topology", terminal: "Console", quiet: bool, cha
     elif outcome.code:
         _complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
     return Result(outcome, report)
+
+
+def _trace(job: Job, terminal: "Console", quiet: bool) -> None:
+    """Write the trace of the step that was profiled, and show where its time went."""
+    from topotrain.launch.workspace import SPANS
+    from topotrain.watch import trace
+    from topotrain.watch.table import phases
+
+    workspace = Path(job.workspace)
+    processes = trace.collect(workspace / "run" / SPANS)
+    if not processes:
+        _complain("no step was finished, so there is no trace")
+        return
+    try:
+        trace.write(processes, workspace / trace.FILE)
+    except OSError as error:
+        _complain(f"{workspace / trace.FILE}: cannot be written ({error.strerror})")
+        return
+    if not quiet:
+        terminal.print(phases(trace.shares(processes)))
+        terminal.print(f"trace: {workspace / trace.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
 
 
 def _load(
@@ -274,6 +326,36 @@ def _load(
     if needs_program or program:
         _program(Path(job.program))
     return job
+
+
+_LINK_FIELDS = {
+    "bandwidth": {"kbit": 0.001, "mbit": 1.0, "gbit": 1000.0},
+    "delay": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "loss": {"": 1.0, "%": 0.01},
+}
+_LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
+
+
+def parse_link(text: str) -> Link:
+    """The link that `--emulate` names: "100mbit,20ms", "1gbit,jitter=5ms,loss=0.01". Raises ConfigError."""
+    values: dict[str, float] = {}
+    for part in text.lower().replace(" ", "").split(","):
+        found = _LINK_PART.fullmatch(part)
+        name, amount, unit = found.groups() if found else ("", "", "")
+        name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
+        if unit not in _LINK_FIELDS.get(name, {}):
+            accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
+            raise ConfigError("--emulate", text, f"{part!r} is no part of a link: {accepted}")
+        if name in values:
+            raise ConfigError("--emulate", text, f"{name} is named twice")
+        values[name] = float(amount) * _LINK_FIELDS[name][unit]
+    return Link(**values)
+
+
+def _linked(job: Job, emulate: str) -> Job:
+    """The job with the link of `--emulate`, if one is given. Raises ConfigError."""
+    return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
 
 
 def _schema(job: Job) -> "Schema":

@@ -101,7 +101,7 @@ class Exchange:
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
         self._bounded = topology.cluster.max_staleness is not None
-        self.windowed = shared and windows.shows(topology, me.group)
+        self.windowed = shared and topology.sees_memory(me.group)
         self._streams = False
         self._windows: dict[int, m.Window] = {}
         self._send = send
@@ -357,14 +357,18 @@ class Exchange:
         with self.spans.span("push (edit)", step=step + 1, bucket=bucket.id):
             self._send(self._home(bucket), m.Edit(step, bucket.id, body=body))
 
-    def commit(self, step: int, end: StepEnd) -> Outcome:
-        """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values)."""
+    def commit(self, step: int, end: StepEnd, meanwhile: Callable[[], None] = lambda: None) -> Outcome:
+        """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values).
+
+        meanwhile: what can be done while the servers work; what it raises ends the wait.
+        """
         self._applied.clear()
         pulls = end.fetch and not self.windowed  # in a parameter buffer they are when the step is applied
         if pulls and self._round != step:
             self._await_values(step)
         for server in self.servers:
             self._send(server, self._commit_for(server, step, end))
+        meanwhile()
         servers = len(self.servers)
         with self.spans.span("wait for apply"):
             self._wait(lambda: sum(a.step == step for a in self._applied.values()) == servers)

@@ -131,7 +131,7 @@ def _shares_values(c: "Cluster") -> bool:
     return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
 
-def _all_reduces(c: "Cluster") -> bool:
+def all_reduces(c: "Cluster") -> bool:
     """One group of workers, each with a server of the same group beside it: what collectives can run."""
     counts = (c.nworkers_per_group, c.nworkers_per_procs) == (c.nservers_per_group, c.nservers_per_procs)
     return c.nworker_groups == c.nserver_groups == 1 and counts and not c.server_worker_separate
@@ -194,8 +194,8 @@ COMBINATIONS = (
         lambda c: c.max_staleness is not None and c.nserver_groups == 0 and c.nworker_groups > 1,
         "needs a server group: with nserver_groups = 0 no group waits for another",
     ),
-    Combination("cluster.engine", lambda c: c.engine in _FOREIGN and not _all_reduces(c), _BESIDE),
-    Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not _all_reduces(c), _BESIDE),
+    Combination("cluster.engine", lambda c: c.engine in _FOREIGN and not all_reduces(c), _BESIDE),
+    Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not all_reduces(c), _BESIDE),
     Combination(
         "cluster.algorithm",
         lambda c: c.algorithm is not Algorithm.kAuto and c.engine in _FOREIGN,

@@ -19,7 +19,6 @@ from topotrain.shard import Allocate, FlatBuffers, Schema, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, SliceUpdate
-from topotrain.windows import shows
 
 Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
 
@@ -238,7 +237,7 @@ def open_model(
     units = _units(job, schema, slice_map, buckets, flats)
     staging = {}
     for group in topology.worker_groups_of(me.group):
-        reader = me.index % topology.workers_per_group if shared and shows(topology, group) else None
+        reader = me.index % topology.workers_per_group if shared and topology.sees_memory(group) else None
         staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived)
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)

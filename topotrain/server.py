@@ -360,7 +360,8 @@ class Server:
 
     def _arrived(self, group: int, bucket: Bucket, present: int, gradient: torch.Tensor) -> None:
         """A mean is there, and is applied on arrival; who waits for nobody gets the new values at once."""
-        self._known.update_now(bucket, present, gradient, self._hyper[group])
+        with self.spans.span("apply", group=group, bucket=bucket.id):
+            self._known.update_now(bucket, present, gradient, self._hyper[group])
         if self._common and self._job.cluster.max_staleness is None:
             step = self._known.staging[group].step
             for worker, values in self.readers.stream(self._known, group, bucket, step, self.version):

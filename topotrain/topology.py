@@ -11,7 +11,7 @@ from enum import IntEnum
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from topotrain.job import Cluster, ConfigError
+from topotrain.job import Algorithm, Cluster, Compression, ConfigError, Engine, Road, all_reduces
 
 MOST = 1 << 16
 """Workers, and servers, that one job may have: a slip of the finger shall be an error, not a long wait."""
@@ -84,6 +84,25 @@ class Topology:
     def shards(self) -> int:
         """Effective number of servers in each server group: into so many ranges the parameters are cut."""
         return 1 if self.implicit else self.cluster.nservers_per_group
+
+    def sees_memory(self, g: int) -> bool:
+        """Whether the workers of group `g` and their servers stand on one host and may use one memory."""
+        cluster = self.cluster
+        if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone:
+            return False
+        residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
+        return all(self.together(residents[0], resident) for resident in residents)
+
+    @property
+    def inline(self) -> bool:
+        """Each worker's process is home to the server of the same index, too.
+
+        So in one synchronous group on one host in which every worker has a server beside it: as all walk together,
+        the servers' work is done while the workers wait for it, and needs no process of its own.
+        """
+        c = self.cluster
+        own = c.engine in (Engine.kAuto, Engine.kOwn) and c.algorithm is Algorithm.kAuto
+        return own and all_reduces(c) and self.sees_memory(0)
 
     def server_group_of(self, g: int) -> int:
         """The one server group that worker group `g` uses. ValueError if there is no group `g`."""

@@ -11,9 +11,10 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -170,6 +171,54 @@ def hyper(optimizer: Optimizer) -> bytes:
                     ) from None
         groups.append(plain)
     return _ENCODER.encode(groups).encode()
+
+
+class Hyper:
+    """`hyper(optimizer)` at every step, encoded only when something has changed.
+
+    As long as all settings are immutable it compares values; a tensor or a list may change in place, so with one of
+    these in a group nothing is remembered.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: list[tuple[Callable[[Any], Any], int, Any]] = []  # of each group: its settings, entries, values
+        self._text = b""
+
+    def __call__(self) -> bytes:
+        """The text, as `hyper` gives it. Raises UnsupportedOptimizer."""
+        groups = self._optimizer.param_groups
+        if not self._known or len(groups) != len(self._known) or not self._same(groups):
+            self._text = hyper(self._optimizer)
+            self._known = _snapshot(groups)
+        return self._text
+
+    def _same(self, groups: Sequence[dict[str, Any]]) -> bool:
+        try:
+            for group, (settings, entries, values) in zip(groups, self._known, strict=True):
+                if len(group) != entries or settings(group) != values:
+                    return False
+        except (KeyError, ValueError, TypeError, RuntimeError):  # a name is gone, or a value is an array now
+            return False
+        return True
+
+
+def _snapshot(groups: Sequence[dict[str, Any]]) -> list[tuple[Callable[[Any], Any], int, Any]]:
+    """What `Hyper` compares with; empty if a setting could change in place."""
+    known: list[tuple[Callable[[Any], Any], int, Any]] = []
+    for group in groups:
+        names = [name for name in group if name not in _BOOKKEEPING]
+        if not names or not all(_frozen(group[name]) for name in names):
+            return []
+        settings = itemgetter(*names)
+        known.append((settings, len(group), settings(group)))
+    return known
+
+
+def _frozen(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(type(item) is not tuple and _frozen(item) for item in value)
+    return value is None or type(value) in (float, int, bool, str)
 
 
 def _plain(value: Any, deep: bool = False) -> Any:

@@ -14,7 +14,6 @@ The first server of a group gives the parameter buffers out; all processes compu
 
 import torch
 
-from topotrain.job import Compression, Road
 from topotrain.message import ProtocolError, Window
 from topotrain.shard import Allocate, torch_dtype
 from topotrain.slices import SliceMap
@@ -23,15 +22,6 @@ from topotrain.topology import Topology
 VALUES = "values"
 
 Flats = dict[tuple[str, int], torch.Tensor]  # (name, space) -> 1-D
-
-
-def shows(topology: Topology, group: int) -> bool:
-    """Whether the workers of a group and their servers see each other's memory, if the roads show any."""
-    cluster = topology.cluster
-    if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone:
-        return False
-    residents = (*topology.workers(group), *topology.servers(topology.server_group_of(group)))
-    return all(topology.together(residents[0], resident) for resident in residents)
 
 
 def buffer_of(topology: Topology, group: int) -> str:
@@ -50,7 +40,7 @@ def buffer_of(topology: Topology, group: int) -> str:
 def buffers_of(topology: Topology, server_group: int) -> dict[int, str]:
     """Worker group -> parameter buffer, of the groups of a server group that see its memory."""
     groups = topology.worker_groups_of(server_group)
-    return {group: buffer_of(topology, group) for group in groups if shows(topology, group)}
+    return {group: buffer_of(topology, group) for group in groups if topology.sees_memory(group)}
 
 
 def make(slice_map: SliceMap, topology: Topology, server_group: int, allocate: Allocate) -> Flats:

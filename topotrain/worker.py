@@ -171,18 +171,18 @@ class Worker:
         """
         if not self.tally.started:
             self.tally.started = time.monotonic()
-        spans = self.exchange.spans
-        with spans.span("check"):
-            self._check()
         cluster = self.job.cluster
+        alone = cluster.n_push > 1 or cluster.n_fetch > 1
+        if alone:
+            self._check()
         self._own_steps += 1
         with torch.no_grad():  # gradients may have a history (create_graph=True); the buffers must not get one
-            if cluster.n_push > 1 or cluster.n_fetch > 1:
+            if alone:
                 outcome = self._step_alone(inv_scale, check_finite)
             else:
-                outcome = self._commit(inv_scale, check_finite, fetch=True)
-        self.buffers.remember()
+                outcome = self._commit(inv_scale, check_finite, fetch=True, meanwhile=self._check)
         self.tally.steps += 1
+        spans = self.exchange.spans
         with spans.span("report"):
             for call in self.after_step:
                 call(outcome)
@@ -191,13 +191,20 @@ class Worker:
         return outcome
 
     def _check(self) -> None:
-        self.buffers.check(self.parts.parameters)
+        with self.exchange.spans.span("check"):
+            self.buffers.check(self.parts.parameters)
         if len(self.optimizer.param_groups) != self._groups:
             raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
 
-    def _commit(self, inv_scale: float, check_finite: bool, fetch: bool) -> Outcome:
+    def _commit(
+        self, inv_scale: float, check_finite: bool, fetch: bool, meanwhile: Callable[[], None] = lambda: None
+    ) -> Outcome:
         step = self._committed
-        revisions, edited, dropped = self.path.at_step(step)
+        try:
+            revisions, edited, dropped = self.path.at_step(step)
+        except RuntimeError:
+            self._check()  # a parameter that is not as it was explains more
+            raise
         updater = self.job.updater
         clip_norm, clip_type = self._clip
         if not clip_norm and updater is not None and updater.clip_norm:
@@ -217,7 +224,7 @@ class Worker:
             clip_norm=clip_norm,
             clip_type=clip_type,
         )
-        outcome = self.exchange.commit(step, end)
+        outcome = self.exchange.commit(step, end, meanwhile)
         if outcome.norm >= 0:
             self.last_norm = outcome.norm
         self._hyper = text

@@ -90,12 +90,13 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
         raise ConfigError(
             "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
         )
-    roads = WorkerRoads(place, here.me)
+    roads = here.roads_of(place, here.me)
+    roads.exchange.spans = here.spans
     here.roads = roads
 
     def flats(slice_map: SliceMap) -> FlatBuffers:
         made = FlatBuffers(slice_map, None, roads.allocate)
-        if here.shared_values is not None:
+        if here.shared_values is not None and not roads.exchange.windowed:
             _share_values(roads, here.shared_values, slice_map, made)
         return made
 
@@ -110,6 +111,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     worker.after_step.append(Telling(here, worker, roads.traffic))
     if place.job.debug and here.is_main:
         worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
+    here.spans.step_done(0)
     return worker
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from topotrain.events import Event
-from topotrain.host import Place
+from topotrain.host import WorkerRoads
+from topotrain.roads import Place
+from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address
 from topotrain.worker import Worker
 
@@ -18,7 +20,7 @@ class Closeable(Protocol):
 
     def traffic(self) -> tuple[int, int]: ...
 
-    def close(self) -> None: ...
+    def close(self, finished: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
@@ -35,6 +37,8 @@ class Context:
     loader: Any = None
     metrics: dict[str, Metric] = field(default_factory=dict)
     finishing: Callable[[], None] | None = None
+    spans: Recorder = SILENT
+    roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads
 
     @property
     def is_main(self) -> bool:

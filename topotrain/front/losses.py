@@ -23,12 +23,22 @@ def watch_losses(worker: Worker) -> None:
 def _watched(backward: Callable[..., None], worker: Worker) -> Callable[..., None]:
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        losses = [float(getattr(root, _PLAIN, root.detach())) for root in roots if root.numel() == 1]
-        backward(tensors, *args, **kwargs)
+        losses = [_told(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
+        spans = worker.exchange.spans
+        spans.since("forward")
+        with spans.span("backward"):
+            backward(tensors, *args, **kwargs)
+        spans.mark()
         if not worker.path.private:
-            worker.tally.loss_sum += sum(losses)
+            for loss in losses:
+                worker.tally.loss_sum += loss
 
     return watched
+
+
+def _told(loss: torch.Tensor) -> float | torch.Tensor:
+    """A number; on a device that works on its own a tensor, for asking for its value would wait for the device."""
+    return float(loss.detach()) if loss.device.type == "cpu" else loss.detach().double().reshape(())
 
 
 def _remembered(scale: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,9 +19,11 @@ from topotrain.exchange import JobError, PeerLost
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.final import save_final
-from topotrain.host import Place, serve
+from topotrain.front.profile import Profile
+from topotrain.host import WorkerRoads, serve
 from topotrain.job import ConfigError
 from topotrain.launch.child import Control, exit_code
+from topotrain.roads import Place
 from topotrain.topology import Address, Role
 
 
@@ -28,21 +31,29 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     """Be the servers of one unit."""
     control = Control(channel)
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
-
-    def trouble() -> None:
-        text = traceback.format_exc()
-        control.emit(Failed(str(addresses[0]), "internal", text.strip().splitlines()[-1], text))
-        os._exit(1)
-
-    def serving(me: Address, urls: tuple[str, ...]) -> None:
-        control.emit(Serving(str(me), urls, os.getpid()))
-
-    sent, received = serve(_place(spec), addresses, serving, trouble)
+    profile = Profile(Path(spec["run_dir"]), addresses[0])
+    serving, trouble = _voices(control, addresses[0])
+    sent, received = serve(_place(spec), addresses, serving, trouble, profile.server)
+    profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)
         control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
     return 0
+
+
+def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
+    """What the servers of a process are to call: when they can be reached, and when one cannot go on."""
+
+    def serving(me: Address, urls: tuple[str, ...]) -> None:
+        control.emit(Serving(str(me), urls, os.getpid()))
+
+    def trouble() -> None:
+        text = traceback.format_exc()
+        control.emit(Failed(str(first), "internal", text.strip().splitlines()[-1], text))
+        os._exit(1)
+
+    return serving, trouble
 
 
 def _place(spec: dict[str, Any]) -> Place:
@@ -59,15 +70,21 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     place = _place(spec)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
-    here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared)
+    profile = Profile(Path(spec["run_dir"]), me)
+    here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared, spans=profile.worker())
+    serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
+    here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server)
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
     code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
     if code == 0:
         code = _guarded(here, log, lambda: _finish(here))
+    profile.leave()
     if here.roads is not None:
-        here.roads.close()
+        here.roads.close(finished=code == 0)
+    for group, index in spec["servers"] if code == 0 else ():
+        control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
     return code
 
 

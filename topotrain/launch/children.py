@@ -82,12 +82,15 @@ class Child:
 
 
 def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...], tuple[int, ...]]]:
-    """The residents of each process of a unit, servers first, with the memfds it gets.
+    """The residents of each process of a unit, servers first (or beside their workers), with the memfds it gets.
 
     Workers that share parameter values get one and the same memfd, empty and to be sealed by them; it stays open here,
     so that a worker that is started again finds it.
     """
     unit = topology.units[rank]
+    if topology.inline:
+        yield from ((pair, ()) for pair in zip(unit.workers, unit.servers, strict=True))
+        return
     shared: dict[Address, tuple[int]] = {}
     for number, sharing in enumerate(topology.sharing(rank)):
         memory = os.memfd_create(f"values-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -54,11 +54,13 @@ class LocalLauncher(Launcher):
     """Starts every unit on this machine.
 
     `calls` says what a child runs; only tests change it. `forkserver` is the socket of one that is running already and
-    belongs to somebody else; without it the job has its own.
+    belongs to somebody else; without it the job has its own. `profile`: the step whose spans the processes leave in the
+    run directory, counted from 1; 0 for none.
     """
 
     calls: Calls = field(default_factory=Calls)
     forkserver: str = ""
+    profile: int = 0
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
         """Run the whole job; no process of it is left on return.
@@ -70,7 +72,7 @@ class LocalLauncher(Launcher):
         with claimed(job) as workspace, _signals() as signals:
             run = _Run(job, topology, on_event, workspace, signals, self.forkserver)
             try:
-                run.begin(self.calls, prepare(job, workspace))
+                run.begin(self.calls, prepare(job, workspace, self.profile))
                 return run.watch()
             finally:
                 run.destroy()

@@ -1,7 +1,7 @@
 """The folder of a job on this machine: who has it, what each process finds in it, and who is running.
 
 workspace/lock            locked by the launcher as long as it lives
-workspace/run/            fresh for each start, for this user alone: job.conf, token, store/
+workspace/run/            fresh for each start, for this user alone: job.conf, token, store/, spans/ for a profile
 workspace/processes.json  every process with its pid, from the moment that all are up
 workspace/logs/           the output of the processes
 """
@@ -28,6 +28,8 @@ TOKEN_BYTES = 32
 STORE = "store"
 LOGS = "logs"
 PROCESSES_FILE = "processes.json"
+SPANS = "spans"
+_WANTED = "wanted"
 
 
 @contextlib.contextmanager
@@ -53,8 +55,11 @@ def claimed(job: Job) -> Iterator[Path]:
         yield path
 
 
-def prepare(job: Job, workspace: Path) -> str:
-    """Make the run directory anew; returns the URL where the job's processes meet. Raises ConfigError."""
+def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
+    """Make the run directory anew; returns the URL where the job's processes meet. Raises ConfigError.
+
+    With `profile` the processes leave in run/spans what they did in that step, counted from 1.
+    """
     run_dir = workspace / "run"
     try:
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -63,6 +68,9 @@ def prepare(job: Job, workspace: Path) -> str:
         (workspace / LOGS).mkdir(exist_ok=True)
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
         (run_dir / JOB_FILE).write_text(textproto.dumps(job), encoding="utf-8")
+        if profile:
+            (run_dir / SPANS).mkdir()
+            (run_dir / SPANS / _WANTED).write_text(str(profile))
         token = os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(token, "wb") as file:
             file.write(secrets.token_bytes(TOKEN_BYTES))
@@ -74,6 +82,12 @@ def prepare(job: Job, workspace: Path) -> str:
 def _unusable(job: Job, error: OSError) -> ConfigError:
     accepted = f"must be a folder that can be written ({error.filename}: {error.strerror})"
     return ConfigError("cluster.workspace", job.workspace, accepted)
+
+
+def profiled_step(run_dir: Path) -> int:
+    """The step that the job is profiled in, counted from 1; 0 for none."""
+    wanted = run_dir / SPANS / _WANTED
+    return int(wanted.read_text()) if wanted.exists() else 0
 
 
 def run_directory(rendezvous: str) -> Path:

@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from topotrain.spans import PHASES
+from topotrain.watch.trace import Share
+
 MB = 1_000_000
 FULL_WIDTH = 160
 
@@ -30,6 +33,19 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         label = f"{row['label']}: failed" if row["code"] else str(row["label"])
         table.add_row(Text(label), *map(Text, _cells(row, names)))
+    return table
+
+
+def phases(rows: Sequence[Share]) -> Table:
+    """Where the time of one step went: a row per process, each phase's part of it in percent."""
+    table = Table(box=box.SIMPLE_HEAVY)
+    table.add_column("process")
+    names = [*PHASES, "other"]
+    for title in ("step", "ms", *names):
+        table.add_column(title, justify="right")
+    for row in rows:
+        parts = [f"{row.phases[name]:.1%}" if row.phases[name] else "–" for name in names]
+        table.add_row(row.who, str(row.step or "–"), f"{row.seconds * 1000:,.1f}", *parts)
     return table
 
 

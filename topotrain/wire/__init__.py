@@ -59,8 +59,13 @@ class Wire(Protocol):
         """Open the way from an attached resident to a peer. Raises WireError (Refused when the peer said no)."""
         ...
 
-    def send(self, me: Address, to: Address, message: Message) -> None:
-        """Queue a message; never waits for the peer. Raises WireError when there is no way to the peer (any more)."""
+    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+        """Queue a message. Raises WireError when there is no way to the peer (any more).
+
+        It does not wait for the peer, unless `wait` says that it may: then a message with a body waits until the bytes
+        queued for this peer are few enough (`outbox.LIMIT`). That is for a worker's script, which produces as fast as
+        it can; it must hold no lock that its own `handle` takes. On a reader's thread `wait` means nothing.
+        """
         ...
 
     def traffic(self) -> tuple[int, int]:

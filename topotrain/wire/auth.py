@@ -3,7 +3,7 @@
 Rule: until the proof is there a peer gets fixed-size fields, at most 512 bytes each way and two seconds in all, and
 nothing it says reaches an allocator. Four messages:
 
-    dialer  HELLO      versions, job, who I am, whom I want, incarnation, generation, nonce
+    dialer  HELLO      versions, job, who I am, whom I want, incarnation, generation, lane, nonce
     answer  CHALLENGE  version, incarnation, generation, nonce, proof over all of it
     dialer  PROOF      proof over all of it, config digest
     answer  WELCOME    proof over all of it                              (or REFUSE: code, text, at any of its turns)
@@ -21,12 +21,13 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from topotrain.topology import Address, Role
 from topotrain.wire import Refused, WireError
 
 TOKEN_BYTES = 32
+MAX_LANES = 16
 VERSIONS = (1, 1)  # lowest and highest version of handshake and frames that we speak
 CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL")
 DEADLINE = 2.0  # seconds for a whole handshake
@@ -34,7 +35,7 @@ BUDGET = 512  # bytes each way for a whole handshake
 
 _MAGIC = b"ttHS"
 _PREFIX = struct.Struct("<4sBH")  # magic, kind, length of what follows
-_HELLO = struct.Struct("<BB32sBqqBqqqq32s")
+_HELLO = struct.Struct("<BB32sBqqBqqqqBB16s32s")
 _CHALLENGE = struct.Struct("<Bqq32s")
 _MAC_BYTES = 32
 _DIGEST_BYTES = 64
@@ -84,6 +85,18 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
+class Lane:
+    """Which socket of a connection this is: number `lane` of `lanes`, and 16 bytes that all of them have in common."""
+
+    lane: int = 0
+    lanes: int = 1
+    bundle: bytes = bytes(16)
+
+
+ONLY = Lane()
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """The other side of a handshake: who it is, and which of our residents it talks to."""
 
@@ -91,9 +104,17 @@ class Peer:
     address: Address
     incarnation: int
     generation: int
+    lane: Lane = ONLY
 
 
-def dial(sock: socket.socket, identity: Identity, me: Address, wanted: Address, seconds: float = DEADLINE) -> Peer:
+def dial(
+    sock: socket.socket,
+    identity: Identity,
+    me: Address,
+    wanted: Address,
+    seconds: float = DEADLINE,
+    lane: Lane = ONLY,
+) -> Peer:
     """Introduce `me` to the resident `wanted` at the other end of a connected socket.
 
     Raises:
@@ -104,7 +125,7 @@ def dial(sock: socket.socket, identity: Identity, me: Address, wanted: Address, 
     talk = _Talk(sock, seconds)
     nonce = secrets.token_bytes(32)
     numbers = (identity.incarnation, identity.generation)
-    talk.send(_KIND_HELLO, _HELLO.pack(*VERSIONS, _job_hash(identity), *me, *wanted, *numbers, nonce))
+    talk.send(_KIND_HELLO, _HELLO.pack(*VERSIONS, _job_hash(identity), *me, *wanted, *numbers, *astuple(lane), nonce))
     challenge = talk.receive(_KIND_CHALLENGE, _CHALLENGE.size, _MAC_BYTES)
     version, incarnation, generation, _ = _CHALLENGE.unpack(challenge)
     if not talk.proven(_key(identity, "answer", wanted)):
@@ -117,7 +138,7 @@ def dial(sock: socket.socket, identity: Identity, me: Address, wanted: Address, 
     talk.receive(_KIND_WELCOME, 0, _MAC_BYTES)
     if not talk.proven(_key(identity, "answer", wanted)):
         raise Refused("AUTH", f"the welcome of {wanted} carries a wrong proof")
-    return Peer(me, wanted, incarnation, generation)
+    return Peer(me, wanted, incarnation, generation, lane)
 
 
 def answer(
@@ -154,6 +175,9 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
         raise Refused("JOB", "this process belongs to another job")
     dialer, me = _address(*fields[3:6]), _address(*fields[6:9])
     incarnation, generation = fields[9:11]
+    lane = Lane(*fields[11:14])
+    if not lane.lane < lane.lanes <= MAX_LANES:
+        raise Stranger(f"no such lane: {lane.lane} of {lane.lanes}")
     body = _CHALLENGE.pack(version, identity.incarnation, identity.generation, secrets.token_bytes(32))
     key = _key(identity, "answer", me)
     talk.send_proven(_KIND_CHALLENGE, body, key)
@@ -169,7 +193,7 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
         raise Refused("FENCED", f"{dialer} is of generation {generation}, we are of {identity.generation}")
     if not lives_here(me):
         raise Refused("JOB", f"{me} does not live here")
-    return Peer(me, dialer, incarnation, generation), talk.pack_proven(_KIND_WELCOME, b"", key)
+    return Peer(me, dialer, incarnation, generation, lane), talk.pack_proven(_KIND_WELCOME, b"", key)
 
 
 class _Talk:

@@ -18,7 +18,7 @@ BYE, REGION = 1, 2  # types of control frames
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
 _CRC = struct.Struct("<I")
-REFERENCE_AT = struct.Struct("<QQ")  # region, offset in it; its length is the header's payload length
+REFERENCE_AT = struct.Struct("<QQQ")  # region, offset in it, bytes; the header's payload is 0: nothing else travels
 REGION_IS = struct.Struct("<QQ")  # region, bytes; the frame's first byte carries the file descriptor
 HEADER_BYTES = _HEADER.size + _CRC.size
 _FLAGS = (0, BODY, REFERENCE, CONTROL)
@@ -54,6 +54,6 @@ class Header(NamedTuple):
             raise ProtocolError(f"unknown frame flags {header.flags:#x}")
         if header.meta > MAX_META or header.payload > MAX_BODY:
             raise ProtocolError(f"a frame of {header.meta} + {header.payload} bytes, limits {MAX_META} and {MAX_BODY}")
-        if header.payload and header.flags not in (BODY, REFERENCE):
+        if header.payload and header.flags != BODY:
             raise ProtocolError("a payload that no flag announces")
         return header

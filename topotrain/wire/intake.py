@@ -9,6 +9,8 @@ import socket
 import struct
 from collections import deque
 
+from topotrain.wire.lanes import Channel
+
 READ_AHEAD = 4096
 _FD = struct.calcsize("i")
 _MAX_FDS = 8
@@ -21,7 +23,7 @@ class Ended(Exception):
 class Intake:
     """Reads a socket; with `with_fds` it also receives file descriptors, which `pop_fd` hands over in order."""
 
-    def __init__(self, sock: socket.socket, with_fds: bool) -> None:
+    def __init__(self, sock: Channel, with_fds: bool) -> None:
         self._sock = sock
         self._with_fds = with_fds
         self._fds: deque[int] = deque()
@@ -52,10 +54,16 @@ class Intake:
         target[:ready] = self._buffer[self._at : self._at + ready]
         self._at += ready
         while ready < len(target):
-            count = self._sock.recv_into(target[ready:])
+            # All in one call: each return to Python would wait for the interpreter, which a busy script holds.
+            count = self._sock.recv_into(target[ready:], 0, socket.MSG_WAITALL)
             if not count:
                 raise Ended("the stream ended in the middle of a payload")
             ready += count
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has been read ahead."""
+        return self._at < self._end
 
     def pop_fd(self) -> int | None:
         """The next file descriptor that came; the caller closes it."""

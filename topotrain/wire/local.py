@@ -7,9 +7,10 @@ order, a resident hears of each lost peer once, and a body is read when the mess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -17,6 +18,7 @@ from topotrain.message import Message, ProtocolError
 from topotrain.topology import Address
 from topotrain.wire import Resident, WireError
 from topotrain.wire.frames import HEADER_BYTES
+from topotrain.wire.outbox import Reading
 from topotrain.wire.stream import checked
 
 LINGER = 2.0  # seconds that `close` gives the dispatchers for what is queued
@@ -41,9 +43,13 @@ class _Way:
 
 
 class LocalWire:
-    """The `Wire` of residents that live in one process; they all use the same object."""
+    """The `Wire` of residents that live in one process; they all use the same object.
 
-    def __init__(self) -> None:
+    manual: nothing is delivered but by `deliver`, on the thread that calls it, until `release` starts the dispatchers.
+    """
+
+    def __init__(self, manual: bool = False) -> None:
+        self._manual = manual
         self._lock = threading.Lock()
         self._houses: dict[Address, _House] = {}
         self._ways: dict[frozenset[Address], _Way] = {}
@@ -57,11 +63,29 @@ class LocalWire:
                 raise WireError("this road is closed")
             if me in self._houses:
                 raise WireError(f"{me} is attached already")
-            house = _House(resident)
-            house.thread = threading.Thread(target=_dispatch, args=(house.queue,), name=f"to {me}", daemon=True)
-            self._houses[me] = house
-            house.thread.start()
+            self._houses[me] = house = _House(resident)
+            if not self._manual:
+                self._dispatch(me, house)
         return f"local:{me.role.name.lower()}/{me.group}/{me.index}"
+
+    def _dispatch(self, me: Address, house: _House) -> None:
+        house.thread = Reading(target=_dispatch, args=(house.queue,), name=f"to {me}", daemon=True)
+        house.thread.start()
+
+    def deliver(self) -> None:
+        """Handle everything that is queued, also what that brings about."""
+        while any(not house.queue.empty() for house in self._houses.values()):
+            for house in self._houses.values():
+                with suppress(Empty):
+                    while (work := house.queue.get_nowait()) is not None:
+                        work()
+
+    def release(self) -> None:
+        """Deliver by dispatchers from now on."""
+        with self._lock:
+            manual, self._manual = self._manual, False
+            for me, house in self._houses.items() if manual else ():
+                self._dispatch(me, house)
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
         """Open the way between two attached residents; nothing happens when there is one already."""
@@ -72,8 +96,8 @@ class LocalWire:
                     raise WireError(f"cannot reach {peer} at {url}: {address} is not attached here")
             self._ways.setdefault(ends, _Way(ends))
 
-    def send(self, me: Address, to: Address, message: Message) -> None:
-        """Queue a message. Raises WireError when there is no way to the peer (any more)."""
+    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+        """Queue a message; never waits: a body stays where it is. Raises WireError when there is no way (any more)."""
         with self._lock:
             way = self._ways.get(frozenset((me, to)))
             if way is None:

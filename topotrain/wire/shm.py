@@ -25,6 +25,7 @@ import torch
 from topotrain.message import ProtocolError
 from topotrain.wire import WireError
 from topotrain.wire.auth import Identity
+from topotrain.wire.pump import Pump
 from topotrain.wire.sockets import BACKLOG, SocketWire
 
 ALIGN = 64  # bytes
@@ -169,8 +170,10 @@ class ShmWire(SocketWire):
 
     scheme = "unix"
 
-    def __init__(self, identity: Identity, directory: str, memory: Memory, patience: float = 10.0) -> None:
-        super().__init__(identity, memory, patience)
+    def __init__(
+        self, identity: Identity, directory: str, memory: Memory, patience: float = 10.0, pump: Pump | None = None
+    ) -> None:
+        super().__init__(identity, memory, patience, pump)
         self.memory = memory
         self._path = os.path.join(os.path.abspath(directory), secrets.token_hex(6))
         if len(os.fsencode(self._path)) > _SUN_PATH:

@@ -216,8 +216,8 @@ class SimulatedWire:
                 raise WireError(f"cannot reach {peer} at {url}: {address} is not attached here")
         self._ways.add(frozenset((me, peer)))
 
-    def send(self, me: Address, to: Address, message: Message) -> None:
-        """Put a message on its way, or lose it. Raises WireError when there is no way to the peer."""
+    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+        """Put a message on its way, or lose it; there is always room. Raises WireError when there is no way there."""
         if frozenset((me, to)) not in self._ways:
             raise WireError(f"no way from {me} to {to}")
         self._meet_fate(me, message)

@@ -9,6 +9,7 @@ one, and a peer with a lower incarnation number than one seen before is refused 
 """
 
 import random
+import secrets
 import socket
 import threading
 import time
@@ -19,8 +20,10 @@ from urllib.parse import SplitResult, urlsplit
 from topotrain.message import Message
 from topotrain.topology import Address
 from topotrain.wire import Refused, Resident, WireError
-from topotrain.wire.auth import DEADLINE, Identity, Peer, Stranger, TooSlow, answer, dial, refuse
-from topotrain.wire.outbox import LINGER
+from topotrain.wire.auth import DEADLINE, Identity, Lane, Peer, Stranger, TooSlow, answer, dial, refuse
+from topotrain.wire.lanes import Bundle, Channel, Parking
+from topotrain.wire.outbox import LINGER, Reading
+from topotrain.wire.pump import Pump
 from topotrain.wire.stream import Connection, Regions
 
 MAX_STRANGERS = 64
@@ -31,11 +34,22 @@ class SocketWire:
     """A `Wire` over stream sockets; the subclasses know how to listen, how to reach a peer, and whom to hear at all.
 
     patience: seconds for which `connect` tries again when the peer is FULL, or too slow in the handshake.
+    pump: reads the connections; without it each is read on a thread of its own.
+    lanes: sockets per connection.
     """
 
     scheme = ""
 
-    def __init__(self, identity: Identity, memory: Regions | None = None, patience: float = 10.0) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        memory: Regions | None = None,
+        patience: float = 10.0,
+        pump: Pump | None = None,
+        lanes: int = 1,
+    ) -> None:
+        self._pump = pump
+        self._lanes, self._parking = lanes, Parking()
         self._identity, self._regions, self._patience = identity, memory, patience
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -62,6 +76,10 @@ class SocketWire:
 
     def _inspect(self, sock: socket.socket) -> None:
         """Prepare a connected socket; raises WireError when the system says that its peer must not be heard."""
+
+    def _shape(self, sock: socket.socket, peer: Peer) -> socket.socket:
+        """The socket through which to talk to a proven peer; it may take over the one given."""
+        return sock
 
     # --- the contract --------------------------------------------------------------------------------------------
 
@@ -96,12 +114,12 @@ class SocketWire:
             self._stop.wait(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 0.5)
 
-    def send(self, me: Address, to: Address, message: Message) -> None:
-        """Queue a message; never waits for the peer. Raises WireError when there is no way to the peer (any more)."""
+    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+        """Queue a message; with `wait`, a body when there is room. Raises WireError when there is no way (any more)."""
         connection = self._ways.get((me, to))
         if connection is None:
             raise WireError(f"no way from {me} to {to}")
-        connection.send(message)
+        connection.send(message, wait)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages sent and received so far.
@@ -112,6 +130,13 @@ class SocketWire:
         with self._lock:
             sent = self._sent + sum(c.sent for c in self._connections)
             return sent, self._received + sum(c.received for c in self._connections)
+
+    def leave(self, me: Address) -> None:
+        """End the connections of one resident; what is queued is sent first."""
+        with self._lock:
+            connections = [connection for connection in self._connections if connection.me == me]
+        for connection in connections:
+            connection.shut()
 
     def refusals(self) -> dict[str, int]:
         """How often a dialer was turned away here: by refusal code, and "STRANGER" for no handshake at all."""
@@ -134,6 +159,7 @@ class SocketWire:
             self._listener.close()
         for sock in strangers:
             _hang_up(sock)
+        self._parking.close()
         for connection in connections:
             connection.shut()
         until = time.monotonic() + LINGER
@@ -158,7 +184,7 @@ class SocketWire:
             self._hear_apart(sock)
 
     def _hear_apart(self, sock: socket.socket) -> None:
-        thread = threading.Thread(target=self._hear, args=(sock,), name="handshake", daemon=True)
+        thread = Reading(target=self._hear, args=(sock,), name="handshake", daemon=True)
         with self._lock:
             room = len(self._strangers) < MAX_STRANGERS and not self._stop.is_set()
             if room:
@@ -174,12 +200,19 @@ class SocketWire:
             sock.close()
 
     def _hear(self, sock: socket.socket) -> None:
-        connection = None
+        connection, kept = None, False
         try:
             self._inspect(sock)
             peer, welcome = answer(sock, self._identity, self._residents.__contains__)
             try:
-                connection = self._enter(sock, peer, welcome)
+                if peer.lane.lanes != self._lanes:
+                    raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
+                if peer.lane.lane:
+                    self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, sock)
+                    sock.sendall(welcome)
+                else:
+                    connection = self._enter([sock], peer, welcome)
+                kept = True
             except Refused as refused:
                 refuse(sock, refused)
                 raise
@@ -189,9 +222,12 @@ class SocketWire:
         finally:
             with self._lock:
                 self._strangers.pop(sock, None)
-            if connection is None:
+            if not kept:
                 sock.close()
-        if connection is not None:
+        if connection is not None and self._pump is not None:
+            connection.greet()
+            self._pump.add(connection)
+        elif connection is not None:
             connection.run()
 
     # --- going out -----------------------------------------------------------------------------------------------
@@ -199,6 +235,23 @@ class SocketWire:
     def _dial(self, me: Address, peer: Address, url: SplitResult) -> None:
         if me not in self._residents:
             raise WireError(f"{me} is not attached here")
+        socks: list[socket.socket] = []
+        bundle = secrets.token_bytes(16)
+        try:
+            for number in reversed(range(self._lanes)):
+                socks.insert(0, self._open(peer, url))
+                proven = dial(socks[0], self._identity, me, peer, DEADLINE, Lane(number, self._lanes, bundle))
+            connection = self._enter(socks, proven)
+        except BaseException:
+            for sock in socks:
+                sock.close()
+            raise
+        if self._pump is not None:
+            self._pump.add(connection)
+        else:
+            connection.start()
+
+    def _open(self, peer: Address, url: SplitResult) -> socket.socket:
         try:
             sock = self._reach(url, DEADLINE)
         except BlockingIOError as error:  # a local socket whose backlog is full
@@ -207,15 +260,18 @@ class SocketWire:
             raise WireError(f"cannot reach {peer} at {url.geturl()}: {error}") from error
         try:
             self._inspect(sock)
-            self._enter(sock, dial(sock, self._identity, me, peer, DEADLINE)).start()
         except BaseException:
             sock.close()
             raise
+        return sock
 
     # --- both ----------------------------------------------------------------------------------------------------
 
-    def _enter(self, sock: socket.socket, peer: Peer, greeting: bytes = b"") -> Connection:
-        """Put a connection whose peer is proven into the table; what is sent from now on follows the greeting."""
+    def _enter(self, socks: list[socket.socket], peer: Peer, greeting: bytes = b"") -> Connection:
+        """Put a connection whose peer is proven into the table; what is sent from now on follows the greeting.
+
+        With a greeting we are the side that was called, and only lane 0 is given: the others are parked.
+        """
         way = (peer.me, peer.address)
         with self._lock:
             if self._stop.is_set():
@@ -223,13 +279,17 @@ class SocketWire:
             if peer.incarnation < self._incarnations.get(peer.address, 0):
                 known = self._incarnations[peer.address]
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
-            if greeting and _hung_up(sock):
+            if greeting and _hung_up(socks[0]):
                 # It may have tried again meanwhile, and must not lose its new connection to the one it gave up.
                 raise Stranger("the other side hung up before it was welcomed")
+            if greeting:
+                socks = [*socks, *self._parking.take(way, peer.lane.bundle, self._lanes)]
             self._incarnations[peer.address] = peer.incarnation
             generation = self._identity.generation
             resident = self._residents[peer.me]
-            connection = Connection(sock, *way, resident, generation, self._regions, greeting, self._leave)
+            roads = [self._shape(sock, peer) for sock in socks]
+            road: Channel = Bundle(roads, len(greeting)) if len(roads) > 1 else roads[0]
+            connection = Connection(road, *way, resident, generation, self._regions, greeting, self._leave)
             older, self._ways[way] = self._ways.get(way), connection
             self._connections.add(connection)
         if older is not None:

@@ -5,10 +5,10 @@ the size of the tensor its receiver names for it, and is received right into tha
 ends the connection, with a reason that both sides get to know. Each direction carries its frames in order and once;
 they are numbered, and a gap ends the connection.
 
-With a `Regions` (shared memory), a payload that lies in a region travels as a reference to it.
+With a `Regions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as large as
+the region.
 """
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +18,12 @@ from typing import Protocol
 import torch
 
 from topotrain.message import MAX_BODY, Message, ProtocolError, decode, encode
-from topotrain.topology import Address
+from topotrain.topology import Address, Role
 from topotrain.wire import Resident, WireError
 from topotrain.wire.frames import BODY, BYE, CONTROL, HEADER_BYTES, REFERENCE, REFERENCE_AT, REGION, REGION_IS, Header
 from topotrain.wire.intake import Ended, Intake
-from topotrain.wire.outbox import Outbox
+from topotrain.wire.lanes import Channel
+from topotrain.wire.outbox import Outbox, Reading
 
 _MAX_REGIONS = 4096
 _MAX_REASON = 1000  # bytes
@@ -60,7 +61,7 @@ class Connection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Channel,
         me: Address,
         peer: Address,
         resident: Resident,
@@ -78,6 +79,7 @@ class Connection:
         self._reader: threading.Thread | None = None
         self._done = threading.Event()
         self._closing = self._lingering = False
+        self._only_answers = me.role is Role.SERVER and peer.role is Role.WORKER
         self._number_out = self._number_in = 0
         self._announced: set[int] = set()
         self._foreign: dict[int, torch.Tensor] = {}
@@ -90,19 +92,33 @@ class Connection:
 
     # --- out -----------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
-        """Queue a message; never waits for the peer. Raises WireError when the connection has ended or is ending."""
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be sent; see `outbox`."""
+        return self._out.queued
+
+    def send(self, message: Message, wait: bool = False) -> None:
+        """Queue a message; with `wait`, if it has a body, when there is room (see `wire.Wire.send`).
+
+        Raises:
+            WireError: the connection has ended or is ending, perhaps while this waited.
+            ValueError: a body that cannot travel.
+        """
         kind, meta = encode(message)
         body = None if message.body is None else _flat(message.body)
         found = self._memory.find(body) if self._memory is not None and body is not None else None
         size = 0 if body is None else body.nbytes
+        if found is None and size > MAX_BODY:
+            raise ValueError(f"a body of {size} bytes: outside of shared memory it must be at most {MAX_BODY}")
         with self._out.lock:
+            if wait and body is not None:
+                self._out.wait_for_room(0 if found is not None else size)
             if self._closing:
                 raise WireError(f"no way from {self.me} to {self.peer}: {self.reason}")
             if found is not None:
                 region, offset = found
                 self._announce(region)
-                self._frame_out(REFERENCE, kind, meta, size, REFERENCE_AT.pack(region.id, offset))
+                self._frame_out(REFERENCE, kind, meta, 0, REFERENCE_AT.pack(region.id, offset, size))
             elif body is not None:
                 self._frame_out(BODY, kind, meta, size, body.numpy().data)
             else:
@@ -135,25 +151,50 @@ class Connection:
 
     def start(self) -> None:
         """Read on a thread of its own."""
-        self._reader = threading.Thread(target=self.run, name=f"from {self.peer}", daemon=True)
+        self._reader = Reading(target=self.run, name=f"from {self.peer}", daemon=True)
         self._reader.start()
 
     def run(self) -> None:
         """Read on the calling thread until the connection ends."""
         self._reader = threading.current_thread()
         self._reader.name = f"from {self.peer}"
+        self._read(self._after_frame)
+        self.end()
+
+    def greet(self) -> None:
+        """Send the greeting now."""
+        self._out.greet()
+
+    def fileno(self) -> int:
+        """The socket's number, for a selector."""
+        return self._sock.fileno()
+
+    def turn(self) -> bool:
+        """Take the frames that have come, on the calling thread; False at the end, which `end` then completes."""
+        return self._read(lambda: self._intake.pending)
+
+    def _after_frame(self) -> bool:
+        if self._only_answers:
+            self._out.wait_until_taken()
+        return True
+
+    def _read(self, go_on: Callable[[], bool]) -> bool:
+        """Take frames while that is wanted; False when there will be none any more."""
         try:
             self._out.greet()
             while self._frame_in():
-                pass
+                if not go_on():
+                    return True
         except ProtocolError as error:
             self._turn_away(str(error))
         except (Ended, OSError) as error:
             self._fault = self._fault or str(error)
         except Exception as error:  # a resident's own fault must not leave a connection that nobody reads
             self._turn_away(f"internal error: {type(error).__name__}: {error}")
-        finally:
-            self._end()
+        except BaseException:
+            self.end()
+            raise
+        return False
 
     def _frame_in(self) -> bool:
         raw = self._intake.header(HEADER_BYTES)
@@ -169,11 +210,13 @@ class Connection:
         if header.flags == CONTROL:
             return self._control(header.kind, meta)
         message = decode(header.kind, meta)
+        size = header.payload
         if header.flags == REFERENCE:
-            message = replace(message, body=self._shown(message, header.payload))
+            number, offset, size = REFERENCE_AT.unpack(self._intake.take(REFERENCE_AT.size))
+            message = replace(message, body=self._shown(message, number, offset, size))
         elif header.flags == BODY:
-            message = replace(message, body=self._placed(message, header.payload))
-        self.received += HEADER_BYTES + header.meta + header.payload
+            message = replace(message, body=self._placed(message, size))
+        self.received += HEADER_BYTES + header.meta + size
         self._resident.handle(self.peer, message)
         return True
 
@@ -183,8 +226,7 @@ class Connection:
             self._intake.fill(_flat(target).numpy().data)
         return target
 
-    def _shown(self, message: Message, size: int) -> torch.Tensor:
-        number, offset = REFERENCE_AT.unpack(self._intake.take(REFERENCE_AT.size))
+    def _shown(self, message: Message, number: int, offset: int, size: int) -> torch.Tensor:
         region = self._foreign.get(number)
         if region is None or offset + size > region.numel():
             raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
@@ -230,7 +272,7 @@ class Connection:
         with self._out.lock:
             self._ours = self._ours or reason
             self._closing, self._lingering = True, False
-            self._out.shutdown(socket.SHUT_RDWR)
+            self._out.cut()
 
     def join(self, seconds: float) -> bool:
         """Wait for the end of the connection; True when it is over (or when the caller is its own reader)."""
@@ -254,7 +296,8 @@ class Connection:
     def _note(self, error: OSError) -> None:
         self._fault = self._fault or f"the connection broke: {error}"
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Nothing will be read any more: close, and tell everybody who is concerned."""
         if self._lingering:
             self._out.drain()  # a peer that closes on purpose still takes what is queued; `cut` ends this wait
         with self._out.lock:
@@ -285,6 +328,6 @@ def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.T
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as uint8."""
-    if tensor.ndim != 1 or not tensor.is_contiguous() or tensor.nbytes > MAX_BODY:
-        raise ValueError(f"a body must be 1-D, contiguous and at most {MAX_BODY} bytes, not {tuple(tensor.shape)}")
+    if tensor.ndim != 1 or not tensor.is_contiguous():
+        raise ValueError(f"a body must be 1-D and contiguous, not {tuple(tensor.shape)} of strides {tensor.stride()}")
     return tensor.detach().view(torch.uint8)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from urllib.parse import SplitResult
 
 from topotrain.wire import WireError
-from topotrain.wire.auth import Identity
+from topotrain.wire.auth import MAX_LANES, Identity, Peer
+from topotrain.wire.emulated import Network
 from topotrain.wire.sockets import BACKLOG, SocketWire
 
 # The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
@@ -21,6 +22,8 @@ _LAST_PORT = 65535
 class TcpWire(SocketWire):
     """The road over TCP; its listener takes the first free port from `start_port` on (0: any).
 
+    With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection.
+
     Raises:
         WireError: host is no loopback address.
     """
@@ -28,13 +31,22 @@ class TcpWire(SocketWire):
     scheme = "tcp"
 
     def __init__(
-        self, identity: Identity, start_port: int = 0, host: str = "127.0.0.1", patience: float = 10.0
+        self,
+        identity: Identity,
+        start_port: int = 0,
+        host: str = "127.0.0.1",
+        patience: float = 10.0,
+        network: Network | None = None,
+        lanes: int = 1,
     ) -> None:
-        super().__init__(identity, patience=patience)
+        super().__init__(identity, patience=patience, lanes=lanes)
+        if not 1 <= lanes <= MAX_LANES:
+            raise WireError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
         if not 0 <= start_port <= _LAST_PORT:
             raise WireError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
         self._host, self._family = _loopback(host)
         self._start_port = start_port
+        self._network = network
 
     def _listen(self) -> tuple[socket.socket, str]:
         ports = range(self._start_port, _LAST_PORT + 1) if self._start_port else (0,)
@@ -63,11 +75,19 @@ class TcpWire(SocketWire):
         return socket.create_connection((_loopback(host)[0], port), timeout=seconds)
 
     def _inspect(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name in _CONGESTION:
-            with suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-                return
+        prepare(sock)
+
+    def _shape(self, sock: socket.socket, peer: Peer) -> socket.socket:
+        return sock if self._network is None else self._network.shape(sock, peer.me, peer.address)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set a connected TCP socket up for loopback: no waiting for more bytes, and a congestion control that is fast."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name in _CONGESTION:
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
 
 
 def _loopback(host: str) -> tuple[str, socket.AddressFamily]:

@@ -1,0 +1,73 @@
+"""Time to a loss: runs of programs/learner.py from start to end, and when they first came that far."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.sides import Refused, Sides, refusal
+
+LEARNER = Path(__file__).parent / "programs" / "learner.py"
+LIMIT_S = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Seconds since the first step (without looking), steps, loss over the training data, held-out accuracy."""
+
+    seconds: float
+    step: int
+    loss: float
+    accuracy: float
+
+
+def job(sides: Sides, name: str, conf: str, *args: str) -> list[Point]:
+    """Run a job to its end. Raises Refused."""
+    why = refusal(conf)
+    if why:
+        raise Refused(why)
+    folder = sides.room(name)
+    (folder / "job.conf").write_text(conf)
+    command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--forkserver", sides.serve()]
+    command += ["--set", f"cluster.workspace={folder / 'work'}", str(folder / "job.conf"), str(LEARNER)]
+    return _run(sides, folder, [[*command, "--out", str(folder / "points"), *args]], [{}])
+
+
+def ddp(sides: Sides, name: str, size: int, *args: str) -> list[Point]:
+    """Run DDP to its end. Raises Refused."""
+    folder = sides.room(name)
+    command = [sys.executable, str(LEARNER), "--peer", "ddp", "--out", str(folder / "points"), *args]
+    return _run(sides, folder, [command] * size, sides.meeting(size))
+
+
+def _run(
+    sides: Sides, folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]
+) -> list[Point]:
+    started = [
+        sides.spawn(folder / f"{number}.err", command, more)
+        for number, (command, more) in enumerate(zip(commands, variables, strict=True))
+    ]
+    try:
+        codes = [process.wait(LIMIT_S) for process in started]
+    except subprocess.TimeoutExpired:
+        raise Refused(f"did not end within {LIMIT_S} s") from None
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    if any(codes):
+        lines = [line for file in sorted(folder.glob("*.err")) for line in file.read_text().splitlines() if line]
+        raise Refused(next((line for line in lines if "rror" in line), f"exit codes {codes}"))
+    return [Point(*json.loads(line)) for line in (folder / "points").read_text().splitlines()]
+
+
+def first(points: Sequence[Point], loss: float | None = None, accuracy: float | None = None) -> Point:
+    """The first point that is as good as that. Raises Refused if none is."""
+    for point in points:
+        if (loss is None or point.loss <= loss) and (accuracy is None or point.accuracy >= accuracy):
+            return point
+    last = points[-1] if points else Point(0.0, 0, float("nan"), float("nan"))
+    raise Refused(f"ended with loss {last.loss:.3f} and accuracy {last.accuracy:.3f} after {last.step} steps")

@@ -1,0 +1,103 @@
+"""Figures as pages: a section per table, and RESULTS.md, where every goal stands with what was measured for it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.harness import Row
+from benchmarks.record import Table
+
+_SIGNS = {"<=": "≤", ">=": "≥", "<": "<"}
+
+
+def number(value: float | None) -> str:
+    """Three digits that count; "–" for none."""
+    if value is None:
+        return "–"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def bound(text: str) -> str:
+    """A bound as people write it."""
+    sign, _, limit = text.partition(" ")
+    return f"{_SIGNS[sign]} {limit}" if text else "–"
+
+
+def verdict(row: Row) -> str:
+    """Whether a row's goal is met."""
+    if row.met is None:
+        return "not measured" if row.figure is None and row.bound else "–"
+    return "met" if row.met else "**not met**"
+
+
+def figure(row: Row) -> str:
+    """The median, its unit, and the range over the rounds."""
+    if row.figure is None:
+        return "–"
+    spread = f" ({number(row.low)}–{number(row.high)})" if row.low is not None else ""
+    return f"{number(row.figure)} {row.unit}{spread}"
+
+
+def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A markdown table."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in rows)
+
+
+def section(table: Table) -> str:
+    """All rows of one table."""
+    lines = [[r.goal or "–", r.what, r.mode or "–", bound(r.bound), figure(r), verdict(r), r.note] for r in table.rows]
+    head = ["goal", "work", "mode", "bound", "median (min–max)", "", "remark"]
+    return f"## {table.title}\n\n`{table.command}`\n\n{grid(head, lines)}\n"
+
+
+_INTRODUCTION = """# Results
+
+Written by `make bench`; do not edit. A figure is a ratio of medians from one run in which all sides took turns
+(A B A B …), with the lowest and highest ratio of a round behind it. One thread per process. Peers use fused kernels,
+too. Times of different tables, or of different days, cannot be compared: look at the ratios.
+
+Where a goal is not met the remark says why, as far as it is known.
+"""
+
+
+def results(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[str, Sequence[str]]) -> str:
+    """The whole page.
+
+    Args:
+        tables: those that have been measured.
+        goals: "P1" -> what the goal is about, in order.
+        homes: "P1" -> the tables that measure it.
+    """
+    parts = [_INTRODUCTION, "## The goals\n", _goals(tables, goals, homes), "", "## The runs\n", _runs(tables), ""]
+    return "\n".join(parts + [section(table) for table in tables])
+
+
+def _goals(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[str, Sequence[str]]) -> str:
+    lines: list[list[str]] = []
+    for goal, about in goals.items():
+        found = [(table, row) for table in tables for row in table.rows if row.goal == goal and row.bound]
+        for table, row in found:
+            lines.append([goal, row.what, row.mode or "–", bound(row.bound), figure(row), verdict(row), row.note])
+            lines[-1].append(f"[{table.name}](#{anchor(table.title)})")
+        if not found:
+            where = ", ".join(homes.get(goal, ()))
+            lines.append([goal, about, "–", "–", "–", "not measured", "", where])
+    return grid(["goal", "work", "mode", "bound", "median (min–max)", "", "remark", "table"], lines)
+
+
+def _runs(tables: Sequence[Table]) -> str:
+    machines = list(dict.fromkeys(table.machine for table in tables))
+    letters = {machine: chr(ord("A") + number) for number, machine in enumerate(machines)}
+    lines = [
+        [table.name, f"`{table.command}`", f"`{table.commit}`", letters[table.machine], f"{table.seconds:.0f} s"]
+        for table in tables
+    ]
+    named = "\n".join(f"Machine {letters[machine]}: {machine}.  " for machine in machines)
+    return grid(["table", "command", "commit", "machine", "took"], lines) + f"\n\n{named}"
+
+
+def anchor(title: str) -> str:
+    """The name that a heading has in links."""
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")

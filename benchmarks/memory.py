@@ -1,0 +1,80 @@
+"""Peak resident memory of each process (VmHWM), beside DDP's: MLP of 10.5 M parameters, 42 MB, 2 workers.
+
+Pages that several processes map count fully in each one's peak. "Share" divides them among their users, and is what
+adding a process really takes from the machine at the end of a run.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from benchmarks.harness import Row, absent, row
+from benchmarks.record import run_table
+from benchmarks.sides import Side, Sides, attempt, cluster
+
+NAME, TITLE, GOALS = "memory", "Peak resident memory", ()
+
+STEPS = 10
+_MB = 1e6
+
+
+def _resident(pid: int) -> dict[str, int]:
+    """The same of another process of ours."""
+    status = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status") if ":" in line)  # noqa: SIM115
+    rollup = dict(line.split(":", 1) for line in open(f"/proc/{pid}/smaps_rollup") if ":" in line)  # noqa: SIM115
+    return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
+
+
+def servers(side: Side) -> list[int]:
+    """Process ids of a job's servers, from the file in its workspace that names its processes."""
+    import json
+
+    from topotrain.launch.workspace import PROCESSES_FILE
+
+    return _pids(json.loads((side.folder / "work" / PROCESSES_FILE).read_text()))
+
+
+def _pids(data: object) -> list[int]:
+    """Of all servers in that file, wherever they stand in it."""
+    if isinstance(data, list):
+        return [pid for entry in data for pid in _pids(entry)]
+    if not isinstance(data, dict):
+        return []
+    serves = any("server" in str(name) for name in (data.get("who", ""), *data.get("residents", ())))
+    own = [int(data["pid"])] if serves and "pid" in data and "forkserver" not in str(data.get("who")) else []
+    return own + [pid for value in data.values() for pid in _pids(value)]
+
+
+def measure(options: argparse.Namespace) -> Sequence[Row]:
+    rows: list[Row] = []
+    with Sides() as sides:
+        starts: Mapping[str, Callable[[], Side]] = {
+            "alone": lambda: sides.peer("alone", "alone", 2, "mlp"),
+            "DDP": lambda: sides.peer("DDP", "ddp", 2, "mlp"),
+            "Sandblaster, shared memory": lambda: sides.job("shm", cluster(), 2, "mlp", "kShm", cold=True),
+            "Sandblaster, TCP": lambda: sides.job("tcp", cluster(), 2, "mlp", "kTcp", cold=True),
+            "AllReduce": lambda: sides.job("ar", cluster(servers=2, separate=False), 2, "mlp", cold=True),
+        }
+        base = 0.0
+        for name, begin in starts.items():
+            side = attempt(begin)
+            if isinstance(side, str):
+                rows.append(absent("", f"{name}: a worker", "MB", side))
+                continue
+            side.run(STEPS)
+            used = side.ask(check=True)
+            base = base or max(answer["peak"] for answer in used) / _MB
+            more = max(answer["peak"] for answer in used) / _MB
+            share = sum(answer["share"] for answer in used) / len(used) / _MB
+            note = f"share {share:.0f} MB; {more - base:+.0f} MB over a process alone"
+            rows.append(row("", f"{name}: a worker, {STEPS} steps", more, "MB", "", note))
+            if name not in ("alone", "DDP"):
+                found = [_resident(pid) for pid in servers(side)]
+                note = f"share {sum(f['share'] for f in found) / len(found) / _MB:.0f} MB"
+                rows.append(row("", f"{name}: a server", max(f["peak"] for f in found) / _MB, "MB", "", note))
+            side.end()
+            del sides.living[side.name]
+    return rows
+
+
+if __name__ == "__main__":
+    run_table(NAME, TITLE, measure)

@@ -1,0 +1,89 @@
+"""A script that learns handwritten digits and notes how far it is: time, loss and accuracy, into a file.
+
+Every worker draws its own batches from its own seed, and may rest before each step, which is how a slow machine is
+pretended. Worker (0,0) looks at the model every few steps; the time that looking takes is not counted.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import topotrain as tt
+from benchmarks.models import mlp
+
+
+def digits(wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """1,437 images to learn from and 360 held out, as rows of 64 numbers, or of 1,024 where each pixel is 4 x 4."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=360, random_state=1, stratify=labels)
+    train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in parts)
+
+    def rows(x: Tensor) -> Tensor:
+        x = ((x - 4.9) / 6.0).float().view(-1, 1, 8, 8)
+        return (F.interpolate(x, scale_factor=4.0) if wide else x).flatten(1)
+
+    return rows(train_x), train_y.long(), rows(test_x), test_y.long()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--model", choices=("small", "mlp"), default="small")
+    parser.add_argument("--peer", choices=("job", "ddp"), default="job")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rate", type=float, default=0.1)
+    parser.add_argument("--momentum", type=float, default=0.0)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rest", type=float, default=0.0, help="milliseconds before each step")
+    parser.add_argument("--slow", type=int, default=-1, help="this worker rests four times as long")
+    parser.add_argument("--slow-steps", type=int, default=0, help="and takes so many steps")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = tt.rank() if options.peer == "job" else int(os.environ["RANK"])
+    slow = rank == options.slow
+    torch.manual_seed(options.seed)
+    train_x, train_y, test_x, test_y = digits(options.model == "mlp")
+    model: nn.Module = mlp() if options.model == "mlp" else nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.rate, momentum=options.momentum, fused=True)
+    if options.peer == "ddp":
+        dist.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model, optimizer, _ = tt.prepare(model, optimizer)
+    draw = torch.Generator().manual_seed(1000 * options.seed + rank)
+    steps = options.slow_steps if slow and options.slow_steps else options.steps
+    began, looking = time.perf_counter(), 0.0
+    with open(options.out if rank == 0 else os.devnull, "w") as file:
+        for step in range(1, steps + 1):
+            time.sleep(options.rest * (4 if slow else 1) / 1000)
+            picked = torch.randint(len(train_x), (options.batch,), generator=draw)
+            optimizer.zero_grad()
+            F.cross_entropy(model(train_x[picked]), train_y[picked]).backward()
+            optimizer.step()
+            if rank == 0 and step % options.every == 0:
+                now = time.perf_counter()
+                with torch.no_grad():
+                    inner = getattr(model, "module", model)
+                    loss = F.cross_entropy(inner(train_x), train_y).item()
+                    right = (inner(test_x).argmax(1) == test_y).float().mean().item()
+                file.write(json.dumps([now - began - looking, step, loss, right]) + "\n")
+                looking += time.perf_counter() - now
+    if options.peer == "ddp":
+        dist.barrier()
+        os._exit(0)  # taking Gloo's group apart hangs at times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""A script that trains by order: it says hello on a socket and runs as many steps as it is told, then waits again.
+
+So many sides stay alive side by side, take turns on an idle machine, and are measured without their start. Started by
+`topotrain run` it is an ordinary script of topotrain; started by itself, with --peer, it is one of torch's.
+"""
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import topotrain as tt
+from benchmarks.models import Work, build
+
+RATE, MOMENTUM = 0.01, 0.9
+
+
+class Line:
+    """JSON lines to and from whoever measures."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._file = self._socket.makefile("r")
+
+    def say(self, **words: Any) -> None:
+        self._socket.sendall(json.dumps(words).encode() + b"\n")
+
+    def orders(self) -> Iterator[dict[str, Any]]:
+        for line in self._file:
+            yield json.loads(line)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+
+
+def with_job(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    return model, optimizer
+
+
+def alone(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    return model, sgd(model)
+
+
+def no_update(model: nn.Module) -> tuple[nn.Module, None]:
+    return model, None
+
+
+def ddp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return wrapped, sgd(wrapped)
+
+
+def zero(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    kind = {"optimizer_class": SGD, "lr": RATE, "momentum": MOMENTUM, "fused": True}
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), parameters_as_bucket_view=True, **kind)
+
+
+def fsdp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    inner = getattr(model, "blocks", model)  # units in which parameters are gathered
+    for part in inner:
+        if any(True for _ in part.parameters()):
+            fully_shard(part, mesh=mesh)
+    if inner is not model or list(model.parameters(recurse=False)):
+        fully_shard(model, mesh=mesh)
+    return model, SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, foreach=True)  # fused refuses its tensors
+
+
+WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer | None]]] = {
+    "job": with_job,
+    "alone": alone,
+    "no_update": no_update,
+    "ddp": ddp,
+    "zero": zero,
+    "fsdp": fsdp,
+}
+_MEETING = ("ddp", "zero", "fsdp")
+
+
+class Stepper:
+    """A model that can take steps."""
+
+    def __init__(self, work: Work, model: nn.Module, optimizer: Optimizer | None) -> None:
+        self._work, self._model, self._optimizer = work, model, optimizer
+        self._done = 0
+        self._silenced: list[Callable[[], None]] = []
+
+    def steps(self, count: int) -> float:
+        """Take so many; returns the last loss."""
+        for _ in range(count):
+            if self._optimizer is None:
+                self._model.zero_grad()
+            else:
+                self._optimizer.zero_grad()
+            loss = self._work.loss(self._model, self._done)
+            loss.backward()
+            if self._optimizer is not None:
+                self._optimizer.step()
+            self._done += 1
+        return loss.item()
+
+    def checksum(self) -> float:
+        """A number that another result would not have: the mean magnitude of all parameters."""
+        parts = [p.to_local() if hasattr(p, "to_local") else p for p in self._model.parameters()]
+        total = torch.tensor(
+            [sum(p.detach().double().abs().sum().item() for p in parts), sum(p.numel() for p in parts)]
+        )
+        if any(hasattr(p, "to_local") for p in self._model.parameters()):
+            dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def memory() -> dict[str, int]:
+    """Bytes: the most that was ever resident, and the share of it now if common pages are divided by their users."""
+    status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)  # noqa: SIM115
+    rollup = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line)  # noqa: SIM115
+    return {"peak": int(status["VmHWM"].split()[0]) * 1024, "share": int(rollup["Pss"].split()[0]) * 1024}
+
+
+def mute(yes: bool) -> None:
+    """Switch off what a step reports and checks, or on again (the table of reporting alone asks for it)."""
+    from topotrain.front import context
+
+    here = context.current()
+    assert here is not None
+    worker = here.worker
+    assert worker is not None
+    if yes and not _spoken:
+        _spoken.append(list(worker.after_step))
+        worker.after_step.clear()
+        type(worker)._check = lambda self: None  # type: ignore[method-assign]
+    elif not yes and _spoken:
+        worker.after_step[:] = _spoken.pop()
+        type(worker)._check = _check  # type: ignore[method-assign]
+
+
+def timed(stepper: Stepper, count: int) -> float:
+    """Take so many steps; returns the seconds that what is said and checked took of each."""
+    from topotrain.front import context
+
+    here = context.current()
+    assert here is not None
+    worker = here.worker
+    assert worker is not None
+    spent = 0.0
+
+    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any) -> Any:
+            nonlocal spent
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                spent += time.perf_counter() - began
+
+        return inner
+
+    before = list(worker.after_step)
+    worker.after_step[:] = [watched(call) for call in before]
+    type(worker)._check = watched(_check)  # type: ignore[method-assign]
+    try:
+        stepper.steps(count)
+    finally:
+        worker.after_step[:] = before
+        type(worker)._check = _check  # type: ignore[method-assign]
+    return spent / count
+
+
+_spoken: list[list[Any]] = []
+_check: Any = None
+
+
+def main() -> None:
+    global _check
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--peer", default="job", choices=sorted(WAYS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    line = Line(options.socket)
+    rank = tt.rank() if options.peer == "job" else int(os.environ["RANK"])
+    if options.peer in _MEETING:
+        dist.init_process_group("gloo")
+    work = build(options.model, rank)
+    try:
+        stepper = Stepper(work, *WAYS[options.peer](work.model))
+        stepper.steps(1)
+    except Exception as error:
+        line.say(rank=rank, refused=f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
+    if options.peer == "job":
+        from topotrain.worker import Worker
+
+        _check = Worker._check
+    for order in line.orders():
+        if "mute" in order:
+            mute(order["mute"])
+        if "timed" in order:
+            line.say(seconds=timed(stepper, order["timed"]))
+        elif "steps" in order:
+            began = time.perf_counter()
+            line.say(loss=stepper.steps(order["steps"]), seconds=time.perf_counter() - began)
+        elif "check" in order:
+            line.say(checksum=stepper.checksum(), **memory())
+        else:
+            break
+    if options.peer in _MEETING:
+        os._exit(0)  # taking Gloo's group apart hangs at times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Where figures go: results/NAME.json, with the command, the commit and the machine that made them.
+
+Rule: nothing that says whose machine it was is written, no host name, no path; only what explains a figure.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Row
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All rows of one table, and where they come from. `seconds` is what measuring took."""
+
+    name: str
+    title: str
+    command: str
+    commit: str
+    machine: str
+    seconds: float
+    rows: tuple[Row, ...]
+
+
+def machine() -> str:
+    """What the figures depend on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    words = [
+        f"{os.cpu_count()} cores ({_processor()})",
+        f"{memory:.0f} GiB",
+        f"Linux {platform.release().partition('-')[0]}",
+        f"Python {platform.python_version()}",
+        f"torch {version('torch')}",
+        f"TCP {control.read_text().strip() if control.exists() else 'congestion control unknown'}",
+    ]
+    return ", ".join(words)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    """The commit, with "+changes" where the tree holds something else (figures themselves do not count)."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    dirty = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/RESULTS.md")
+    return head + ("+changes" if dirty else "")
+
+
+def _git(*words: str) -> str:
+    try:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def save(table: Table, folder: Path = RESULTS) -> Path:
+    """Write a table to folder/NAME.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{table.name}.json"
+    path.write_text(json.dumps(asdict(table), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def load(path: Path) -> Table:
+    """Read what `save` wrote."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return Table(**{**data, "rows": tuple(Row(**row) for row in data["rows"])})
+
+
+def say(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_table(
+    name: str,
+    title: str,
+    measure: Callable[[argparse.Namespace], Sequence[Row]],
+    add: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+) -> None:
+    """The main function of a table's module: measure, print, save. `add` declares options of the table's own."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=title)
+    add(parser)
+    options = parser.parse_args()
+    state, began = commit(), time.monotonic()
+    rows = tuple(measure(options))
+    command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
+    table = Table(name, title, command, state, machine(), round(time.monotonic() - began, 1), rows)
+    path = save(table)
+    from benchmarks.markdown import section
+
+    print(section(table))
+    say(f"written to {path.relative_to(ROOT)}")

@@ -1,0 +1,325 @@
+"""A side of a comparison: a set of processes that stays alive and runs so many steps when it is told to.
+
+All sides of a table live at once; those whose turn it is not are blocked in a read. A side of topotrain is a real job,
+started by `topotrain run`; a peer is two or more processes of ordinary PyTorch.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from benchmarks.record import ROOT
+
+STEPPER = Path(__file__).parent / "programs" / "stepper.py"
+START_S = 120.0
+PATIENCE_S = 240.0
+END_S = 20.0
+
+
+class Closeable(Protocol):
+    """Something that must be closed."""
+
+    def close(self) -> None: ...
+
+
+class Refused(Exception):
+    """A side cannot be measured; the text says why."""
+
+
+def environment() -> dict[str, str]:
+    """One thread per process, and this folder's modules."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
+
+
+def cluster(
+    workers: int = 2,
+    servers: int = 1,
+    groups: int = 1,
+    server_groups: int = 1,
+    separate: bool = True,
+    inside: str = "",
+    top: str = "",
+) -> str:
+    """The text of a conf; counts are per group. `inside` goes into the cluster block, `top` outside."""
+    return f"""{top}
+cluster {{
+  nworker_groups: {groups}
+  nserver_groups: {server_groups}
+  nworkers_per_group: {workers}
+  nservers_per_group: {servers}
+  server_worker_separate: {str(separate).lower()}
+  {inside}
+}}
+"""
+
+
+def refusal(conf: str) -> str:
+    """Why topotrain refuses a conf, in one line; empty if it does not."""
+    from topotrain import textproto
+    from topotrain.job import ConfigError
+
+    try:
+        textproto.loads(conf, "the conf")
+    except ConfigError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+@dataclass(slots=True)
+class Side:
+    """Living processes; use it as what `Sides.job` or `Sides.peer` return."""
+
+    name: str
+    processes: list["subprocess.Popen[bytes]"]
+    folder: Path
+    lines: list[IO[str]] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+    hellos: list[dict[str, Any]] = field(default_factory=list)
+
+    def meet(self, listener: socket.socket, workers: int) -> None:
+        """Wait for all workers to say that they have taken their first step. Raises Refused."""
+        deadline = time.monotonic() + START_S
+        listener.settimeout(0.2)
+        while len(self.sockets) < workers:
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                connection.settimeout(PATIENCE_S)
+                self.sockets.append(connection)
+                self.lines.append(connection.makefile("r"))
+            self._alive(time.monotonic() > deadline)
+        for line in self.lines:
+            hello = self._read(line)
+            if "refused" in hello:
+                raise Refused(hello["refused"])
+            self.hellos.append(hello)
+
+    def _alive(self, late: bool) -> None:
+        if late or any(process.poll() not in (None, 0) for process in self.processes):
+            raise Refused(self._last_words())
+
+    def _last_words(self) -> str:
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+        texts = [file.read_text(errors="replace") for file in sorted(self.folder.glob("*.err"))]
+        lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+        told = [line for line in lines if "Error" in line or "error:" in line] or lines
+        codes = ", ".join(str(process.poll()) for process in self.processes)
+        return told[-1] if told else f"{self.name} left no word (exit codes {codes})"
+
+    def _read(self, line: IO[str]) -> dict[str, Any]:
+        try:
+            text = line.readline()
+        except TimeoutError:
+            raise Refused(f"{self.name} did not answer within {PATIENCE_S:g} s") from None
+        if not text:
+            raise Refused(f"{self.name} ended: {self._last_words()}")
+        return dict(json.loads(text))
+
+    def ask(self, **order: Any) -> list[dict[str, Any]]:
+        """Send an order to all workers; their answers."""
+        for connection in self.sockets:
+            connection.sendall(json.dumps(order).encode() + b"\n")
+        return [self._read(line) for line in self.lines]
+
+    def run(self, steps: int, **more: Any) -> float:
+        """Seconds per step, from the order to the last worker's answer."""
+        began = time.perf_counter()
+        self.ask(steps=steps, **more)
+        return (time.perf_counter() - began) / steps
+
+    def end(self) -> None:
+        """Let the processes end, or make them."""
+        for connection, line in zip(self.sockets, self.lines, strict=True):
+            with suppress(OSError):
+                connection.sendall(b'{"end": true}\n')
+            line.close()
+        deadline = time.monotonic() + END_S
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                process.kill()
+                process.wait()
+        for connection in self.sockets:
+            connection.close()
+
+
+class Sides:
+    """Starts sides, and ends them all; a context manager. Its jobs share one forkserver: they start faster."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="bench-"))
+        self._forkserver: Any = None
+        self._rooms = 0
+        self._also: list[Closeable] = []
+        self.living: dict[str, Side] = {}
+
+    def also_close(self, thing: Closeable) -> None:
+        """Close this, too, after the last process."""
+        self._also.append(thing)
+
+    def __enter__(self) -> "Sides":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for side in self.living.values():
+            side.end()
+        if self._forkserver is not None:
+            self._forkserver.close()
+        for thing in self._also:
+            thing.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def job(
+        self, name: str, conf: str, workers: int, model: str, road: str = "", cold: bool = False, terminal: bool = False
+    ) -> Side:
+        """A job of topotrain with `workers` workers in all.
+
+        Args:
+            road: the value of `cluster.road`, if not the default.
+            cold: with a forkserver of its own, as a user's job has it.
+            terminal: on a pretended terminal, with the live table.
+        Raises Refused, also for a conf that topotrain does not take (yet).
+        """
+        why = refusal(conf)
+        if why:
+            raise Refused(why)
+        folder = self.room(name)
+        file = folder / "job.conf"
+        file.write_text(conf)
+        command = [sys.executable, "-m", "topotrain", "run", *(() if terminal else ("--quiet",))]
+        command += ["--set", f"cluster.workspace={folder / 'work'}"]
+        command += ["--set", f"cluster.road={road}"] if road else []
+        command += [] if cold else ["--forkserver", self.serve()]
+        command += [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model]
+        return self._start(name, folder, [command], [{}], workers, terminal)
+
+    def peer(self, name: str, way: str, size: int, model: str, wrap: Sequence[Sequence[str]] = (), **more: str) -> Side:
+        """`size` processes of ordinary PyTorch.
+
+        Args:
+            way: "ddp", "zero", "fsdp", "alone" or "no_update".
+            wrap: per process, the beginning of its command line (to put it into a network of its own).
+            more: variables for all of them.
+        """
+        folder = self.room(name)
+        command = [sys.executable, str(STEPPER), "--socket", str(folder / "line"), "--model", model, "--peer", way]
+        commands = [[*(wrap[rank] if wrap else ()), *command] for rank in range(size)]
+        return self._start(name, folder, commands, self.meeting(size, **more), size)
+
+    def meeting(self, size: int, **more: str) -> list[dict[str, str]]:
+        """The variables of torch.distributed, for each of `size` processes."""
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size), **more}
+        return [{**common, "RANK": str(rank)} for rank in range(size)]
+
+    def spawn(self, errors: Path, command: Sequence[str], more: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        """A process whose stderr goes to that file."""
+        return _spawn(errors, command, more, False)
+
+    def room(self, name: str) -> Path:
+        """A fresh folder, which goes with the rest."""
+        self._rooms += 1
+        folder = self._folder / f"{self._rooms}-{name}".replace(" ", "-").replace("/", "-")
+        folder.mkdir(parents=True)
+        return folder
+
+    def serve(self) -> str:
+        """The socket of the forkserver that the jobs share."""
+        if self._forkserver is None:
+            from topotrain.launch import forkserver
+
+            with _said(environment()):
+                self._forkserver = forkserver.start(self._folder / "forkserver.log")
+        return str(self._forkserver.path)
+
+    def _start(
+        self,
+        name: str,
+        folder: Path,
+        commands: Sequence[Sequence[str]],
+        variables: Sequence[Mapping[str, str]],
+        workers: int,
+        terminal: bool = False,
+    ) -> Side:
+        side = Side(name, [], folder)
+        self.living[name] = side
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "line"))
+            listener.listen(64)
+            for number, (command, more) in enumerate(zip(commands, variables, strict=True)):
+                side.processes.append(_spawn(folder / f"{number}.err", command, more, terminal))
+            try:
+                side.meet(listener, workers)
+            except Refused:
+                del self.living[name]
+                side.end()
+                raise
+        return side
+
+
+def _spawn(errors: Path, command: Sequence[str], more: Mapping[str, str], terminal: bool) -> "subprocess.Popen[bytes]":
+    env = {**environment(), **more}
+    if terminal:
+        return _on_terminal(command, {**env, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"})
+    with errors.open("wb") as file:
+        return subprocess.Popen(command, env=env, cwd=errors.parent, stdout=subprocess.DEVNULL, stderr=file)
+
+
+def _on_terminal(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """Start a command on a terminal that somebody reads."""
+    import pty
+    import threading
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs, cwd=tempfile.gettempdir())
+    os.close(theirs)
+
+    def read() -> None:
+        with suppress(OSError):
+            while os.read(ours, 65536):
+                pass
+        os.close(ours)
+
+    threading.Thread(target=read, daemon=True).start()
+    return process
+
+
+@contextmanager
+def _said(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def attempt(start: Callable[..., Side], *args: Any) -> Side | str:
+    """The side that a call starts, or why there is none."""
+    try:
+        return start(*args)
+    except Refused as reason:
+        return str(reason)

@@ -1,0 +1,182 @@
+"""P4 and P5: one training step of two workers on one host, beside DDP, ZeRO-1, FSDP2 and computing alone.
+
+Rule: all sides of a model live at once and take turns. "alone" is two processes that train without hearing of each
+other; "no update" is the same without an optimizer, which nobody can beat. All sides that keep one model must end with
+the same parameters: the mean magnitude of each side's is compared with DDP's, and a side that differs has no figure.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks import models
+from benchmarks.harness import Row, Samples, absent, interleave, row
+from benchmarks.link import Namespaces
+from benchmarks.record import run_table, say
+from benchmarks.sides import Refused, Side, Sides, attempt, cluster, refusal
+
+NAME, TITLE, GOALS = "training_step", "A training step, 2 workers on one host", ("P4", "P5")
+
+MODES: Mapping[str, str] = {
+    "kVisible, kAtStep": "",
+    "kHidden, kAtStep": "grads: kHidden",
+    "kHidden, kOnArrival": "grads: kHidden apply: kOnArrival",
+    "kHidden, kOnArrival, kLazy": "grads: kHidden apply: kOnArrival pull: kLazy",
+}
+"""Ways of a synchronous step, the default first."""
+DEFAULT = next(iter(MODES))
+
+PEERS: Mapping[str, str] = {"no update": "no_update", "alone": "alone", "DDP": "ddp", "ZeRO-1": "zero", "FSDP2": "fsdp"}
+RENO = "DDP, reno"
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A topology and a road. `bounds`: per model, times DDP; `default`: the bound of the default mode, if any."""
+
+    name: str
+    goal: str
+    servers: int
+    separate: bool
+    road: str
+    bounds: Mapping[str, str]
+    default: str = ""
+
+
+def _bounds(*limits: str) -> dict[str, str]:
+    return {model: f"<= {limit}" for model, limit in zip(models.TRAINED, limits, strict=True)}
+
+
+ARRANGEMENTS = (
+    Arrangement("AllReduce", "P4", 2, False, "", _bounds("0.75", "0.85", "0.85"), "<= 0.95"),
+    Arrangement("Sandblaster, shared memory", "P5", 1, True, "kShm", _bounds("0.75", "0.85", "0.90"), "<= 0.95"),
+    Arrangement("Sandblaster, TCP", "P5", 1, True, "kTcp", _bounds("0.85", "0.97", "0.92")),
+)
+
+
+def conf(arrangement: Arrangement, mode: str) -> str:
+    """The job of an arrangement in a mode."""
+    return cluster(servers=arrangement.servers, separate=arrangement.separate, top=MODES[mode])
+
+
+def start(sides: Sides, model: str) -> tuple[dict[str, Side], dict[str, str]]:
+    """All sides of a model, and why others are missing."""
+    living: dict[str, Side] = {}
+    missing: dict[str, str] = {}
+
+    def take(name: str, begin: Callable[..., Side], *args: object) -> None:
+        found = attempt(begin, *args)
+        if isinstance(found, Side):
+            living[name] = found
+        else:
+            missing[name] = found
+            say(f"  {model}, {name}: {found}")
+
+    for name, way in PEERS.items():
+        take(name, sides.peer, f"{model} {name}", way, 2, model)
+    take(RENO, _ddp_with_reno, sides, model)
+    for arrangement in ARRANGEMENTS:
+        for mode in MODES:
+            name = f"{arrangement.name}: {mode}"
+            take(name, sides.job, f"{model} {name}", conf(arrangement, mode), 2, model, arrangement.road)
+    return living, missing
+
+
+def _ddp_with_reno(sides: Sides, model: str) -> Side:
+    """DDP in a network namespace of its own with the congestion control that our road asks for; it is no default."""
+    names = Namespaces.loopback("reno")
+    if names is None:
+        raise Refused("needs root, for a network namespace with another congestion control")
+    sides.also_close(names)
+    return sides.peer(f"{model} {RENO}", "ddp", 2, model, wrap=names.commands * 2)
+
+
+def measure_model(model: str, rounds: int, steps: int) -> list[Row]:
+    """All rows of one model."""
+    with Sides() as sides:
+        living, missing = start(sides, model)
+        if "DDP" not in living:
+            return [
+                absent("P4", f"{model}", "× DDP", missing["DDP"]),
+                absent("P5", f"{model}", "× DDP", missing["DDP"]),
+            ]
+        turns: dict[str, Callable[[], float]] = {n: lambda side=side: side.run(steps) for n, side in living.items()}
+        found = interleave(turns, rounds, lambda name: living[name].run(1))
+        sums = {name: [a["checksum"] for a in side.ask(check=True)] for name, side in living.items()}
+    for name, values in sums.items():
+        if name not in ("no update", "alone") and any(abs(v / sums["DDP"][0] - 1) > TOLERANCE for v in values):
+            missing[name] = f"ends with other parameters than DDP ({values[0]:.8g}, not {sums['DDP'][0]:.8g})"
+    return [*_peers(model, found, missing), *_ours(model, found, missing)]
+
+
+def _peers(model: str, found: Mapping[str, Samples], missing: Mapping[str, str]) -> list[Row]:
+    label = model.upper()
+    rows = [row("", f"{label}: alone, one step", found["alone"].figure.times(1e3), "ms")]
+    for name in (*PEERS, RENO):
+        if name in missing:
+            rows.append(absent("", f"{label}: {name}", "× alone", missing[name]))
+        elif name != "alone":
+            rows.append(row("", f"{label}: {name}", found[name].over(found["alone"]), "× alone"))
+    return rows
+
+
+def _ours(model: str, found: Mapping[str, Samples], missing: Mapping[str, str]) -> list[Row]:
+    rows: list[Row] = []
+    for arrangement in ARRANGEMENTS:
+        names = {mode: f"{arrangement.name}: {mode}" for mode in MODES}
+        there = [mode for mode in MODES if names[mode] not in missing]
+        # The goal over TCP is for kHidden; on shared memory the default may well be the fastest.
+        eligible = [mode for mode in there if arrangement.default or mode != DEFAULT]
+        best = min(eligible, key=lambda mode: found[names[mode]].median) if eligible else ""
+        what = f"{model.upper()}: {arrangement.name}"
+        for mode in MODES:
+            if mode not in there:
+                rows.append(absent("", what, "× DDP", _why(arrangement, mode, missing[names[mode]]), "", mode))
+                continue
+            samples = found[names[mode]]
+            ratio = samples.over(found["DDP"])
+            notes = [f"{samples.over(found['alone']).value:.2f} × alone"]
+            if RENO in found and RENO not in missing:
+                notes.append(f"{samples.over(found[RENO]).value:.2f} × DDP with reno")
+            if mode == best:
+                notes.insert(0, "the fastest legal mode")
+                notes += _floor(model, arrangement, found)
+            bounds = [arrangement.bounds[model]] * (mode == best) + [arrangement.default] * (mode == DEFAULT)
+            for limit in [bound for bound in bounds if bound] or [""]:
+                rows.append(row(arrangement.goal, what, ratio, "× DDP", limit, "; ".join(notes), mode))
+        if not best:
+            rows.append(absent(arrangement.goal, what, "× DDP", "no mode works", arrangement.bounds[model]))
+    return rows
+
+
+def _floor(model: str, arrangement: Arrangement, found: Mapping[str, Samples]) -> list[str]:
+    """What computing without any update would have been in this run: no goal below it can be met."""
+    if "no update" not in found:
+        return []
+    least = found["no update"].over(found["DDP"]).value
+    limit = float(arrangement.bounds[model].partition(" ")[2])
+    beyond = ", which is above the bound" if least > limit else ""
+    return [f"without any update {least:.2f} × DDP{beyond}"]
+
+
+def _why(arrangement: Arrangement, mode: str, reason: str) -> str:
+    return f"not there yet ({reason})" if refusal(conf(arrangement, mode)) else reason
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="*", default=list(models.TRAINED), choices=models.TRAINED)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=0, help="per turn; 0: about half a second's")
+
+
+def measure(options: argparse.Namespace) -> Sequence[Row]:
+    rows: list[Row] = []
+    for model in options.models:
+        say(f"  {model}")
+        rows += measure_model(model, options.rounds, options.steps or {"mlp": 6, "gpt": 3, "cnn": 5}[model])
+    return rows
+
+
+if __name__ == "__main__":
+    run_table(NAME, TITLE, measure, declare)

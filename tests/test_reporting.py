@@ -1,0 +1,167 @@
+"""What a job asks and tells at every step costs little, because it looks twice only where something has changed.
+
+Here: that nothing is missed for it. What each question is about is tested where it belongs (buffers, update, worker).
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from topotrain import update
+from topotrain.buffers import ModelBuffers, describe_model
+from topotrain.shard import FlatBuffers
+from topotrain.slices import cut
+from topotrain.update import Hyper, UnsupportedOptimizer, hyper
+from topotrain.worker import Tally
+
+# --- hyper-parameters --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """How often hyper-parameters were encoded."""
+    calls = []
+
+    def counted(optimizer):
+        calls.append(optimizer)
+        return hyper(optimizer)
+
+    monkeypatch.setattr(update, "hyper", counted)
+    return calls
+
+
+def adam(**settings):
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    return torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}], **settings)
+
+
+def test_nothing_is_encoded_while_nothing_changes(encoded):
+    optimizer = adam()
+    now = Hyper(optimizer)
+    assert [now() for _ in range(5)] == [hyper(optimizer)] * 5
+    assert len(encoded) == 1
+
+
+def rate(group):
+    group["lr"] = 0.25
+
+
+def betas(group):
+    group["betas"] = (0.8, 0.9)
+
+
+def new_entry(group):
+    group["initial_lr"] = 1.0
+
+
+def nothing_for_something(group):
+    group["fused"] = True
+
+
+def to_tensor(group):
+    group["lr"] = torch.tensor(0.125)
+
+
+@pytest.mark.parametrize("change", [rate, betas, new_entry, nothing_for_something, to_tensor], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_change_is_told(change, number):
+    optimizer = adam()
+    now = Hyper(optimizer)
+    before = now()
+    change(optimizer.param_groups[number])
+    assert now() == hyper(optimizer) != before
+
+
+def test_what_disappears_is_told():
+    optimizer = adam()
+    optimizer.param_groups[0]["note"] = 1
+    now = Hyper(optimizer)
+    before = now()
+    optimizer.param_groups[0]["renamed"] = optimizer.param_groups[0].pop("note")
+    assert now() == hyper(optimizer) != before
+    del optimizer.param_groups[0]["renamed"]
+    assert now() == hyper(optimizer)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), [0.9, 0.999]], ids=["tensor", "list"])
+def test_what_changes_in_place_is_told(value, encoded):
+    optimizer = adam()
+    name = "lr" if isinstance(value, torch.Tensor) else "betas"
+    optimizer.param_groups[1][name] = value
+    now = Hyper(optimizer)
+    now()
+    if isinstance(value, torch.Tensor):
+        value.mul_(0.5)
+    else:
+        value[0] = 0.25
+    assert json.loads(now())[1][name] in (0.25, [0.25, 0.999])
+    assert len(encoded) == 2
+
+
+def test_an_array_in_the_place_of_a_number_is_refused_as_ever():
+    optimizer = adam()
+    now = Hyper(optimizer)
+    now()
+    optimizer.param_groups[0]["lr"] = torch.ones(2)
+    with pytest.raises(UnsupportedOptimizer, match="lr"):
+        now()
+
+
+# --- parameters --------------------------------------------------------------------------------------------------
+
+
+class Looks(ModelBuffers):
+    """Counts how often it looks at every parameter one by one."""
+
+    looks = 0
+
+    def _look(self, names):
+        self.looks += 1
+        super()._look(names)
+
+
+def moved(model):
+    parts = describe_model(model)
+    slice_map = cut(parts.parameters, 2)
+    buffers = Looks(parts, slice_map, FlatBuffers(slice_map, None, lambda n, dtype: torch.zeros(n, dtype=dtype)))
+    buffers.copy_from_model("params")
+    buffers.move_model()
+    return buffers, parts.parameters
+
+
+def test_parameters_that_stay_are_looked_at_once():
+    buffers, names = moved(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    for _ in range(5):
+        buffers.check(names)
+    assert buffers.looks == 1
+
+
+def test_an_exchange_after_many_quiet_steps_is_found():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    buffers, names = moved(model)
+    weight = model[0].weight
+    del model[0].weight  # a parameter may leave its place, and come back
+    for _ in range(3):
+        buffers.check(names)
+    assert buffers.looks == 1
+    model[0].weight = weight
+    buffers.check(names)
+    model[0].weight = nn.Parameter(torch.zeros(3, 4))
+    with pytest.raises(RuntimeError, match=r"0.weight is not the one that tt.prepare saw"):
+        buffers.check(names)
+    with pytest.raises(RuntimeError, match=r"0.weight is not the one that tt.prepare saw"):  # and not forgotten
+        buffers.check(names)
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------
+
+
+def test_losses_of_a_device_are_read_only_when_they_are_told():
+    tally = Tally()
+    for loss in (1.0, 2.0, 6.0):
+        tally.loss_sum += torch.tensor(loss, dtype=torch.float64)
+        tally.losses += 1
+    assert tally.take_loss() == 3.0
+    assert tally.take_loss() is None

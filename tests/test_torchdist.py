@@ -1,0 +1,150 @@
+"""torch.distributed as an engine: real processes, a dead peer, one that never comes, and what is refused."""
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+from topotrain.job import ConfigError, Engine
+from topotrain.torchdist import CollectiveError, TorchCollective, check_engine
+from topotrain.wire import WireError
+
+WAIT = 20.0  # seconds after which a test gives up; less than the deadline that must not be what ends a collective
+
+
+def listening():
+    """Where this process can be reached over TCP: addresses as the kernel writes them."""
+    mine = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and os.path.lexists(fd)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                found.add(words[1].split(":")[0])
+    return found
+
+
+def member(rank, directory, answers):
+    """Three add up, the last one dies in the middle, the other two notice and go on without it."""
+    torch.set_num_threads(1)
+    group = TorchCollective(Engine.kGloo, f"{directory}/generation-0", rank, 3)
+    first, second, third = (torch.full((5,), float(rank + 1)) for _ in range(3))
+    works = [group.all_reduce(first), group.broadcast(second, 2), group.all_reduce(third.mul_(10))]
+    for work in reversed(works):
+        work.wait()
+    answers.put((rank, first.tolist(), second.tolist(), third.tolist(), listening()))
+    if rank == 2:
+        answers.close()
+        answers.join_thread()
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as error:
+        group.all_reduce(torch.ones(100_000)).wait()
+    group.close()
+    group = TorchCollective(Engine.kGloo, f"{directory}/generation-1", rank, 2)
+    again = torch.full((3,), rank + 1, dtype=torch.float64)
+    group.all_reduce(again).wait()
+    group.close()
+    answers.put((rank, str(error.value), again.tolist()))
+
+
+def test_three_processes_of_which_one_is_killed(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    answers = context.Queue()
+    processes = [context.Process(target=member, args=(rank, str(tmp_path / "store"), answers)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    try:
+        got = sorted(answers.get(timeout=3 * WAIT) for _ in range(3))  # torch is loaded meanwhile
+        assert got == [(rank, [6.0] * 5, [3.0] * 5, [60.0] * 5, {"0100007F"}) for rank in range(3)]
+        for rank, text, again in sorted(answers.get(timeout=WAIT) for _ in range(2)):
+            expected = f"kGloo, rank {rank} of 3: all_reduce number 4 (100000 × float32) failed (deadline 30 s): "
+            assert text.startswith(expected) and len(text) > len(expected) and "\n" not in text
+            assert again == [3.0] * 3
+        for process in processes:
+            process.join(WAIT)
+        assert [process.exitcode for process in processes] == [0, 0, -signal.SIGKILL]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+
+
+def pair(directory, seconds):
+    """Two members in two threads: nothing about a group is global."""
+    with ThreadPoolExecutor(2) as pool:
+        make = lambda rank: TorchCollective(Engine.kGloo, f"{directory}/store/pair", rank, 2, seconds)  # noqa: E731
+        return list(pool.map(make, range(2)))
+
+
+def test_a_peer_that_takes_no_part_is_waited_for_until_the_deadline(tmp_path):
+    one, other = pair(tmp_path, 0.5)
+    with pytest.raises(CollectiveError, match=r"kGloo, rank 0 of 2: broadcast from rank 1 number 1 \(4 × float32\)"):
+        one.broadcast(torch.ones(4), 1).wait()
+    one.close()
+    other.close()
+
+
+def test_a_peer_that_left_is_noticed_at_once(tmp_path):
+    one, other = pair(tmp_path, 3600.0)
+    other.close()
+    with pytest.raises(CollectiveError, match="all_reduce number 1"):
+        one.all_reduce(torch.ones(4)).wait()
+    one.close()
+    with pytest.raises(CollectiveError, match=r"all_reduce number 2 .* failed .*: this group is closed"):
+        one.all_reduce(torch.ones(4))
+    one.close()
+
+
+def test_a_peer_that_never_comes(tmp_path):
+    with pytest.raises(CollectiveError, match=r"kGloo, rank 0 of 2: joining the group failed \(deadline 0.5 s\)"):
+        TorchCollective(Engine.kGloo, str(tmp_path / "store" / "alone"), 0, 2, timeout_s=0.5)
+
+
+def test_a_store_that_others_may_enter_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(WireError, match="must belong to this user and be closed to others"):
+        TorchCollective(Engine.kGloo, str(tmp_path / "open" / "store"), 0, 1)
+
+
+def test_an_interface_that_is_not_there(tmp_path):
+    with pytest.raises(CollectiveError, match="joining the group failed"):
+        TorchCollective(Engine.kGloo, str(tmp_path / "store" / "x"), 0, 1, interface="nosuch0")
+
+
+def test_a_rank_outside_the_group(tmp_path):
+    with pytest.raises(ValueError, match="rank = 2: must be 0 to 1"):
+        TorchCollective(Engine.kGloo, str(tmp_path / "store" / "x"), 2, 2)
+
+
+def test_engines_that_are_not_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"cluster.engine = kNccl: needs an NVIDIA GPU and a build of"):
+        check_engine(Engine.kNccl)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"cluster.engine = kNccl: needs a build of torch with NCCL"):
+        check_engine(Engine.kNccl)
+    with pytest.raises(ConfigError, match=r"cluster.engine = kOwn: torch.distributed has kGloo and kNccl"):
+        check_engine(Engine.kOwn)
+    check_engine(Engine.kGloo)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@needs_cuda
+def test_nccl(tmp_path):
+    group = TorchCollective(Engine.kNccl, str(tmp_path / "store" / "nccl"), 0, 1)
+    tensor = torch.arange(5.0, device="cuda")
+    group.all_reduce(tensor).wait()
+    group.broadcast(tensor, 0).wait()
+    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    group.close()

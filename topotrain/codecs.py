@@ -1,0 +1,314 @@
+"""Numbers in fewer bytes: a 1-D tensor of floats becomes bytes, and these become floats again.
+
+The length of the bytes follows from the number of elements alone, so a receiver knows it beforehand. A codec keeps
+nothing from one call to the next; what is done about its error is `compression`'s business.
+"""
+
+from math import ceil, sqrt
+from typing import Protocol
+
+import numpy as np
+import torch
+
+BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
+
+_SINGLE = torch.finfo(torch.float32)
+_TOP_SCALE = _SINGLE.max / 127 * (1 - 2**-22)  # 127 times the largest scale must not round to infinity
+_SAMPLES = 4096  # elements looked at for a first guess of top-k's threshold
+
+
+class Scratch:
+    """Memory that is used again and again: fresh memory costs more than the arithmetic. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def room(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor with any content; the next call with this name takes it back."""
+        size = numel * dtype.itemsize
+        held = self._rooms.get(name)
+        if held is None or held.numel() < size:
+            held = self._rooms[name] = torch.empty(size, dtype=torch.uint8)
+        return held[:size].view(dtype)
+
+
+class Codec(Protocol):
+    """One way to write floats as bytes.
+
+    `values` and `out` are contiguous 1-D CPU tensors of float32, float64, bfloat16 or float16; `data` is a contiguous
+    1-D uint8 tensor of exactly `size(numel)` bytes that begins at a multiple of 4 bytes of its storage. Decoding is the
+    same on every machine, bit for bit: each element takes at most one rounded operation per step, and none decodes to
+    a float32 denormal, which some processes round to zero and others do not. A codec's scratch is for one thread.
+    """
+
+    scratch: Scratch
+    largest: float  # larger magnitudes are sent as this one
+
+    def size(self, numel: int) -> int:
+        """Bytes of an encoding of `numel` elements."""
+        ...
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
+        """Write `values` into the bytes `out`. False if a value was not finite, or larger than `largest`."""
+        ...
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what `data` stands for into `out`. Raises ValueError if `data` cannot be an encoding of that size."""
+        ...
+
+    def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
+        """Add what `data` stands for (with `sign` -1: subtract it) to `out`. Raises ValueError as `decode` does."""
+        ...
+
+
+class CastCodec:
+    """kFp16 and kBf16: each element rounded to a shorter float.
+
+    Half the bytes of float32. kFp16 keeps 11 significant bits up to 65504; larger finite numbers become ±65504, those
+    below 2^-25 become 0. kBf16 keeps 8 bits and float32's range. Infinities and NaN arrive as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype, scratch: Scratch | None = None) -> None:
+        self.dtype = dtype
+        self.largest = torch.finfo(dtype).max
+        self.scratch = scratch or Scratch()
+
+    def size(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
+        short = _checked(self, out, values).view(self.dtype)
+        short.copy_(values)
+        whole = all_finite(short)
+        if not whole:
+            _saturate(values, short)
+        if self.dtype is torch.bfloat16:
+            drop_denormals(short)
+        return whole
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(_checked(self, data, out).view(self.dtype))
+
+    def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
+        # By way of scratch, since an addition of two dtypes makes its own copy in fresh memory.
+        single = self.scratch.room("work", out.numel(), torch.float32)
+        self.decode(data, single)
+        out.add_(single, alpha=sign)
+
+
+class Int8Codec:
+    """kInt8: blocks of 512 elements, each with a float32 scale of its largest magnitude / 127, rounded to nearest.
+
+    A quarter of the bytes of float32; the error is at most half a scale. One large element takes the small ones of its
+    block with it, which is why blocks are short (Dettmers 2016). Blocks smaller than about 1e-36 become 0. An element
+    that is not finite arrives as NaN, and its neighbors unharmed: the code -128 in a block whose scale is negative.
+    """
+
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        self.largest = _SINGLE.max
+        self.scratch = scratch or Scratch()
+
+    def size(self, numel: int) -> int:
+        return 4 * -(-numel // BLOCK) + numel
+
+    def _parts(self, data: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(scales, codes, elements), as tables of one row per block: the full blocks, and the rest."""
+        numel = flat.numel()
+        split = data.numel() - numel
+        scales, codes = data[:split].view(torch.float32), data[split:].view(torch.int8)
+        rows = numel // BLOCK
+        cuts = (
+            (slice(0, rows), slice(0, rows * BLOCK), BLOCK),
+            (slice(rows, None), slice(rows * BLOCK, None), numel % BLOCK),
+        )
+        return [
+            (scales[row].unsqueeze(1), codes[part].view(-1, wide), flat[part].view(-1, wide))
+            for row, part, wide in cuts
+            if flat[part].numel()
+        ]
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
+        _checked(self, out, values)
+        single, whole = _single(values, self.scratch)
+        work = self.scratch.room("work", values.numel(), torch.float32)
+        for (scales, codes, x), (_, _, y) in zip(self._parts(out, single), self._parts(out, work)):
+            torch.abs(x, out=y)
+            torch.amax(y, 1, keepdim=True, out=scales)
+            if all_finite(scales):
+                self._round(x, y, scales, codes)
+            else:
+                self._round_around(x, y, scales, codes)
+                whole = False
+        return whole
+
+    def _round(self, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        scales.div_(127).clamp_(max=_TOP_SCALE)
+        scales.masked_fill_(scales < _SINGLE.tiny, 0)
+        inverse = scales.reciprocal()
+        inverse.masked_fill_(scales == 0, 0)
+        torch.mul(x, inverse, out=y)
+        codes.copy_(y.round_())
+
+    def _round_around(self, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """The rare case: some elements of `x` are not finite."""
+        bad = ~torch.isfinite(x)
+        finite = x.masked_fill(bad, 0)
+        torch.amax(finite.abs(), 1, keepdim=True, out=scales)
+        self._round(finite, y, scales, codes)
+        codes.masked_fill_(bad, -128)
+        marked = bad.any(1, keepdim=True)
+        scales.copy_(torch.where(marked, -scales.clamp(min=_SINGLE.tiny), scales))
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        _checked(self, data, out)
+        if out.dtype is not torch.float32:
+            single = self.scratch.room("work", out.numel(), torch.float32)
+            self.decode(data, single)
+            out.copy_(single)
+            return
+        for scales, codes, x in self._parts(data, out):
+            x.copy_(codes)
+            x.mul_(scales.abs())
+            if bool((scales < 0).any()):
+                x.masked_fill_((codes == -128) & (scales < 0), float("nan"))
+
+    def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
+        # Not fused into one operation: whether a processor rounds in between must not show.
+        single = self.scratch.room("work", out.numel(), torch.float32)
+        self.decode(data, single)
+        out.add_(single, alpha=sign)
+
+
+class TopKCodec:
+    """kTopK: the k = max(1, ceil(ratio · n)) elements of largest magnitude, as int32 indices and float32 values.
+
+    8 bytes per element sent: smaller than float32 for ratios below 0.5. Of equal magnitudes the first are taken, so
+    the same input always gives the same bytes. NaN counts as largest, then the infinities; they arrive as they are.
+    The others arrive as 0: of use with error feedback only (Stich et al. 2018, Lin et al. 2018).
+    """
+
+    def __init__(self, ratio: float, scratch: Scratch | None = None) -> None:
+        self.ratio = ratio
+        self.largest = _SINGLE.max
+        self.scratch = scratch or Scratch()
+
+    def kept(self, numel: int) -> int:
+        """How many of `numel` elements travel. Raises ValueError for more elements than an index can name."""
+        if numel >= 2**31:
+            raise ValueError(f"kTopK: {numel} elements in one piece, at most {2**31 - 1} can be numbered")
+        return min(numel, max(1, ceil(self.ratio * numel)))
+
+    def size(self, numel: int) -> int:
+        return 8 * self.kept(numel)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
+        indices, numbers = self._parts(_checked(self, out, values))
+        single, whole = _single(values, self.scratch)
+        if not values.numel():
+            return True
+        bits = self.scratch.room("work", values.numel(), torch.int32)
+        torch.bitwise_and(single.view(torch.int32), 0x7FFFFFFF, out=bits)  # orders as magnitudes do, NaN above all
+        found = largest(bits.numpy(), indices.numel(), self.scratch)
+        indices.copy_(found)
+        torch.index_select(single, 0, found, out=numbers)
+        drop_denormals(numbers)
+        return whole and all_finite(numbers)
+
+    def _parts(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = data.numel() // 2
+        return data[:half].view(torch.int32), data[half:].view(torch.float32)
+
+    def _read(self, data: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        indices, numbers = self._parts(_checked(self, data, out))
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < out.numel():
+            raise ValueError(f"kTopK: an index is not in 0 … {out.numel() - 1}")
+        return indices.long(), numbers
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        indices, numbers = self._read(data, out)
+        out.zero_().index_copy_(0, indices, numbers.to(out.dtype))
+
+    def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
+        indices, numbers = self._read(data, out)
+        out.index_copy_(0, indices, out[indices].add(numbers, alpha=sign).to(out.dtype))
+
+
+def largest(bits: np.ndarray, k: int, scratch: Scratch) -> torch.Tensor:
+    """Indices (int64) of the k largest of a 1-D int32 array without negatives; of equal ones the first.
+
+    A threshold is guessed from a sample, somewhat too low, and the exact choice made among what is above it; where
+    the guess was too high, among all. The guess costs one pass, a selection among all several.
+    """
+    floor = _guess(bits, k)
+    chosen: np.ndarray | None = None
+    if floor is not None:
+        mask = scratch.room("mask", bits.size, torch.bool).numpy()
+        chosen = np.flatnonzero(np.greater_equal(bits, floor, out=mask))
+        if chosen.size < k:
+            if floor == 1:  # all that are not 0; among the first k there are zeros enough for the rest
+                return torch.from_numpy(np.concatenate((chosen, np.flatnonzero(bits[:k] == 0)[: k - chosen.size])))
+            chosen = None
+        elif 2 * chosen.size > bits.size:
+            chosen = None  # most are equal, or nearly: to pick them out first costs more than it saves
+    among = bits if chosen is None else bits[chosen]
+    threshold = np.partition(among, among.size - k)[among.size - k]
+    above = np.flatnonzero(among > threshold)
+    picked = np.concatenate((above, np.flatnonzero(among == threshold)[: k - above.size]))
+    return torch.from_numpy(picked if chosen is None else chosen[picked])
+
+
+def _guess(bits: np.ndarray, k: int) -> int | None:
+    """A number >= 1 that probably k elements or a few more reach; None where a guess would not be worth its pass.
+
+    Zeros are left out: selecting among many equal numbers is slow, and gradients can be full of them.
+    """
+    step = (bits.size // _SAMPLES) | 1  # odd: rows of a matrix have even lengths, and are not alike inside
+    sample = bits[::step]
+    expected = k * sample.size / bits.size
+    rank = ceil(expected + 4 * sqrt(expected)) + 4
+    if 4 * rank >= sample.size:
+        return None
+    return max(1, int(np.partition(sample, sample.size - rank)[sample.size - rank]))
+
+
+def _checked(codec: Codec, data: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    expected = codec.size(values.numel())
+    if data.dtype is not torch.uint8 or data.numel() != expected:
+        raise ValueError(
+            f"{type(codec).__name__}: {data.numel()} elements of {data.dtype} for {values.numel()} numbers, "
+            f"not {expected} bytes"
+        )
+    return data
+
+
+def all_finite(x: torch.Tensor) -> bool:
+    """Whether all elements are finite: a sum is several times cheaper than to ask each one."""
+    if bool(torch.isfinite(x.sum())):
+        return True
+    if x.dtype is torch.float16 and bool(torch.isfinite(x.sum(dtype=torch.float32))):
+        return True  # the sum was too large for the elements' dtype
+    return bool(torch.isfinite(x).all())
+
+
+def _saturate(values: torch.Tensor, short: torch.Tensor) -> None:
+    """Make finite values that became infinite the largest finite numbers."""
+    limit = torch.finfo(short.dtype).max
+    over = torch.isinf(short) & torch.isfinite(values)
+    short.copy_(torch.where(over, torch.sign(short) * limit, short))
+
+
+def _single(values: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, bool]:
+    """`values` as float32 (themselves, if they are), and whether every finite one fits."""
+    if values.dtype is torch.float32:
+        return values, True
+    single = scratch.room("single", values.numel(), torch.float32)
+    single.copy_(values)
+    fits = values.dtype is not torch.float64 or all_finite(single)
+    if not fits:
+        _saturate(values, single)
+    return single, fits
+
+
+def drop_denormals(x: torch.Tensor) -> None:
+    """Set what is not above the smallest normal float32 to +0, in place."""
+    torch.ops.aten.hardshrink.out(x, _SINGLE.tiny, out=x)

@@ -1,0 +1,173 @@
+"""The roads of one process: which there are, who lives at them, and which of them leads to whom."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from topotrain.job import Job, Road
+from topotrain.message import Message
+from topotrain.rendezvous import Store, open_store
+from topotrain.topology import Address, Topology, layout
+from topotrain.wire import Resident, Wire, WireError
+from topotrain.wire.auth import Identity
+from topotrain.wire.emulated import Network
+from topotrain.wire.local import LocalWire
+from topotrain.wire.pump import Pump
+from topotrain.wire.shm import Memory, ShmWire
+from topotrain.wire.tcp import TcpWire
+
+MEETING_S = 60.0
+"""How long a process looks for another one's address before it gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process belongs: its job, its layout, and how it finds and convinces the others."""
+
+    job: Job
+    topology: Topology
+    identity: Identity
+    store: Store
+    sockets: Path  # a private folder with a short path
+
+    @property
+    def shared(self) -> bool:
+        """The roads show memory."""
+        return self.job.cluster.road is not Road.kTcp
+
+    @staticmethod
+    def of(job: Job, rendezvous: str, token: Path, sockets: Path, incarnation: int) -> "Place":
+        """Read the token and open the store."""
+        identity = Identity(job.name, token.read_bytes(), incarnation, 0, job.digest())
+        return Place(job, layout(job.cluster), identity, open_store(rendezvous), sockets)
+
+
+class Roads:
+    """The roads of one process, and which of them leads to whom.
+
+    Args:
+        place: the process.
+        shared: memory that the shared-memory road can show.
+        pump: reads the connections of a process without threads for it; its peers all stand on this host.
+    """
+
+    def __init__(self, place: Place, shared: Memory, pump: Pump | None = None) -> None:
+        road = place.job.cluster.road
+        self._local = LocalWire(manual=pump is not None)
+        self._pump = pump
+        self._wires: dict[str, Wire] = {"local": self._local}
+        if road is not Road.kTcp:
+            self._wires["unix"] = self._unix = ShmWire(place.identity, str(place.sockets), shared, pump=pump)
+        if road is not Road.kShm and pump is None:
+            cluster = place.job.cluster
+            self._wires["tcp"] = TcpWire(
+                place.identity, cluster.start_port, network=_network(place), lanes=cluster.connections
+            )
+        self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
+        self._store = place.store
+        self._topology = place.topology
+        self._ways: dict[tuple[Address, Address], Wire] = {}
+
+    def attach(self, me: Address, resident: Resident, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
+        """Let a resident in; returns the URLs at which others reach it. inside: those of this process, too."""
+        # Who only calls others needs the one road that leads to all of them; a link makes two out of it.
+        names = self._order[:1] if dial_only and self._topology.cluster.link is None else self._order
+        urls = [self._wires[n].attach(me, _Port(self, n, me, resident)) for n in names if n in self._wires]
+        if inside:
+            self._local.attach(me, _Port(self, "local", me, resident))
+        return tuple(urls)
+
+    def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
+        """Tell others of the job where a resident is."""
+        self._store.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
+
+    def connect(self, me: Address, peer: Address, kind: str) -> None:
+        """Open the way to a server that was, or will be, published under `kind`."""
+        urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", MEETING_S).decode().split("\n")
+        by_scheme = {url.partition(":")[0]: url for url in urls}
+        fits = self._order if self._topology.together(me, peer) else ("tcp",)
+        scheme = next(name for name in fits if name in by_scheme)
+        self._wires[scheme].connect(me, peer, by_scheme[scheme])
+        self.found(me, peer, scheme)
+
+    def connect_inside(self, me: Address, peer: Address) -> None:
+        """Open the way to a resident of this process."""
+        self._local.connect(me, peer, "local:")
+        self.found(me, peer, "local")
+        self.found(peer, me, "local")
+
+    def found(self, me: Address, peer: Address, name: str) -> None:
+        """This road leads to that peer."""
+        self._ways[(me, peer)] = self._wires[name]
+
+    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+        """Send on the road that leads there; `wait` as in `Wire.send`. Raises WireError if none does."""
+        wire = self._ways.get((me, to))
+        if wire is not None:
+            wire.send(me, to, message, wait)
+            return
+        for name, candidate in self._wires.items():
+            # The peer opened the way and has not spoken yet.
+            with suppress(WireError):
+                candidate.send(me, to, message, wait)
+                self.found(me, to, name)
+                return
+        raise WireError(f"no way from {me} to {to}")
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of messages out and in, over the roads that leave the process."""
+        counts = [wire.traffic() for name, wire in self._wires.items() if name != "local"]
+        return sum(out for out, _ in counts), sum(inward for _, inward in counts)
+
+    def turn(self, seconds: float) -> None:
+        """With a pump: handle what has come; wait at most so long if nothing has."""
+        assert self._pump is not None
+        self._pump.turn(seconds)
+
+    def deliver(self) -> None:
+        """With a pump: handle what residents of this process have said to each other."""
+        self._local.deliver()
+
+    def release(self, me: Address) -> None:
+        """With a pump: read on threads from now on; the ways of one resident, who needs them no more, end."""
+        assert self._pump is not None
+        self._pump.release()
+        self._local.release()
+        self._unix.leave(me)
+
+    def close(self) -> None:
+        """Send what is queued, then end all connections."""
+        for wire in self._wires.values():
+            wire.close()
+
+
+def _network(place: Place) -> Network | None:
+    link = place.job.cluster.link
+    if link is None:
+        return None
+    key = sha256(b"link" + place.identity.token).hexdigest()[:16]  # several jobs may use the folder
+    return Network(link, place.sockets, key, place.topology.host_of)
+
+
+class _Port:
+    """A resident as one road sees it: whoever is heard there can be answered there."""
+
+    def __init__(self, roads: Roads, name: str, me: Address, resident: Resident) -> None:
+        self._roads, self._name, self._me, self._resident = roads, name, me, resident
+        self._known: set[Address] = set()
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        return self._resident.place(sender, message, viewable)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        if sender not in self._known:
+            self._known.add(sender)
+            self._roads.found(self._me, sender, self._name)
+        self._resident.handle(sender, message)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        self._resident.lost(peer, reason)
