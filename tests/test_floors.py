@@ -22,9 +22,9 @@ FLOORS = (
     "checks job protofile textproto events spans",
     "topology slices",
     "message handling codecs compression reduction collective consistency schedule "
-    "update neighbor leases shard model readers ending server",
+    "update neighbor leases shard windows model readers ending server",
     "wire torchdist rendezvous",
-    "exchange buffers gradients worker optimizer sampling feeds streams data host",
+    "exchange buffers gradients worker optimizer sampling feeds streams data roads host",
     "launch plan",
     "front watch cli",
 )

@@ -185,7 +185,7 @@ def job(tmp_path, monkeypatch):
     made = []
 
     def enter(**fields):
-        made.append(Here(Job(cluster=Cluster(), **fields), tmp_path))
+        made.append(Here(Job(cluster=Cluster(server_worker_separate=True), **fields), tmp_path))
         return made[-1]
 
     yield enter
