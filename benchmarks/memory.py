@@ -30,18 +30,8 @@ def servers(side: Side) -> list[int]:
 
     from topotrain.launch.workspace import PROCESSES_FILE
 
-    return _pids(json.loads((side.folder / "work" / PROCESSES_FILE).read_text()))
-
-
-def _pids(data: object) -> list[int]:
-    """Of all servers in that file, wherever they stand in it."""
-    if isinstance(data, list):
-        return [pid for entry in data for pid in _pids(entry)]
-    if not isinstance(data, dict):
-        return []
-    serves = any("server" in str(name) for name in (data.get("who", ""), *data.get("residents", ())))
-    own = [int(data["pid"])] if serves and "pid" in data and "forkserver" not in str(data.get("who")) else []
-    return own + [pid for value in data.values() for pid in _pids(value)]
+    entries = json.loads((side.folder / "work" / PROCESSES_FILE).read_text())
+    return [entry["pid"] for entry in entries if entry["servers"]]
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:

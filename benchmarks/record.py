@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +104,7 @@ def run_table(
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=title)
     add(parser)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and networks are then taken away as usual
     state, began = commit(), time.monotonic()
     rows = tuple(measure(options))
     command = " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])

@@ -187,7 +187,15 @@ class Sides:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def job(
-        self, name: str, conf: str, workers: int, model: str, road: str = "", cold: bool = False, terminal: bool = False
+        self,
+        name: str,
+        conf: str,
+        workers: int,
+        model: str,
+        road: str = "",
+        cold: bool = False,
+        terminal: bool = False,
+        script: Path = STEPPER,
     ) -> Side:
         """A job of topotrain with `workers` workers in all.
 
@@ -195,6 +203,7 @@ class Sides:
             road: the value of `cluster.road`, if not the default.
             cold: with a forkserver of its own, as a user's job has it.
             terminal: on a pretended terminal, with the live table.
+            script: what it runs; one that is no stepper gets `model` as its --way.
         Raises Refused, also for a conf that topotrain does not take (yet).
         """
         why = refusal(conf)
@@ -207,7 +216,8 @@ class Sides:
         command += ["--set", f"cluster.workspace={folder / 'work'}"]
         command += ["--set", f"cluster.road={road}"] if road else []
         command += [] if cold else ["--forkserver", self.serve()]
-        command += [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model]
+        word = "--model" if script == STEPPER else "--way"
+        command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
         return self._start(name, folder, [command], [{}], workers, terminal)
 
     def peer(self, name: str, way: str, size: int, model: str, wrap: Sequence[Sequence[str]] = (), **more: str) -> Side:
@@ -222,6 +232,12 @@ class Sides:
         command = [sys.executable, str(STEPPER), "--socket", str(folder / "line"), "--model", model, "--peer", way]
         commands = [[*(wrap[rank] if wrap else ()), *command] for rank in range(size)]
         return self._start(name, folder, commands, self.meeting(size, **more), size)
+
+    def plain(self, name: str, script: Path, way: str, size: int) -> Side:
+        """`size` processes of a script of the benchmarks' own, with the variables of torch.distributed."""
+        folder = self.room(name)
+        command = [sys.executable, str(script), "--socket", str(folder / "line"), "--way", way]
+        return self._start(name, folder, [command] * size, self.meeting(size), size)
 
     def meeting(self, size: int, **more: str) -> list[dict[str, str]]:
         """The variables of torch.distributed, for each of `size` processes."""

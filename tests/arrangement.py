@@ -27,8 +27,10 @@ from torch import nn
 from topotrain.buffers import describe_model
 from topotrain.exchange import Exchange
 from topotrain.feeds import STATIC
+from topotrain.gateway import make_server
 from topotrain.host import Monitor, WorkerRoads, _peers, _ServerResident, serve
 from topotrain.job import Cluster, Job, Reduce
+from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import _tracked, adopt
 from topotrain.reduction import canonical_mean
 from topotrain.rendezvous import open_store
@@ -317,7 +319,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False) -> R
     addresses = [server for unit in topology.units for server in unit.servers]
     servers = {}
     for me in addresses:
-        make = partial(Server, me, job, topology, _zeros, shared)
+        make = partial(make_server, me, job, topology, _zeros, shared)
         house = _ServerResident(make, wire, threading.Condition(), crew.trouble)  # type: ignore[arg-type]
         servers[me] = house.server
         wire.attach(me, house)
@@ -409,6 +411,8 @@ def _train(
     def life(handle: WorkerHandle) -> None:
         try:
             handle.worker.start()
+            if handle.worker.lazy:
+                wait_by_layer(handle.model, handle.worker)
             adopt(handle.optimizer, handle.worker)
             handle.worker.scatter_state()
             script(handle)

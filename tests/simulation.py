@@ -239,7 +239,7 @@ class Seat:
     def backward(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> list[torch.Tensor]:
         """One backward of a group of several: push, wait; returns the group's mean (or sum), per parameter."""
         self.door.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
-        for number, (_, body) in self.door.wait_means().items():
+        for number, (_, body) in self.door.wait_means()[0].items():
             self.flats.view("seen", self.town.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 

@@ -248,7 +248,7 @@ def test_every_step_checks(change):
     ("make", "words"),
     [
         (lambda: nn.ReLU(), "has no parameters"),
-        (lambda: nn.Linear(2, 2, device="meta"), "weight = 'meta'.*on the CPU"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight = 'meta'.*on cpu or cuda"),
         (lambda: nn.LazyLinear(2), "weight = 'lazy'.*run the model once before"),
     ],
 )

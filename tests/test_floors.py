@@ -21,10 +21,10 @@ TOP = "topotrain"
 FLOORS = (
     "checks job protofile textproto events spans",
     "topology slices",
-    "message handling codecs compression reduction collective consistency schedule "
-    "update neighbor leases shard windows model readers ending server",
+    "message handling codecs compression reduction given collective consistency schedule "
+    "update neighbor leases shard encoding windows model readers ending server gateway",
     "wire torchdist rendezvous",
-    "exchange buffers gradients worker optimizer sampling feeds streams data roads host",
+    "exchange engine ferry mirror buffers gradients worker lazy optimizer sampling feeds streams data roads host",
     "launch plan",
     "front watch cli",
 )

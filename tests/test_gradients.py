@@ -335,6 +335,9 @@ class Sent:
 
     windowed = False
 
+    def settle(self):
+        pass
+
     def __init__(self):
         self.pushes = []
 

@@ -207,7 +207,7 @@ def test_parked_lanes_are_closed_with_the_road():
         for sock in pair:
             sock.close()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # connections of tests before this one may end meanwhile
 
 
 @pytest.mark.parametrize("lanes", [0, 17])

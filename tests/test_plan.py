@@ -89,6 +89,18 @@ def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
     assert hogwild.memory[-1].staging == 3 * hogwild.memory[-1].values  # one worker, and two copies for the master
 
 
+def test_memory_of_a_collective_counts_what_is_passed_on() -> None:
+    """In parts of one server's size: three parts' pushes and means, what comes up and down, and the worker's own."""
+
+    def copies(**settings: str) -> list[float]:
+        found = planned(Cluster(nworkers_per_group=3, nservers_per_group=3, **settings)).memory[3:]  # type: ignore[arg-type]
+        return [memory.staging / memory.values for memory in found]
+
+    assert copies(algorithm="kRing") == [1 + 6 + 4] * 3
+    assert copies(algorithm="kNaive") == [1 + 12, 1 + 6, 1 + 6]
+    assert copies(engine="kGloo") == [1, 1, 1]
+
+
 def test_the_tables_name_everybody() -> None:
     text = planned(FRAMEWORKS["Downpour"][0]).explain()
     lines = text.splitlines()

@@ -13,14 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from topotrain.front.api import clip_grad_norm_, epochs, is_main, local, prepare, rank, report, weight
+    from topotrain.front.api import clip_grad_norm_, device, epochs, is_main, local, prepare, rank, report, weight
     from topotrain.job import Cluster, ConfigError, Job, Updater
 
 __version__ = "0.1.0"
 
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.front.api"),
-    "clip_grad_norm_": "topotrain.front.api",
+    **dict.fromkeys(("clip_grad_norm_", "device"), "topotrain.front.api"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.job"),
 }
 
@@ -30,6 +30,7 @@ __all__ = [
     "Job",
     "Updater",
     "clip_grad_norm_",
+    "device",
     "epochs",
     "is_main",
     "local",

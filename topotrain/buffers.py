@@ -1,6 +1,7 @@
 """The user's model as flat buffers: every parameter gets a storage of its own over one piece of memory.
 
 A parameter keeps its identity (the script, the optimizer and tied modules hold the same object); only its memory moves.
+On a device it keeps its memory, too, and is a copy of what stands in the buffers (`mirror`).
 It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(dtype)`, `p.data = …` or
 `load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
 """
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from topotrain.job import ConfigError
+from topotrain.mirror import mirror_for
 from topotrain.shard import Buffer, FlatBuffers
 from topotrain.slices import Parameter, SliceMap
 
+DEVICES = ("cpu", "cuda")
 _COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it wraps
 
 
@@ -37,7 +40,7 @@ def describe_model(model: nn.Module) -> ModelParts:
     """Take a model apart.
 
     Raises:
-        ConfigError: a parameter that cannot be trained here (not on the CPU, lazy, sparse), or none at all.
+        ConfigError: a parameter that cannot be trained here (on an unknown device, lazy, sparse), or none at all.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -69,10 +72,8 @@ def describe_model(model: nn.Module) -> ModelParts:
 def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
     if isinstance(tensor, nn.parameter.UninitializedParameter):
         raise ConfigError(f"model parameter {names[0]}", "lazy", "run the model once before tt.prepare")
-    if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"model parameter {names[0]}", str(tensor.device), "this version trains parameters on the CPU"
-        )
+    if tensor.device.type not in DEVICES:
+        raise ConfigError(f"model parameter {names[0]}", str(tensor.device), f"must be on {' or '.join(DEVICES)}")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"model parameter {names[0]}", str(tensor.layout), "must be a dense tensor")
     stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
@@ -97,7 +98,7 @@ class ModelBuffers:
     Args:
         parts: the model, taken apart.
         slice_map: the map.
-        flats: the worker's flat buffers; "params" becomes the memory of the parameters.
+        flats: the worker's flat buffers; "params" becomes the memory of the parameters, or what they are copies of.
     """
 
     def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers) -> None:
@@ -106,6 +107,7 @@ class ModelBuffers:
         self.flats = flats
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._own: dict[tuple[str, int], torch.Tensor] = {}
+        self.mirror = mirror_for(parts.tensors, self.view, self.own)
         self._versions: list[int] = []
         self._tables = [table for table, _, _ in parts.owners]
         self._names = [name for _, name, _ in parts.owners]
@@ -137,10 +139,8 @@ class ModelBuffers:
             self.view(name, index).copy_(tensor.detach())
 
     def move_model(self) -> None:
-        """Let the parameters live in "params" (what stands there becomes their value)."""
-        for index, tensor in enumerate(self._parts.tensors):
-            # A storage of its own for each: views of one big storage make torch.save and pickle write the whole.
-            tensor.data = _own_storage(self.view("params", index))
+        """What stands in "params" becomes the parameters' value; there they live, or are copied from."""
+        self.mirror.move()
         self.remember()
 
     def remember(self) -> None:
@@ -170,7 +170,7 @@ class ModelBuffers:
                 )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
-            if tensor.data_ptr() != self.view("params", index).data_ptr() and parameter.count:
+            if tensor.data_ptr() != self.mirror.address(index) and parameter.count:
                 raise RuntimeError(
                     f"parameter {parameter.name} no longer lives where topotrain put it: "
                     f".to() and p.data = … must come before tt.prepare"

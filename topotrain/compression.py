@@ -4,6 +4,8 @@
 they are at all.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from topotrain.codecs import CastCodec, Codec, Int8Codec, Scratch, TopKCodec, all_finite, drop_denormals
@@ -57,26 +59,46 @@ class ErrorFeedback:
         self.codec = codec
         self.residual = residual
         self._draft = residual if draft is None else draft
-        self._drafted = False
+        self.drafted = False  # something was encoded that has been neither settled nor dropped
 
-    def encode(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
-        """Write a gradient (1-D, as long as the residual) and what was left before into `out` (see `Codec`)."""
-        left = torch.add(self.residual, gradient, out=self._draft)
+    def encode(
+        self, gradient: torch.Tensor, out: torch.Tensor, more: bool = False, absent: Sequence[slice] = ()
+    ) -> None:
+        """Write a gradient (1-D, as long as the residual) and what was left before into `out` (see `Codec`).
+
+        Args:
+            more: after an encoding that is neither settled nor dropped: in addition to it, not instead of it.
+            absent: parts that have no gradient: they are written as 0, and what is left of them stays.
+        """
+        before = self._draft if more and self.drafted else self.residual
+        kept = [before[part].clone() for part in absent]
+        left = torch.add(before, gradient, out=self._draft)
+        for part in absent:
+            left[part] = 0
         lost = None if self.codec.encode(left, out) else ~(left.abs() <= self.codec.largest)
         self.codec.add(out, left, sign=-1)
         if lost is not None:
             left.masked_fill_(lost, 0)
-        self._drafted = True
+        for part, rest in zip(absent, kept, strict=True):
+            left[part] = rest
+        self.drafted = True
 
-    def settle(self) -> None:
-        """The last encoding counts: go on from what it left. Does nothing if there was none since the last call."""
-        if self._drafted:
+    def settle(self, factor: float = 1.0) -> None:
+        """What was encoded counts: go on from what it left. Does nothing if there was nothing since the last call.
+
+        factor: its gradients turned out to be this many times as large as those before them (a new loss scale, which
+        is known at the end of a step only). What they left is corrected to what it would be, had the residual been
+        rescaled before.
+        """
+        if self.drafted:
+            if factor != 1.0:
+                self._draft.add_(self.residual, alpha=factor - 1.0)
             self.residual, self._draft = self._draft, self.residual
-        self._drafted = False
+        self.drafted = False
 
     def drop(self) -> None:
-        """The last encoding does not count (with a draft; without one it has counted already)."""
-        self._drafted = False
+        """What was encoded does not count (with a draft; without one it has counted already)."""
+        self.drafted = False
 
     def rescale(self, factor: float) -> None:
         """Gradients are `factor` times as large from here on (a new loss scale): so is what is left of them."""

@@ -5,7 +5,7 @@ its `wait`, which belongs to whoever made it: live it is a condition variable wo
 simulation it hands the turn to the pretended network. The same object therefore runs in both.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -14,6 +14,7 @@ import torch
 
 from topotrain import message as m
 from topotrain import windows
+from topotrain.encoding import WorkerEncoding
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.shard import FlatBuffers, Schema, torch_dtype
 from topotrain.slices import Bucket, SliceMap
@@ -102,7 +103,12 @@ class Exchange:
         self.group_size = topology.workers_per_group
         self._bounded = topology.cluster.max_staleness is not None
         self.windowed = shared and topology.sees_memory(me.group)
+        self.gives = topology.collective  # the gradients of its server's shard, as the script left them
+        self._beside = self.servers[me.index] if topology.relayed else None
+        self._adders = self.servers if self._beside is None else (self._beside,)
         self._streams = False
+        self._lazy = False
+        self._unsettled: tuple[int, StepEnd, Callable[[Outcome], None]] | None = None
         self._windows: dict[int, m.Window] = {}
         self._send = send
         self._waiter = waiter
@@ -123,14 +129,29 @@ class Exchange:
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
         self._leaving = False
+        self.before_values: Callable[[], None] = lambda: None  # "params" is about to be written
+        self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
+        self.device = torch.device("cpu")  # where the model is
 
-    def open(self, schema: Schema, slice_map: SliceMap, flats: FlatBuffers, streams: bool = False) -> None:
+    def open(
+        self,
+        schema: Schema,
+        slice_map: SliceMap,
+        flats: FlatBuffers,
+        streams: bool = False,
+        adds: bool = False,
+        lazy: bool = False,
+    ) -> None:
         """Say which model this is. `flats` are the worker's buffers: values land in "params", means in "mean".
 
         streams: gradients are applied on arrival, and values may come back before the step is committed.
+        adds: every backward is reduced by itself, so that all pushes of a step count.
+        lazy: `pull: kLazy`, the servers tell of each bucket when it is new.
         """
-        self._streams = streams and not self.windowed
+        self._encoding = WorkerEncoding(self._topology.cluster, slice_map, flats, adds)
+        self._streams = streams and (lazy or not self.windowed)
+        self._lazy = lazy
         self.schema = schema
         self.map = slice_map
         self.flats = flats
@@ -163,8 +184,11 @@ class Exchange:
         """Where a body is to be received (see `wire.Resident.place`)."""
         if isinstance(message, m.Values):
             # Values that nobody awaits (a road said them twice) must not overwrite the parameters.
+            bucket = self._bucket(sender, message.bucket)
+            if self._encoding.is_coded(message, bucket):
+                return None if viewable else self._encoding.landing(message, bucket)
             name = "params" if message.round == self._round else "unwanted"
-            return self.flats.view(name, self._bucket(sender, message.bucket))
+            return self.flats.view(name, bucket)
         if isinstance(message, m.BufferPut) and 0 <= message.index < len(self.schema.buffers):
             return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
         if isinstance(message, m.StatePart):
@@ -172,11 +196,13 @@ class Exchange:
             piece = bucket.pieces[message.piece]
             return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
         if isinstance(message, m.Mean) and not viewable:
-            return self.flats.view("mean", self._bucket(sender, message.bucket))
+            bucket = self._bucket(sender, message.bucket)
+            coded = self._encoding.is_coded(message, bucket)
+            return self._encoding.landing(message, bucket) if coded else self.flats.view("mean", bucket)
         return None
 
     def _bucket(self, sender: Address, number: int) -> Bucket:
-        buckets = self.map.buckets_of(sender.index)
+        buckets = self.map.buckets if sender == self._beside else self.map.buckets_of(sender.index)
         if not buckets or not buckets[0].id <= number <= buckets[-1].id:
             raise m.ProtocolError(f"bucket {number} is not {sender}'s")
         return self.map.buckets[number]
@@ -213,7 +239,11 @@ class Exchange:
             self._reduced[sender] = message
             return
         bucket = self._bucket(sender, message.bucket)
-        body = _present_body(message).view(torch_dtype(self.map.spaces[bucket.space].dtype))
+        body = _present_body(message)
+        if self._encoding.is_coded(message, bucket):
+            body = self._encoding.mean(bucket, body)
+        else:
+            body = body.view(torch_dtype(self.map.spaces[bucket.space].dtype))
         self._means[bucket.id] = (bits_to_int(message.present), body)
 
     def _land(self, sender: Address, message: m.Values) -> None:
@@ -222,10 +252,19 @@ class Exchange:
         if message.bucket < 0:
             self._values.update(bucket.id for bucket in self.map.buckets_of(sender.index))
             return
-        target = self.flats.view("params", self._bucket(sender, message.bucket))
-        body = _present_body(message)
-        if body.data_ptr() != target.data_ptr():
-            target.copy_(body.view(target.dtype))
+        if message.body is None and self.windowed:
+            self._values.add(self._bucket(sender, message.bucket).id)
+            return
+        bucket, body = self._bucket(sender, message.bucket), _present_body(message)
+        if self._encoding.is_coded(message, bucket):
+            if message.bucket not in self._values:  # said twice, it must not count twice
+                self._encoding.values(bucket, body)
+        else:
+            target = self.flats.view("params", bucket)
+            if body.data_ptr() != target.data_ptr():
+                target.copy_(body.view(target.dtype))
+            if message.version >= 0:  # else they are final: no difference comes after them
+                self._encoding.restart(bucket)
         self._values.add(message.bucket)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -249,11 +288,14 @@ class Exchange:
 
     def fetch(self) -> None:
         """Wait for current values of all slices; they land in the flat buffer "params"."""
+        self.settle()
         self._fetches += 1
+        self.before_values()
         self._await_values(-1 - self._fetches)
         for server in self.servers:
             self._send(server, m.Fetch(self._fetches))
         self._wait_values()
+        self.after_values()
 
     def _await_values(self, number: int) -> None:
         with self._waiter.update():
@@ -286,7 +328,8 @@ class Exchange:
             self._await_values(step)  # new values may come before the backward is over
         bits = int_to_bits(present, len(bucket.pieces))
         with self.spans.span("push", step=step + 1, ordinal=ordinal, bucket=bucket.id):
-            self._send(self._home(bucket), m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body))
+            body = self._encoding.push(bucket, weight, present, body)
+            self._send(self._adder(bucket), m.Push(step, ordinal, bucket.id, weight, bits, fresh, body=body))
 
     def rates(self, hyper: bytes) -> None:
         """Say the hyper-parameters of what is pushed from now on and applied on arrival."""
@@ -296,10 +339,14 @@ class Exchange:
     def _home(self, bucket: Bucket) -> Address:
         return self.servers[bucket.shard]
 
+    def _adder(self, bucket: Bucket) -> Address:
+        """Whom this worker's part of a sum goes to."""
+        return self._beside or self._home(bucket)
+
     def end_backward(self, step: int, ordinal: int, weight: float, pushed: int) -> None:
         """This worker's backward is over; `pushed` is a bitmap over all buckets."""
         self._backward = (step, ordinal)
-        for server in self.servers:
+        for server in self._adders:
             lo, count = self._bucket_range(server)
             bits = int_to_bits(pushed >> lo & (1 << count) - 1, count)
             self._send(server, m.BackwardEnd(step, ordinal, weight, bits, self._exits))
@@ -321,7 +368,8 @@ class Exchange:
             self._send(to, message)
 
     def _bucket_range(self, server: Address) -> tuple[int, int]:
-        buckets = self.map.buckets_of(server.index)
+        """First and number of the buckets whose sums a server tells this worker."""
+        buckets = self.map.buckets if self._adders == (server,) else self.map.buckets_of(server.index)
         return (buckets[0].id if buckets else 0), len(buckets)
 
     def wait_means(self) -> tuple[dict[int, tuple[int, torch.Tensor]], int]:
@@ -346,7 +394,7 @@ class Exchange:
         return bits
 
     def _all_reduced(self) -> bool:
-        if len(self._reduced) < len(self.servers):
+        if len(self._reduced) < len(self._adders):
             return False
         return len(self._means) == sum(
             bits_to_int(reduced.contributed).bit_count() for reduced in self._reduced.values()
@@ -362,28 +410,61 @@ class Exchange:
 
         meanwhile: what can be done while the servers work; what it raises ends the wait.
         """
+        self._begin_commit(step, end)
+        meanwhile()
+        return self._end_commit(step, end)
+
+    def commit_lazily(self, step: int, end: StepEnd, settled: Callable[[Outcome], None]) -> None:
+        """Commit a step and go on; what became of it is told to `settled` in the next `settle`, on its thread."""
+        self._begin_commit(step, end)
+        self._unsettled = (step, end, settled)
+
+    def settle(self) -> None:
+        """Wait until the step that was committed lazily is applied, and all its values are here."""
+        if self._unsettled is not None:
+            (step, end, settled), self._unsettled = self._unsettled, None
+            settled(self._end_commit(step, end))
+
+    def wait_for(self, buckets: Set[int]) -> None:
+        """Wait for the new values of these buckets only (numbers), if a lazily committed step has not brought them."""
+        if self._unsettled is not None and not buckets <= self._values:
+            with self.spans.span("wait for values"):
+                self._wait(lambda: buckets <= self._values)
+
+    def _begin_commit(self, step: int, end: StepEnd) -> None:
+        self.settle()
         self._applied.clear()
-        pulls = end.fetch and not self.windowed  # in a parameter buffer they are when the step is applied
-        if pulls and self._round != step:
+        if end.fetch:
+            self.before_values()
+        if self._pulls(end) and self._round != step:
             self._await_values(step)
         for server in self.servers:
             self._send(server, self._commit_for(server, step, end))
-        meanwhile()
+
+    def _pulls(self, end: StepEnd) -> bool:
+        """In a parameter buffer the values are new when the step is applied; lazily they are told bucket by bucket."""
+        return end.fetch and (self._lazy or not self.windowed)
+
+    def _end_commit(self, step: int, end: StepEnd) -> Outcome:
         servers = len(self.servers)
         with self.spans.span("wait for apply"):
             self._wait(lambda: sum(a.step == step for a in self._applied.values()) == servers)
-        if pulls:
+        if self._pulls(end):
             self._wait_values()
+        if end.fetch:
+            self.after_values()
         replies = [self._applied[server] for server in self.servers]
         stale = tuple(reply.staleness for reply in replies)
-        return Outcome(replies[0].version, stale, any(r.found_inf for r in replies), replies[0].norm)
+        outcome = Outcome(replies[0].version, stale, any(r.found_inf for r in replies), replies[0].norm)
+        self._encoding.step_done(outcome.found_inf, end.weight, end.revisions, end.inv_scale)
+        return outcome
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
-        lo, count = self._bucket_range(server)
-        first = self._piece_base[lo]
-        pieces = self._piece_base[lo + count] - first
+        buckets, (low, number) = self.map.buckets_of(server.index), self._bucket_range(server)
+        first = self._piece_base[buckets[0].id if buckets else 0]
+        pieces = sum(len(bucket.pieces) for bucket in buckets)
         mask = (1 << pieces) - 1
-        revisions = end.revisions[lo : lo + count] if end.revisions else (NO_REVISION,) * count
+        revisions = end.revisions[low : low + number] if end.revisions else (NO_REVISION,) * number
         return m.Commit(
             step=step,
             backwards=end.backwards,
@@ -410,12 +491,13 @@ class Exchange:
     def put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
         """Worker 0 of a group: leave the model's buffers (any shapes) at server (0,0)."""
         for index, buffer in enumerate(buffers):
-            body = buffer.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+            body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
             self._send(self.desk, m.BufferPut(self.me.group, index, body=body))
         self._send(self.desk, m.BufferPut(self.me.group, -1))
 
     def finish(self, steps: int) -> None:
         """The script ended."""
+        self.settle()
         for server in self.servers:
             self._send(server, m.Finish(steps))
         self._leaving = self.me.index != 0 or self.me.group != 0
@@ -423,10 +505,12 @@ class Exchange:
     def final_values(self) -> None:
         """Worker (0,0): wait for the master view after the drain; it lands in "params"."""
         self._fetches += 1
+        self.before_values()
         self._await_values(-1 - self._fetches)
         for server in self.servers:
             self._send(server, m.FinalAsk(-1 - self._fetches))
         self._wait_values()
+        self.after_values()
 
     def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
         """Worker (0,0): the model's buffers of every group, as bytes: group -> index -> 1-D uint8."""
@@ -446,6 +530,7 @@ class Exchange:
 
     def get_state(self) -> list[m.StatePart]:
         """All optimizer state, in parts."""
+        self.settle()
         with self._waiter.update():
             self._states = {server: {} for server in self.servers}
             self._states_ended.clear()
@@ -482,7 +567,9 @@ class Exchange:
         if wait and self._bounded:
             self._send(self.servers[0], m.Rest(epoch, ordinal, True))
         reply = self._ask_desk(m.LeaseAsk(epoch, ordinal, total, digest, passed, wait), m.Lease, answers)
-        if self._bounded and (reply.rested or reply.last < 0):
+        # The end of an epoch is told to whoever asks, but each worker asks for it once with `wait`: the fetches of a
+        # group's workers must be as many.
+        if self._bounded and (reply.rested or (wait and reply.last < 0)):
             self._end_rest(m.Rest(epoch, ordinal, False))
         return reply.lease, reply.first, reply.last
 

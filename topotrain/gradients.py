@@ -10,8 +10,12 @@ every bucket that is full; the callback waits for the means and puts `.grad` = a
 *Pushes* (a group of one, or `grads: kHidden`): autograd accumulates as always; the accumulated gradient is sent during
 the backward that is expected to be the step's last, and again at `step()` where that guess was wrong or the script
 changed a gradient.
+
+Where parameters are on a device, a gradient reaches "local" some time after its hook (`mirror`): a bucket then leaves
+at a later hook, or at the end of backward. On several devices, hooks run on several threads.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -56,6 +60,7 @@ class _Hooks:
         self._parameters = parts.parameters
         self._buffers = buffers
         self._flats = buffers.flats
+        self._mirror = buffers.mirror
         self._exchange = exchange
         self._map = slice_map
         self._weight = weight
@@ -71,13 +76,18 @@ class _Hooks:
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)
         self._hooked: set[int] = set()
+        self._turn = threading.Lock()
         for index, tensor in enumerate(parts.tensors):
             if tensor.requires_grad:
                 self._hooked.add(index)
                 self._hook(index, tensor)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
-        tensor.register_post_accumulate_grad_hook(lambda p: self._after(index, p))  # type: ignore[no-untyped-call]
+        def after(p: torch.Tensor) -> None:
+            with self._turn:
+                self._after(index, p)
+
+        tensor.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         raise NotImplementedError
@@ -98,6 +108,7 @@ class _Hooks:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
+        self._exchange.settle()  # what the last step sent may still be read; it is about to be written over
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
@@ -115,9 +126,7 @@ class _Hooks:
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
-        local = self._buffers.view("local", index)
-        if gradient.data_ptr() != local.data_ptr():
-            local.copy_(gradient.detach())  # after create_graph=True it has a history
+        self._mirror.send(index, gradient.detach())  # after create_graph=True it has a history
         full = []
         for bucket, piece in self._pieces[index]:
             bit = 1 << piece
@@ -132,13 +141,10 @@ class _Hooks:
                 full.append(bucket)
         return full
 
-    def _keep_local(self, index: int, tensor: torch.Tensor) -> None:
-        """Let `.grad` be the buffer "local" itself: what autograd allocated is free for the next gradient, in cache.
-
-        Not with a history (create_graph=True), which belongs to the script's own tensor.
-        """
-        if tensor.grad is not None and tensor.grad.grad_fn is None:
-            tensor.grad = self._buffers.own("local", index)
+    def _send(self, number: int, bucket: Bucket, present: int, **how: bool) -> None:
+        """Let a bucket of "local" leave, as soon as all of it is there."""
+        step, weight, body = self._step, self._weight(), self._flats.view("local", bucket)
+        self._mirror.then(lambda: self._exchange.push(step, number, bucket, weight, present, body, **how))
 
     def _zero_absent(self, bucket: Bucket) -> None:
         """The pieces without a gradient count as zero."""
@@ -177,7 +183,11 @@ class MeanPath(_Hooks):
         super().__init__(parts, buffers, exchange, slice_map, weight)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
-        tensor.register_hook(lambda _: self._before(index, tensor))  # type: ignore[no-untyped-call]
+        def before(_: torch.Tensor) -> None:
+            with self._turn:
+                self._before(index, tensor)
+
+        tensor.register_hook(before)  # type: ignore[no-untyped-call]
         super()._hook(index, tensor)
 
     def _before(self, index: int, tensor: nn.Parameter) -> None:
@@ -204,6 +214,7 @@ class MeanPath(_Hooks):
         """
         if not self._open:
             return
+        self._mirror.drain()
         self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
         means, written = self._exchange.wait_means()
         for number, (present, mean) in means.items():
@@ -237,16 +248,14 @@ class MeanPath(_Hooks):
         if self.private or tensor.grad is None:
             return
         full = self._copy_local(index, tensor.grad)
-        self._keep_local(index, tensor)
+        self._mirror.keep(index)
         for bucket in full:
             self._push(bucket)
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
-        body = self._flats.view("local", bucket)
-        present = self._arrived[bucket.id]
         fresh = self._exchange.windowed and self._is_fresh(bucket)
-        self._exchange.push(self._step, self.backwards, bucket, self._weight(), present, body, fresh)
+        self._send(self.backwards, bucket, self._arrived[bucket.id], fresh=fresh)
 
     def _is_fresh(self, bucket: Bucket) -> bool:
         """No parameter of the bucket has a `.grad` from before this backward."""
@@ -267,11 +276,12 @@ class MeanPath(_Hooks):
             if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
                 self._zero_absent(bucket)
                 self._push(bucket)
+        self._mirror.drain()
         self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
         means, written = self._exchange.wait_means()
-        self._add(means)
-        for index in self._note_written(written):
-            self._tensors[index].grad = self._buffers.view("grad", index)
+        shown = self._add(means)
+        shown.update(dict.fromkeys(self._note_written(written)))
+        self._mirror.show(shown)
         self.backwards += 1
         self._close()
 
@@ -286,8 +296,8 @@ class MeanPath(_Hooks):
             first += len(bucket.pieces)
         return found
 
-    def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> None:
-        """`.grad` = what was there before + the mean, for every parameter that anybody has a gradient for."""
+    def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor | None]:
+        """Put the means into "grad"; returns whose they are, with the earlier `.grad` that has to be added."""
         fresh: dict[int, list[tuple[Bucket, int, torch.Tensor]]] = {}
         for number, (present, mean) in means.items():
             bucket = self._map.buckets[number]
@@ -297,11 +307,10 @@ class MeanPath(_Hooks):
                     index = self._map.segments[piece.segment].parameter
                     part = mean[piece.lo - bucket.lo : piece.hi - bucket.lo]
                     fresh.setdefault(index, []).append((bucket, i, part))
-        for index, rows in fresh.items():
-            self._add_to(index, rows)
+        return {index: self._add_to(index, rows) for index, rows in fresh.items()}
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        if self._exchange.windowed:  # the servers read "grad": nothing has to be compared
+        if self._exchange.windowed or self._exchange.gives:  # what is in "grad" counts: nothing has to be compared
             self._union[bucket.id] |= present
             return
         if not self._union[bucket.id]:
@@ -313,12 +322,11 @@ class MeanPath(_Hooks):
             self._sums[bucket.id].add_(mean)
         self._union[bucket.id] |= present
 
-    def _add_to(self, index: int, rows: list[tuple[Bucket, int, torch.Tensor]]) -> None:
-        tensor = self._tensors[index]
+    def _add_to(self, index: int, rows: list[tuple[Bucket, int, torch.Tensor]]) -> torch.Tensor | None:
         mine = self._buffers.view("grad", index)
         earlier = self._aside.get(index)
         if earlier is None and not self._arrived_for(index):
-            earlier = tensor.grad
+            earlier = self._tensors[index].grad
         in_place = earlier is not None and earlier.data_ptr() == mine.data_ptr()
         for bucket, i, part in rows:
             piece = bucket.pieces[i]
@@ -327,10 +335,7 @@ class MeanPath(_Hooks):
                 target.add_(part)
             else:
                 target.copy_(part)
-        if earlier is None or in_place:
-            tensor.grad = mine
-        else:
-            tensor.grad = earlier.add_(mine)
+        return None if in_place else earlier
 
     def _arrived_for(self, index: int) -> bool:
         return all(self._arrived[bucket.id] >> i & 1 for bucket, i in self._pieces[index])
@@ -338,6 +343,7 @@ class MeanPath(_Hooks):
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
         self._give_up()
         edited = dropped = 0
+        left = self._mirror.bring("grad", {i: t.grad for i, t in enumerate(self._tensors) if t.grad is not None})
         for index, tensor in enumerate(self._tensors):
             if not self._pieces[index]:
                 continue
@@ -351,9 +357,9 @@ class MeanPath(_Hooks):
                 dropped |= self._bits(index) if has else 0
                 continue
             mine = self._buffers.view("grad", index)
-            if tensor.grad.data_ptr() != mine.data_ptr():
-                mine.copy_(tensor.grad)
-            if not has:
+            if left[index].data_ptr() != mine.data_ptr():
+                mine.copy_(left[index])
+            if not has or self._exchange.gives:
                 edited |= self._bits(index)
             elif not self._exchange.windowed:
                 edited |= self._edited(index)
@@ -379,10 +385,11 @@ class MeanPath(_Hooks):
 
     def _send_edits(self, step: int, edited: int) -> None:
         """One worker of the group sends each changed bucket; all say which they are."""
-        workers = self._exchange.group_size
+        workers, mine = self._exchange.group_size, self._exchange.me.index
         for bucket in self._map.buckets if edited else ():
             changed = any(edited & self._exchange.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
-            if changed and bucket.id % workers == self._exchange.me.index:
+            sender = bucket.shard if self._exchange.gives else bucket.id % workers
+            if changed and sender == mine:
                 self._exchange.edit(step, bucket, self._flats.view("grad", bucket))
 
     def after_step(self) -> None:
@@ -430,7 +437,7 @@ class PushPath(_Hooks):
             self._arrived = [0] * len(self._arrived)
         full = self._copy_local(index, tensor.grad)
         if self._sees:
-            self._keep_local(index, tensor)
+            self._mirror.keep(index)
         for bucket, _ in self._pieces[index]:
             self._unsent[bucket.id] = True
         self._versions[index] = (id(tensor.grad), tensor.grad._version)
@@ -443,17 +450,21 @@ class PushPath(_Hooks):
         self._revision[bucket.id] = number
         self._sent[bucket.id] = present
         self._unsent[bucket.id] = False
-        body = self._flats.view("local", bucket)
-        self._exchange.push(self._step, number, bucket, self._weight(), present, body)
+        self._send(number, bucket, present)
 
     def _end(self) -> None:
+        self._mirror.drain()
         self.backwards += 1
 
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
+        self._mirror.drain()
         wanted = [0] * len(self._map.buckets)
-        for index, tensor in enumerate(self._tensors):
-            if tensor.grad is not None:
-                self._collect(index, tensor.grad, wanted)
+        gradients = {index: tensor.grad for index, tensor in enumerate(self._tensors) if tensor.grad is not None}
+        unknown = {index: g for index, g in gradients.items() if self._compare or index not in self._versions}
+        left = self._mirror.bring("local" if self._sees else "left", unknown)
+        for index, gradient in gradients.items():
+            self._check_edit(index, gradient)
+            self._collect(index, left.get(index), wanted)
         for bucket in self._map.buckets:
             present = wanted[bucket.id]
             if present and (self._unsent[bucket.id] or self._sent[bucket.id] != present):
@@ -462,23 +473,29 @@ class PushPath(_Hooks):
                 self._push(bucket, present)
             elif not present:
                 self._revision[bucket.id] = NO_REVISION
+        self._mirror.drain()
         return tuple(self._revision), 0, 0
 
-    def _collect(self, index: int, gradient: torch.Tensor, wanted: list[int]) -> None:
-        """Bring "local" up to date with a parameter's gradient and note which buckets have to be sent (again)."""
-        local = self._buffers.view("local", index)
+    def _check_edit(self, index: int, gradient: torch.Tensor) -> None:
         known = self._versions.get(index)
         if not self._compare and known is not None and known != (id(gradient), gradient._version):
             raise RuntimeError(
                 f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it has left "
                 f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the conf"
             )
-        if gradient.data_ptr() == local.data_ptr():
-            changed = known is None
-        else:
-            changed = known is None or (self._compare and not self._same(gradient, local))
-        if changed and gradient.data_ptr() != local.data_ptr():
-            local.copy_(gradient)
+
+    def _collect(self, index: int, left: torch.Tensor | None, wanted: list[int]) -> None:
+        """Bring "local" up to date with what the script left, and note which buckets have to be sent (again).
+
+        left: None for what backward left, of which "local" is a copy.
+        """
+        changed = index not in self._versions
+        if left is not None:
+            local = self._buffers.view("local", index)
+            if left.data_ptr() != local.data_ptr():
+                changed = changed or not self._same(left, local)
+                if changed:
+                    local.copy_(left)
         for bucket, i in self._pieces[index]:
             wanted[bucket.id] |= 1 << i
             self._unsent[bucket.id] = self._unsent[bucket.id] or changed
@@ -532,7 +549,7 @@ class ArrivalPath(_Hooks):
         if self._arm():
             self._begin()
         full = self._copy_local(index, tensor.grad)
-        self._keep_local(index, tensor)
+        self._mirror.keep(index)
         self._versions[index] = (id(tensor.grad), tensor.grad._version)
         for bucket in full:
             self._push(bucket)
@@ -554,14 +571,14 @@ class ArrivalPath(_Hooks):
 
     def _push(self, bucket: Bucket) -> None:
         self._pushed |= 1 << bucket.id
-        body = self._flats.view("local", bucket)
-        self._exchange.push(self._step, 0, bucket, self._weight(), self._arrived[bucket.id], body)
+        self._send(0, bucket, self._arrived[bucket.id])
 
     def _end(self) -> None:
         for bucket in self._map.buckets:
             if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
                 self._zero_absent(bucket)
                 self._push(bucket)
+        self._mirror.drain()
         self._exchange.end_backward(self._step, 0, self._weight(), self._pushed)
         self.backwards = 1
         self._open = False

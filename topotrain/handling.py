@@ -7,7 +7,7 @@ from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address, Role
 
 _HANDLED: dict[type[m.Message], str] = {
-    **dict.fromkeys((m.Push, m.BackwardEnd, m.Edit), "reduce"),
+    **dict.fromkeys((m.Push, m.BackwardEnd, m.Edit, m.Hop), "reduce"),
     m.Commit: "commit",
     m.Staged: "decide",
     m.Apply: "apply",
@@ -17,6 +17,7 @@ _SENT: dict[type[m.Message], str] = {
     m.Values: "pull",
     m.Mean: "reduce (send)",
     m.Reduced: "reduce (send)",
+    m.Hop: "reduce (send)",
     m.Applied: "apply (send)",
 }
 

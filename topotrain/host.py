@@ -9,10 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import sha256
 
 import torch
 
+from topotrain.engine import EngineExchange
 from topotrain.exchange import Exchange
+from topotrain.gateway import make_server
 from topotrain.handling import sending
 from topotrain.message import Message
 from topotrain.roads import Place, Roads
@@ -115,7 +118,7 @@ class Servers:
         self._change = threading.Condition()
         self.residents: dict[Address, _ServerResident] = {}
         for me in addresses:
-            make = partial(Server, me, place.job, place.topology, allocate, place.shared)
+            make = partial(make_server, me, place.job, place.topology, allocate, place.shared)
             self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble)
             resident.server.spans = recorder(me, resident.server.groups)
 
@@ -165,8 +168,9 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _peers(me: Address, topology: Topology) -> list[Address]:
-    """Whom a server calls on: its coordinator, and its own shard in the groups before it."""
-    peers = [Address(Role.SERVER, me.group, 0)] if me.index else []
+    """Whom a server calls on: its coordinator, and its own shard in the groups before it; in a collective, all."""
+    shards = range(me.index) if topology.relayed else range(min(me.index, 1))
+    peers = [Address(Role.SERVER, me.group, shard) for shard in shards]
     groups = range(me.group) if topology.synced else range(min(me.group, 1))
     return peers + [Address(Role.SERVER, group, me.index) for group in groups]
 
@@ -246,7 +250,7 @@ class WorkerRoads:
         monitor = Monitor(poll_s) if pump is None else Turns(poll_s, self._roads, pump)
         # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
         send = partial(self._roads.send, me, wait=pump is None)
-        self.exchange = Exchange(me, place.topology, send, monitor, place.shared)
+        self.exchange = self._door(place, send, monitor)
         self._beside: Servers | None = None
         if pump is not None:
             beside = Address(Role.SERVER, 0, me.index)
@@ -259,6 +263,13 @@ class WorkerRoads:
                 self._roads.connect_inside(me, server)
             else:
                 self._roads.connect(me, server, "server")
+
+    def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
+        if not place.topology.foreign:
+            return Exchange(self.me, place.topology, send, monitor, place.shared)
+        # Several jobs may use the folder, and every run has a token of its own.
+        store = place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}"
+        return EngineExchange(self.me, place.topology, send, monitor, place.shared, place.job, str(store))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the road can show."""

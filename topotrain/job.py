@@ -117,10 +117,6 @@ Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
 Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
-PullNow = Annotated[Pull, one_of(Pull, [Pull.kLazy])]
-EngineNow = Annotated[Engine, one_of(Engine, [Engine.kGloo, Engine.kNccl])]
-AlgorithmNow = Annotated[Algorithm, one_of(Algorithm, [Algorithm.kRing, Algorithm.kTree, Algorithm.kNaive])]
-CompressionNow = Annotated[Compression, one_of(Compression, [c for c in Compression if c is not Compression.kNone])]
 Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 Connections = Annotated[int, whole(1, 16)]
 OnFailureNow = Annotated[OnFailure, one_of(OnFailure, [OnFailure.kContinue])]
@@ -181,7 +177,17 @@ COMBINATIONS = (
         lambda j: j.apply is Apply.kOnArrival and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
         "needs n_push = n_fetch = 1",
     ),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and j.cluster.engine in _FOREIGN,
+        "needs engine kOwn: torch.distributed hands over no bucket before all are added up",
+    ),
     Combination("pull", lambda j: j.pull is Pull.kLazy and _shares_values(j.cluster), _UNSHARED),
+    Combination(
+        "pull",
+        lambda j: j.pull is Pull.kLazy and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
+        "needs n_push = n_fetch = 1",
+    ),
     Combination("cluster.n_push", lambda c: c.n_push > 1 and c.nworkers_per_group > 1, _ALONE),
     Combination("cluster.n_fetch", lambda c: c.n_fetch > 1 and c.nworkers_per_group > 1, _ALONE),
     Combination(
@@ -195,6 +201,11 @@ COMBINATIONS = (
         "needs a server group: with nserver_groups = 0 no group waits for another",
     ),
     Combination("cluster.engine", lambda c: c.engine in _FOREIGN and not all_reduces(c), _BESIDE),
+    Combination(
+        "cluster.engine",
+        lambda c: c.engine in _FOREIGN and c.link is not None,
+        "must be kAuto or kOwn with a link: torch.distributed knows nothing of a network that is pretended",
+    ),
     Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not all_reduces(c), _BESIDE),
     Combination(
         "cluster.algorithm",
@@ -377,9 +388,9 @@ class Cluster(Checked):
     n_fetch: Count = 1
     agreement: Agreement = Agreement.kMaster
     road: Road = Road.kAuto
-    engine: EngineNow = Engine.kAuto
-    algorithm: AlgorithmNow = Algorithm.kAuto
-    compression: CompressionNow = Compression.kNone
+    engine: Engine = Engine.kAuto
+    algorithm: Algorithm = Algorithm.kAuto
+    compression: Compression = Compression.kNone
     compression_ratio: Ratio = 0.01
     link: Link | None = None
     connections: Connections = 1
@@ -418,7 +429,7 @@ class Job(Checked):
     reduce: Reduce = Reduce.kMean
     grads: Grads = Grads.kVisible
     apply: Apply = Apply.kAtStep
-    pull: PullNow = Pull.kStep
+    pull: Pull = Pull.kStep
     import_: str = ""
     on_failure: OnFailureNow = OnFailure.kStop
 

@@ -181,6 +181,7 @@ class Values(Message):
     """Server -> worker: current values of one bucket; `round` as in Fetch, or the step that made them (negative: none).
 
     bucket -1: all of the server's stand in the worker's parameter buffer. A bucket without a body: it stands there.
+    coded: the body is an encoding of the difference to what this worker's group was shown before (see `encoding`).
 
     The body is a view of the server's values when a single group uses them (it changes only after this worker's
     next COMMIT), else a snapshot.
@@ -189,6 +190,7 @@ class Values(Message):
     round: int
     bucket: int
     version: int
+    coded: bool = False
 
 
 @_message(5)

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 
 from topotrain import message as m
+from topotrain.encoding import ServerEncoding
+from topotrain.given import Given
 from topotrain.job import Agreement as AgreementKind
 from topotrain.job import Apply, Grads, Job, Reduce, Slicing
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
@@ -114,6 +116,7 @@ class Model:
     staging: dict[int, Staging]
     agreement: Agreement
     state: OptimizerState
+    encoding: ServerEncoding
     on_arrival: bool = False
 
     def bucket(self, number: int) -> Bucket:
@@ -165,8 +168,7 @@ class Model:
         factor = commit.inv_scale
         if 0 < commit.clip_norm < norm:
             factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
-        if self.on_arrival:  # the values are new already
-            yield from (self.bucket(number) for number in self.touched(group))
+        if self.on_arrival:  # the values are new already, and have been shown
             return
         for unit in self.units:
             if unit.whole:
@@ -235,14 +237,15 @@ def open_model(
         flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
     units = _units(job, schema, slice_map, buckets, flats)
+    encoding = ServerEncoding(job.cluster, slice_map, me.index, flats)
     staging = {}
     for group in topology.worker_groups_of(me.group):
         reader = me.index % topology.workers_per_group if shared and topology.sees_memory(group) else None
-        staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived)
+        staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived, encoding)
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
-    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state, on_arrival)
+    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state, encoding, on_arrival)
 
 
 def _units(
@@ -287,10 +290,15 @@ def _staging(
     flats: FlatBuffers,
     reader: int | None,
     arrived: Arrived,
+    encoding: ServerEncoding,
 ) -> Staging:
     on_arrival = job.apply is Apply.kOnArrival
     workers = topology.workers_per_group
-    return Staging(
+    staging: Callable[..., Staging] = Staging
+    if topology.collective:
+        hidden = job.grads is Grads.kHidden  # no worker sees a mean that it could hand in
+        staging = partial(Given, totals=hidden and topology.relayed, foreign=topology.foreign)
+    return staging(
         workers,
         topology.sum_tree(group),
         buckets,
@@ -300,6 +308,7 @@ def _staging(
         divide=job.reduce is Reduce.kMean,
         reader=None if on_arrival else reader,
         arrived=partial(arrived, group) if on_arrival else None,
+        told=partial(encoding.mean, group),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from topotrain.job import Apply, Grads
+from topotrain.job import Apply, Grads, Pull
 from topotrain.worker import Worker
 
 
@@ -57,6 +57,8 @@ class _Adopted(Optimizer):
     def _refuse_scaler(self) -> None:
         """A scaler looks for overflow in `.grad`, which with hidden gradients is this worker's own, not the group's."""
         job = self._topotrain.job
+        if job.pull is Pull.kLazy:
+            raise RuntimeError("a GradScaler must know of overflows when step() returns; use pull: kStep")
         if job.apply is Apply.kOnArrival:
             raise RuntimeError(
                 "a GradScaler decides at step(), and apply: kOnArrival updates before; use apply: kAtStep"

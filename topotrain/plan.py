@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.job import Grads, Job
+from topotrain.job import Algorithm, Grads, Job
 from topotrain.slices import ITEM_BYTES, Parameter, SliceMap, cut
 from topotrain.topology import Address, Role, Topology, layout
 
@@ -137,8 +137,23 @@ def _worker(job: Job, schema: Schema, topology: Topology, who: Address) -> Memor
 def _server(schema: Schema, topology: Topology, share: Share) -> Memory:
     contributors = topology.workers_per_group * len(topology.worker_groups_of(share.server.group))
     copies = contributors + (2 if topology.synced else 0)
+    if topology.collective:
+        copies = 1 + _passing_on(topology, share.server.index)
     state = round(schema.state_factor * share.value_bytes)
     return Memory(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
+
+
+def _passing_on(topology: Topology, rank: int) -> int:
+    """What a server holds of other servers' parts in a collective of our own, in parts of one server's size.
+
+    For all parts its worker's push and their mean; besides, what its children in each part's tree send, and new values.
+    """
+    n = topology.shards
+    if not topology.relayed:
+        return 0
+    if topology.cluster.algorithm is Algorithm.kNaive:
+        return n * (n + 1) if rank == 0 else 2 * n
+    return 2 * n + 2 * (n - 1)
 
 
 def _bytes(parameter: Parameter) -> int:

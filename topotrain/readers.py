@@ -33,9 +33,13 @@ class Readers:
         workers: how many each has.
         private: one group alone changes the values, by its own steps: it can be shown the values themselves.
         buffers: group -> name of the parameter buffer that its workers live in; others are sent their values.
+        lazy: the workers wait for each bucket by itself.
     """
 
-    def __init__(self, groups: Iterable[int], workers: int, private: bool, buffers: Mapping[int, str]) -> None:
+    def __init__(
+        self, groups: Iterable[int], workers: int, private: bool, buffers: Mapping[int, str], lazy: bool = False
+    ) -> None:
+        self._lazy = lazy
         self._workers = workers
         self._private = private
         self._buffers = buffers
@@ -80,17 +84,21 @@ class Readers:
         self, model: Model, group: int, bucket: Bucket, step: int, version: int
     ) -> Iterator[tuple[Address, Message]]:
         """A bucket is new in the middle of the group's step: its workers may have it before the others."""
-        if group in self._buffers:
+        if group in self._buffers and not self._lazy:
             return
         known, buckets = self._streamed.get(group, (-1, set()))
         if known != step:
             self._streamed[group] = (step, buckets := set())
         buckets.add(bucket.id)
-        body = model.values(bucket.id)
-        if not self._private:
-            body = model.flats.view(f"out {group}", bucket).copy_(body)
+        if group in self._buffers:
+            self._fill(model, self._buffers[group], bucket)
+            for index in range(self._workers):
+                yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
+            return
+        model.encoding.show(group, bucket, model.values(bucket.id), anew=False)
+        values = self._message(model, group, bucket, step, version, new=True)
         for index in range(self._workers):
-            yield Address(Role.WORKER, group, index), Values(step, bucket.id, version, body=body)
+            yield Address(Role.WORKER, group, index), values
 
     def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
         """A parameter buffer may be written only while all workers of the group wait."""
@@ -104,16 +112,24 @@ class Readers:
         if group in self._buffers:
             yield from self._in_buffer(model, held, version)
             return
-        name = VALUES if self._private else f"out {group}"
         new = self._shows_now(held, version)
         step, early = self._streamed.get(group, (-1, set()))
         for bucket in model.buckets:
             if step == held.round and bucket.id in early:
                 continue
-            body = model.flats.view(name, bucket)
-            if new and not self._private:
-                body.copy_(model.values(bucket.id))
-            yield held.worker, Values(held.round, bucket.id, self.pulled[group], body=body)
+            if new:
+                model.encoding.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
+            yield held.worker, self._message(model, group, bucket, held.round, self.pulled[group], new)
+
+    def _message(self, model: Model, group: int, bucket: Bucket, number: int, version: int, new: bool) -> Values:
+        """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""
+        difference = model.encoding.difference(group, bucket)
+        if difference is not None:
+            return Values(number, bucket.id, version, coded=True, body=difference)
+        body = model.flats.view(VALUES if self._private else f"out {group}", bucket)
+        if new and not self._private:
+            body.copy_(model.values(bucket.id))
+        return Values(number, bucket.id, version, body=body)
 
     def _shows_now(self, held: _Held, version: int) -> bool:
         """Whether this is the first of its group to be shown this moment."""
@@ -126,8 +142,14 @@ class Readers:
 
     def _in_buffer(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
         name = self._buffers[held.worker.group]
-        if self._shows_now(held, version) and name != VALUES:
+        step, early = self._streamed.get(held.worker.group, (-1, set()))
+        if self._shows_now(held, version):
             for bucket in model.buckets:
-                model.flats.view(name, bucket).copy_(model.values(bucket.id))
-        if held.applied is None:  # who waits for a step is told by what became of it
+                if step != held.round or bucket.id not in early:
+                    self._fill(model, name, bucket)
+        if held.applied is None or self._lazy:  # else who waits for a step is told by what became of it
             yield held.worker, Values(held.round, -1, version)
+
+    def _fill(self, model: Model, name: str, bucket: Bucket) -> None:
+        if name != VALUES:
+            model.flats.view(name, bucket).copy_(model.values(bucket.id))

@@ -135,6 +135,8 @@ class Staging:
         reader: with windows, the worker whose gradients the update reads; None without.
         arrived: takes (bucket, its pieces, the mean) as soon as a bucket's mean is there, and is done with it when it
             returns; the mean is then not kept (`apply: kOnArrival`).
+        told: takes the same of each mean that is told to the workers, and makes it, in place, what they will see of
+            it (where it travels encoded).
     """
 
     def __init__(
@@ -148,7 +150,9 @@ class Staging:
         divide: bool,
         reader: int | None = None,
         arrived: Callable[[Bucket, int, torch.Tensor], None] | None = None,
+        told: Callable[[Bucket, int, torch.Tensor], None] = lambda *_: None,
     ) -> None:
+        self._told = told
         self._reader = reader if visible else None
         self._arrived = arrived
         self._workers = workers
@@ -211,7 +215,7 @@ class Staging:
             return
         self.commits[worker] = message
         for other, theirs in self.commits.items():
-            _agree(other, theirs, worker, message)
+            agree(other, theirs, worker, message)
         for ordinal, reduction in self._reductions.items():
             if self._visible and ordinal >= message.backwards:
                 later = next(iter([*reduction.ends, *(w for p in reduction.pushes.values() for w in p)]))
@@ -292,6 +296,7 @@ class Staging:
             self._view("total", self._buckets[at]).copy_(mean)
             self._in_total.add(at)
         self._mean(parts, mean)
+        self._told(self._buckets[at], present, mean)
         if earlier:
             self._view("total", self._buckets[at]).add_(mean)
         self._present[at] |= present
@@ -467,8 +472,9 @@ _MUST_AGREE = {
 }
 
 
-def _agree(a: int, first: Commit, b: int, second: Commit) -> None:
-    for name, words in _MUST_AGREE.items():
+def agree(a: int, first: Commit, b: int, second: Commit, other_words: Mapping[str, str] | None = None) -> None:
+    """Raise StepError, in these words, when two workers commit different things."""
+    for name, words in (_MUST_AGREE | dict(other_words or {})).items():
         if getattr(first, name) != getattr(second, name):
             raise StepError(
                 f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "

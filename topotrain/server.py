@@ -18,7 +18,7 @@ from topotrain import windows
 from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Exits, Streams
 from topotrain.ending import Ending
 from topotrain.handling import handling
-from topotrain.job import Job
+from topotrain.job import Job, Pull
 from topotrain.leases import LeaseBook
 from topotrain.model import Model, global_norm, open_model
 from topotrain.readers import Readers
@@ -77,7 +77,8 @@ class Server:
         self._rested: dict[int, tuple[int, int]] = {}  # group -> its last rest that is over
         self.version = 0
         private = len(self.groups) == 1 and not topology.synced
-        self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers)
+        lazy = job.pull is Pull.kLazy
+        self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers, lazy)
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
         self._exits = {group: Exits() for group in self.groups}
@@ -113,9 +114,12 @@ class Server:
             return
         try:
             with handling(self.spans, sender, message):
-                _HANDLERS[type(message)](self, sender, message)
+                self._handler(message)(self, sender, message)
         except StepError as error:
             self._fail_group(sender.group, f"worker group {sender.group}: {error}")
+
+    def _handler(self, message: m.Message) -> Callable[..., None]:
+        return _HANDLERS[type(message)]
 
     def _send(self, to: Address, message: m.Message) -> None:
         if to == self.me:
@@ -147,7 +151,8 @@ class Server:
         if viewable:
             return None
         if isinstance(message, m.Push | m.Edit) and sender.role is Role.WORKER and sender.group in self.groups:
-            return model.flats.view(f"push {sender.group}/{sender.index}", bucket)
+            coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
+            return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
         if isinstance(message, m.Delta | m.Master | m.RingOffer | m.RingReply | m.Final):
             return model.flats.view(f"from {sender.group}", bucket)
         return None
@@ -327,7 +332,8 @@ class Server:
     def _push(self, sender: Address, message: m.Push) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
-            body = self._known.body(message)
+            like = self._known.values(message.bucket)
+            body = self._known.encoding.push(sender, message, self._known.bucket(message.bucket), like)
             self._tell_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
@@ -343,8 +349,10 @@ class Server:
         for reduced in ready:
             if reduced.mean is None:
                 continue
-            present = int_to_bits(reduced.present, len(self._known.bucket(reduced.bucket).pieces))
-            mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=reduced.mean)
+            bucket = self._known.bucket(reduced.bucket)
+            present = int_to_bits(reduced.present, len(bucket.pieces))
+            body = self._known.encoding.mean_body(group, bucket, reduced.mean)
+            mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=body)
             for worker in self._topology.workers(group):
                 self._send(worker, mean)
         closed = staging.closed(ordinal)
@@ -362,9 +370,13 @@ class Server:
         """A mean is there, and is applied on arrival; who waits for nobody gets the new values at once."""
         with self.spans.span("apply", group=group, bucket=bucket.id):
             self._known.update_now(bucket, present, gradient, self._hyper[group])
-        if self._common and self._job.cluster.max_staleness is None:
+        self._show_early(group, bucket, self.version, True)
+
+    def _show_early(self, group: int, bucket: Bucket, version: int, wanted: bool) -> None:
+        """A bucket is new: who waits for it, and for no other group, has it before the next one is computed."""
+        if wanted and self._common and self._job.cluster.max_staleness is None:
             step = self._known.staging[group].step
-            for worker, values in self.readers.stream(self._known, group, bucket, step, self.version):
+            for worker, values in self.readers.stream(self._known, group, bucket, step, version):
                 self._send(worker, values)
 
     def _left_early(self, sender: Address, message: m.LeftEarly) -> None:
@@ -458,11 +470,12 @@ class Server:
         if new:
             self._streams.record(commit.marks)
             if not decision.found_inf:
-                for _ in self._known.apply(group, self._hyper[group], commit, norm):
-                    pass
+                for bucket in self._known.apply(group, self._hyper[group], commit, norm):
+                    self._show_early(group, bucket, self.version + 1, commit.fetch)
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
+        self._known.encoding.step_done(group, new and not decision.found_inf, commit.inv_scale)
         self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm)
         for worker in self._topology.workers(group):
             self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)

@@ -19,6 +19,9 @@ from topotrain.topology import Topology
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 MAX_SCHEMA_PARTS = 1024
+SENT_BYTES = 1 << 20
+SEEN_BYTES = 1 << 22
+"""Most bytes of a bucket: one that travels, and one that the residents of a host see in each other's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,11 @@ class FlatBuffers:
             flat = self._flat.setdefault((name, space), made)
         return flat
 
+    def raw(self, name: str, count: int) -> torch.Tensor:
+        """A buffer of `count` bytes, 1-D uint8, over no space; made, and zeroed, when first asked for."""
+        held = self._flat.get((name, -1))
+        return held if held is not None else self._flat.setdefault((name, -1), self._allocate(count, torch.uint8))
+
     def put(self, name: str, space: int, flat: torch.Tensor) -> None:
         """Use a given tensor as the buffer of a name."""
         self._flat[(name, space)] = flat
@@ -185,6 +193,11 @@ def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceMap:
-    """The map of a job's model: workers and servers must compute the same, so both ask here."""
+    """The map of a job's model: workers and servers must compute the same, so both ask here.
+
+    What travels is cut finer than what is only named: a pipeline wants many pieces, a processor few calls.
+    """
     groups = topology.server_groups if topology.synced else 1
-    return cut(parameters, topology.shards, groups, topology.cluster.slicing)
+    seen = all(topology.sees_memory(group) for group in range(topology.worker_groups))
+    size = SEEN_BYTES if seen else SENT_BYTES
+    return cut(parameters, topology.shards, groups, topology.cluster.slicing, size)

@@ -88,7 +88,7 @@ class Topology:
     def sees_memory(self, g: int) -> bool:
         """Whether the workers of group `g` and their servers stand on one host and may use one memory."""
         cluster = self.cluster
-        if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone:
+        if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
             return False
         residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
         return all(self.together(residents[0], resident) for resident in residents)
@@ -100,9 +100,25 @@ class Topology:
         So in one synchronous group on one host in which every worker has a server beside it: as all walk together,
         the servers' work is done while the workers wait for it, and needs no process of its own.
         """
-        c = self.cluster
-        own = c.engine in (Engine.kAuto, Engine.kOwn) and c.algorithm is Algorithm.kAuto
-        return own and all_reduces(c) and self.sees_memory(0)
+        return all_reduces(self.cluster) and self.sees_memory(0)
+
+    @property
+    def foreign(self) -> bool:
+        """The workers add up their gradients through torch.distributed, and not through our servers."""
+        return self.cluster.engine in (Engine.kGloo, Engine.kNccl) and self.workers_per_group > 1
+
+    @property
+    def relayed(self) -> bool:
+        """Gradients are added up on their way from server to server, by one of our own algorithms."""
+        return self.cluster.algorithm is not Algorithm.kAuto and self.workers_per_group > 1
+
+    @property
+    def collective(self) -> bool:
+        """Each worker has the group's mean before the servers have: server k is given its part by worker k alone.
+
+        With one worker there is nothing to add up, and engine and algorithm change nothing.
+        """
+        return self.foreign or self.relayed
 
     def server_group_of(self, g: int) -> int:
         """The one server group that worker group `g` uses. ValueError if there is no group `g`."""

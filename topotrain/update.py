@@ -41,6 +41,7 @@ REFUSED = {"LBFGS": "it evaluates the whole loss again and again", "SparseAdam":
 
 _TORCH = "torch.optim."
 _BOOKKEEPING = ("params", "param_names")
+_DEVICE_ONLY = ("capturable",)  # of the script's own device; where the update is computed it has no meaning
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
@@ -160,7 +161,7 @@ def hyper(optimizer: Optimizer) -> bytes:
     for group in optimizer.param_groups:
         plain = {}
         for name, value in group.items():
-            if name in _BOOKKEEPING:
+            if name in _BOOKKEEPING or name in _DEVICE_ONLY:
                 continue
             try:
                 plain[name] = _plain(value)

@@ -6,7 +6,7 @@ server and returns when the new values stand in the model's parameters.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from topotrain.buffers import ModelBuffers, ModelParts
 from topotrain.exchange import Exchange, Outcome, StepEnd
 from topotrain.gradients import ArrivalPath, GradientPath, MeanPath, PushPath
-from topotrain.job import Apply, Grads, Job
+from topotrain.job import Apply, Grads, Job, Pull
 from topotrain.shard import FlatBuffers, Schema, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
@@ -90,8 +90,13 @@ class Worker:
         self._groups = len(optimizer.param_groups)
         schema, self.map = plan_of(topology, parts, spec)
         self.buffers = ModelBuffers(parts, self.map, flats(self.map))
+        self.mirror = self.buffers.mirror
         on_arrival = job.apply is Apply.kOnArrival
-        exchange.open(schema, self.map, self.buffers.flats, streams=on_arrival)
+        sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
+        exchange.device = parts.tensors[0].device
+        # To a device values are copied when all are here.
+        self.lazy = job.pull is Pull.kLazy and all(t.device.type == "cpu" for t in parts.tensors)
+        exchange.open(schema, self.map, self.buffers.flats, on_arrival, sees_means, self.lazy)
         self._said_weight: float | None = None
         self._samples_weight = 1.0
         self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch of this step
@@ -99,6 +104,7 @@ class Worker:
         self._hyper_now = Hyper(optimizer)
         self._clip = (0.0, 2.0)
         self.last_norm = float("nan")
+        self._left: list[tuple[int, torch.Tensor, int]] = []  # lazily committed gradients, and their versions
         self._own_steps = 0
         self._committed = 0
         self._accrued: set[int] = set()
@@ -124,6 +130,8 @@ class Worker:
             self.exchange.take_windows()
         self.exchange.fetch()
         self.buffers.move_model()
+        self.exchange.before_values = self.mirror.settle
+        self.exchange.after_values = self.mirror.renew
 
     # --- what the script says ------------------------------------------------------------------------------------
 
@@ -180,7 +188,7 @@ class Worker:
             if alone:
                 outcome = self._step_alone(inv_scale, check_finite)
             else:
-                outcome = self._commit(inv_scale, check_finite, fetch=True, meanwhile=self._check)
+                outcome = self._commit(inv_scale, check_finite, fetch=True, meanwhile=self._check, lazy=self.lazy)
         self.tally.steps += 1
         spans = self.exchange.spans
         with spans.span("report"):
@@ -197,9 +205,15 @@ class Worker:
             raise RuntimeError("add_param_group after tt.prepare: give the optimizer all its groups before")
 
     def _commit(
-        self, inv_scale: float, check_finite: bool, fetch: bool, meanwhile: Callable[[], None] = lambda: None
-    ) -> Outcome:
+        self,
+        inv_scale: float,
+        check_finite: bool,
+        fetch: bool,
+        meanwhile: Callable[[], None] = lambda: None,
+        lazy: bool = False,
+    ) -> Outcome | None:
         step = self._committed
+        self.exchange.settle()
         try:
             revisions, edited, dropped = self.path.at_step(step)
         except RuntimeError:
@@ -224,16 +238,41 @@ class Worker:
             clip_norm=clip_norm,
             clip_type=clip_type,
         )
-        outcome = self.exchange.commit(step, end, meanwhile)
-        if outcome.norm >= 0:
-            self.last_norm = outcome.norm
+        outcome = None
+        if lazy:
+            meanwhile()
+            self._left = list(self._with_gradient())
+            self.exchange.commit_lazily(step, end, self._settled)
+        else:
+            outcome = self.exchange.commit(step, end, meanwhile)
+            self._count(outcome)
         self._hyper = text
         self._marks.clear()
         self._clip = (0.0, 2.0)
         self._committed += 1
         self.path.after_step()
-        self.tally.add(outcome)
         return outcome
+
+    def _with_gradient(self) -> Iterator[tuple[int, torch.Tensor, int]]:
+        for index, tensor in enumerate(self.parts.tensors):
+            if tensor.grad is not None:
+                yield index, tensor.grad, tensor.grad._version
+
+    def _settled(self, outcome: Outcome) -> None:
+        """A step that was committed lazily is over; meanwhile its gradients were still read."""
+        self._count(outcome)
+        for index, gradient, version in self._left:
+            if gradient._version != version:
+                raise RuntimeError(
+                    f"the gradient of {self.parts.parameters[index].name} was changed after step(), but with pull: "
+                    f"kLazy it may still be read then: use zero_grad(set_to_none=True), the default, or pull: kStep"
+                )
+        self._left = []
+
+    def _count(self, outcome: Outcome) -> None:
+        if outcome.norm >= 0:
+            self.last_norm = outcome.norm
+        self.tally.add(outcome)
 
     # --- Downpour's own steps (n_push, n_fetch) --------------------------------------------------------------------
 
@@ -249,26 +288,25 @@ class Worker:
             if tensor.grad is None or overflow:
                 continue
             gradient = tensor.grad if inv_scale == 1.0 else tensor.grad * inv_scale
-            total = self.buffers.view("accrued", index)
-            total.add_(gradient)
+            self.mirror.room("accrued", index).add_(gradient)
             self._accrued.add(index)
-            self.buffers.view("params", index).add_(gradient, alpha=-rate.get(id(tensor), 0.0))
+            self.mirror.value(index).add_(gradient, alpha=-rate.get(id(tensor), 0.0))
         outcome = self._push_accrued(fetch) if push else None
         if fetch and not push:
             self.exchange.fetch()
         return outcome
 
-    def _push_accrued(self, fetch: bool) -> Outcome:
+    def _push_accrued(self, fetch: bool) -> Outcome | None:
         kept = {index: self.parts.tensors[index].grad for index in range(len(self.parts.tensors))}
         for index, tensor in enumerate(self.parts.tensors):
-            tensor.grad = self.buffers.view("accrued", index) if index in self._accrued else None
+            tensor.grad = self.mirror.room("accrued", index) if index in self._accrued else None
         try:
             outcome = self._commit(1.0, False, fetch)
         finally:
             for index, gradient in kept.items():
                 self.parts.tensors[index].grad = gradient
         for index in self._accrued:
-            self.buffers.view("accrued", index).zero_()
+            self.mirror.room("accrued", index).zero_()
         self._accrued.clear()
         return outcome
 
@@ -301,6 +339,7 @@ class Worker:
     def gather_state(self) -> None:
         """Fill `optimizer.state` with what the servers hold."""
         held: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        whole: list[tuple[torch.Tensor, str]] = []
         for part in self.exchange.get_state():
             bucket = self.map.buckets[part.bucket]
             piece = bucket.pieces[part.piece]
@@ -313,9 +352,12 @@ class Worker:
                 described = self.map.parameters[segment.parameter]
                 laid_out = torch.empty(described.count, dtype=torch_dtype(described.dtype))
                 entry[part.key] = laid_out.as_strided(described.shape, described.stride)
+                whole.append((self.parts.tensors[segment.parameter], part.key))
             flat = entry[part.key].as_strided((entry[part.key].numel(),), (1,))
             at = segment.start + piece.lo - segment.lo
             flat[at : at + piece.hi - piece.lo] = part.body.view(flat.dtype)
+        for tensor, key in whole:  # as in torch, numbers (a count of steps) stay on the CPU
+            held[tensor][key] = held[tensor][key].to(tensor.device)
         self.optimizer.state.clear()
         self.optimizer.state.update(held)
 

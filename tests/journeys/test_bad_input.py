@@ -41,7 +41,7 @@ def left_behind(folder: Path) -> list[int]:
         ("cluster { nworker_groups: two }", ["nworker_groups", "two"]),
         ("cluster { max_staleness: -1 }", ["max_staleness", "-1"]),
         ("cluster { n_push: 2 nworkers_per_group: 2 }", ["n_push", "nworkers_per_group = 1"]),
-        ("apply: kOnArrival cluster { }", ["apply", "kOnArrival", "kAtStep"]),
+        ("apply: kOnArrival cluster { }", ["apply", "kOnArrival", "kHidden"]),
         ("clutser { }", ["clutser", "cluster"]),
         ('cluster { workspace: "taken/below" }', ["taken"]),
     ],

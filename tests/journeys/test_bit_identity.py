@@ -14,10 +14,12 @@ from topotrain.job import Cluster, Job
 pytestmark = pytest.mark.journey
 
 IN_MEMORY = "nworkers_per_group: 2 nworkers_per_procs: 2"
+NAIVE = ALLREDUCE + " algorithm: kNaive"
 PAIRS = "nworkers_per_group: 4 nworkers_per_procs: 2 nservers_per_group: 2 nservers_per_procs: 2"
 CLUSTERS = {
     SANDBLASTER: Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True),
     ALLREDUCE: Cluster(nworkers_per_group=3, nservers_per_group=3),
+    NAIVE: Cluster(nworkers_per_group=3, nservers_per_group=3),
     IN_MEMORY: Cluster(nworkers_per_group=2, nworkers_per_procs=2),
     PAIRS: Cluster(nworkers_per_group=4, nworkers_per_procs=2, nservers_per_group=2, nservers_per_procs=2),
 }
@@ -48,6 +50,7 @@ def one_process(cluster: str, optimizer: str) -> Result:
         (SANDBLASTER, "adam", ("kTcp",)),
         (ALLREDUCE, "adam", ("kShm",)),
         (ALLREDUCE, "adagrad", ("kTcp",)),
+        (NAIVE, "adam", ("kShm",)),
         (IN_MEMORY, "adagrad", ("kShm", "kTcp")),
         (PAIRS, "momentum", ("kShm",)),
     ],

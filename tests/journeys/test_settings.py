@@ -29,6 +29,8 @@ ADAM = "updater { type: kAdam learning_rate { type: kStep base_lr: 0.02 step_con
         (SANDBLASTER + " slicing: kTensor", "", ["--optimizer", "Muon"]),
         (SANDBLASTER + " shares: [2, 1, 1]", "grads: kHidden", ["--optimizer", "AdamW"]),
         (ALLREDUCE, ADAM, ["--optimizer", "conf"]),
+        (ALLREDUCE + " engine: kGloo", "", []),
+        (ALLREDUCE + " algorithm: kRing", "grads: kHidden", []),
         ("nworkers_per_group: 2", "per_worker_batch: true reduce: kMean", []),
         ("nworker_groups: 4 nserver_groups: 2 nservers_per_group: 2 nservers_per_procs: 2", "", []),
     ],

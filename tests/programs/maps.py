@@ -1,4 +1,4 @@
-"""Writes down which memory its parameters lie in: the inode of the mapping, which names a piece of shared memory."""
+"""Writes down which memory its parameters lie in: the inode of the mapping, and the first byte in it that they use."""
 
 import torch
 from torch import nn
@@ -8,13 +8,14 @@ import topotrain as tt
 from topotrain.front.context import current
 
 
-def inode(address: int) -> str:
+def place(address: int) -> str:
+    """Piece of shared memory, and byte in it."""
     with open("/proc/self/maps") as maps:
         for line in maps:
-            span, *_, number = line.split()[:5]
+            span, _, start, _, number = line.split()[:5]
             lo, hi = (int(end, 16) for end in span.split("-"))
             if lo <= address < hi:
-                return number
+                return f"{number}:{int(start, 16) + address - lo}"
     return "none"
 
 
@@ -23,7 +24,7 @@ model = nn.Linear(6, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
 model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(data, batch_size=8))
-found = {inode(p.data_ptr()) for p in model.parameters()}
+found = {place(min(p.data_ptr() for p in model.parameters()))}
 here = current()
 assert here is not None
 (here.workspace / f"map-{tt.rank()}").write_text(" ".join(sorted(found)))

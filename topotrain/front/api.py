@@ -14,10 +14,12 @@ from topotrain.data import DataPlan, ShardedLoader
 from topotrain.front import context as process
 from topotrain.front.context import Context, Metric
 from topotrain.front.debug import NormLog
+from topotrain.front.gpu import device_of
 from topotrain.front.losses import watch_losses
 from topotrain.front.progress import Telling
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError, Grads, Shard, Updater
+from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import adopt
 from topotrain.shard import FlatBuffers, torch_dtype
 from topotrain.slices import SliceMap
@@ -34,7 +36,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
 
     Args:
-        model: on the CPU, with all its parameters made.
+        model: on the CPU or on NVIDIA GPUs (see `device`), with all its parameters made.
         optimizer: any of the tested `torch.optim` classes; None builds the one of the conf's `updater` block.
         loader: a DataLoader; its batch is the group's batch. None: the script divides its data itself.
         stateful: schedulers, scalers, anything with `state_dict`: restored in place when a run is continued.
@@ -104,6 +106,8 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if loader is not None:
         here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker)
     worker.start()
+    if worker.lazy:
+        wait_by_layer(model, worker)
     adopt(optimizer, worker)
     worker.scatter_state()
     here.worker = worker
@@ -173,13 +177,24 @@ def _number(name: str, value: Any) -> float:
 def rank() -> int:
     """This worker's number in the job, 0 to the number of workers - 1; 0 in an ordinary process."""
     here = process.current()
-    return 0 if here is None else here.me.group * here.place.topology.workers_per_group + here.me.index
+    return 0 if here is None else here.number
 
 
 def is_main() -> bool:
     """Whether this is worker (0,0), whose output reaches the terminal. True in an ordinary process."""
     here = process.current()
     return here is None or here.is_main
+
+
+def device() -> torch.device:
+    """Where this worker computes: the GPU that the job's `gpu` field gives it, or one of the machine's in turn.
+
+    The CPU where there is none. In an ordinary process the first GPU, or the CPU. Nothing is moved there by itself.
+
+    Raises:
+        ConfigError: the `gpu` field names a GPU that this machine has not.
+    """
+    return device_of(process.current(), torch.cuda.device_count())
 
 
 def weight(count: float) -> None:
@@ -217,7 +232,7 @@ def clip_grad_norm_(
     if worker is None or worker.job.grads is Grads.kVisible:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     worker.clip(float(max_norm), float(norm_type))
-    return torch.tensor(worker.last_norm)
+    return torch.tensor(worker.last_norm, device=worker.parts.tensors[0].device)
 
 
 def _worker() -> Worker | None:

@@ -45,6 +45,11 @@ class Context:
         """Worker (0,0)."""
         return self.me.group == 0 and self.me.index == 0
 
+    @property
+    def number(self) -> int:
+        """The worker's number in the job, from 0, group by group."""
+        return self.me.group * self.place.topology.workers_per_group + self.me.index
+
 
 class Planning(BaseException):
     """Carries the model out of a script that was run only up to `prepare` (topotrain plan)."""

@@ -81,6 +81,8 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     if code == 0:
         code = _guarded(here, log, lambda: _finish(here))
     profile.leave()
+    if here.worker is not None:
+        here.worker.mirror.close()  # before the memory that it has pinned goes
     if here.roads is not None:
         here.roads.close(finished=code == 0)
     for group, index in spec["servers"] if code == 0 else ():
