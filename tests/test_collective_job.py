@@ -6,6 +6,7 @@ within 1e-6. Every own algorithm has the same bits in every run and on every roa
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize("workers", [2, 3, 5])
-@pytest.mark.parametrize("algorithm", OWN)
+@pytest.mark.parametrize(("algorithm", "workers"), [*product(OWN, (2, 3)), (Algorithm.kTree, 5)])
 def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: int, grads: Grads, run: Run) -> None:
     job, build, script = beside(workers, algorithm=algorithm, grads=grads), building(), usual_loop(vectors(4))
     result = run(job, build, script)
@@ -170,6 +170,14 @@ def test_a_gradient_that_only_some_have_counts_as_zero_from_the_others(algorithm
 def test_buckets_are_applied_on_arrival(algorithm: Algorithm, run: Run) -> None:
     job = beside(algorithm=algorithm, grads=Grads.kHidden, apply=Apply.kOnArrival)
     check(job, run(job, building(), usual_loop(vectors(5))), building(), usual_loop(vectors(5)))
+
+
+@pytest.mark.parametrize("grads", Grads)
+@pytest.mark.parametrize("setting", [{"algorithm": Algorithm.kRing}, {"engine": Engine.kGloo}], ids=["ring", "gloo"])
+def test_new_values_may_come_while_the_script_goes_on(setting: Any, grads: Grads, tmp_path: Path) -> None:
+    job = beside(pull="kLazy", grads=grads, **setting)
+    result = run_hosted(job, building(), usual_loop(vectors(5)), tmp_path)
+    assert result.distance(reference(job, building(), usual_loop(vectors(5)))) < NEAR
 
 
 def test_several_workers_in_a_unit_and_whole_tensors(tmp_path: Path) -> None:

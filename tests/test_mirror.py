@@ -4,6 +4,7 @@ No GPU is needed: `DeviceMirror` is forced upon CPU parameters, with ferries tha
 happens on a real one is in test_cuda.py.
 """
 
+import threading
 from collections.abc import Callable
 from itertools import count
 
@@ -33,7 +34,7 @@ from torch import nn
 from topotrain import buffers
 from topotrain.ferry import WORTH_PINNING, DirectFerry, Pins, Reached
 from topotrain.front.gpu import chosen, device_of
-from topotrain.job import Apply, Cluster, ConfigError, Grads, Job, Road
+from topotrain.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
 from topotrain.mirror import DeviceMirror, HostMirror
 
 
@@ -154,8 +155,11 @@ def test_models_with_norms_ties_and_buffers(model, made):
     assert all(ferry.late for ferry in made)  # else no copy was ever late, and this test says nothing
 
 
-@late_ferries
-@memory
+# Both kinds of memory and both of late copies, each once: one differs where values lie, the other where copies land.
+either = pytest.mark.parametrize(("made", "shared"), [("bounced", False), ("late", True)], indirect=["made"])
+
+
+@either
 @pytest.mark.parametrize("layout", ["sandblaster", "one"])
 @pytest.mark.parametrize("script", test_worker.ALWAYS, ids=lambda f: f.__name__)
 def test_the_unchanged_loop(script, layout, shared, made):
@@ -167,8 +171,7 @@ def test_the_unchanged_loop(script, layout, shared, made):
 EDITS = [test_worker.clip_norm, test_worker.clip_value, test_worker.edit, test_worker.edit_between_backwards]
 
 
-@late_ferries
-@memory
+@either
 @pytest.mark.parametrize("layout", ["allreduce", "one"])
 @pytest.mark.parametrize("script", EDITS, ids=lambda f: f.__name__)
 def test_what_the_script_does_to_a_gradient_counts(script, layout, shared, made):
@@ -179,7 +182,7 @@ def test_what_the_script_does_to_a_gradient_counts(script, layout, shared, made)
 
 @every_ferry
 def test_edits_of_hidden_gradients_are_refused(made):
-    with pytest.raises(RuntimeError, match="kVisible, tt.clip_grad_norm_, or updater"):
+    with pytest.raises(RuntimeError, match=r"kVisible, tt\.clip_grad_norm_, or updater"):
         run_local(job_of(grads=Grads.kHidden), building(), test_worker.clip_value)
 
 
@@ -192,6 +195,13 @@ def test_buckets_that_are_applied_on_arrival(layout, shared, made):
     assert run_local(job, building(), script, shared).same_bits(plainly)
 
 
+@either
+@pytest.mark.parametrize("layout", ["sandblaster", "allreduce", "one"])
+def test_values_are_copied_when_all_are_new_also_where_the_job_pulls_lazily(layout, made, shared):
+    job, script = job_of(layout, pull=Pull.kLazy, grads=Grads.kHidden), usual_loop(vectors(6))
+    assert run_local(job, building(), script, shared).same_bits(reference(job_of(layout), building(), script))
+
+
 @late_ferries
 @pytest.mark.parametrize(("push", "fetch"), [(3, 1), (1, 2), (2, 4)])
 def test_local_steps(push, fetch, made, monkeypatch):
@@ -201,6 +211,25 @@ def test_local_steps(push, fetch, made, monkeypatch):
     beside = run_local(job, building(), script)
     monkeypatch.setattr(buffers, "mirror_for", HostMirror)
     assert beside.same_bits(run_local(job, building(), script))
+
+
+@late_ferries
+def test_values_are_not_overwritten_while_the_device_reads_them(made):
+    """Group 0 fetches twice and pushes nothing; meanwhile group 1 has changed the values."""
+    turn = threading.Barrier(2, timeout=20)
+
+    def script(t):
+        first, then = (1, 1) if t.me.group == 0 else (0, 4)
+        usual_loop(vectors(first))(t)
+        turn.wait()
+        if t.me.group == 1:
+            usual_loop(vectors(then))(t)
+        turn.wait()
+        if t.me.group == 0:
+            usual_loop(vectors(then))(t)
+
+    result = run_local(Job(cluster=Cluster(nworker_groups=2, n_push=4)), building(), script)
+    assert not result.same_bits(plain(building(), lambda t: None))
 
 
 @late_ferries

@@ -59,6 +59,7 @@ class Server:
         self._topology = topology
         self._allocate = allocate
         self.groups = topology.worker_groups_of(me.group)
+        self._workers = {group: topology.workers(group) for group in self.groups}
         self._shared = shared
         self._deliver = deliver
         self._buffers = windows.buffers_of(topology, me.group) if shared else {}
@@ -130,7 +131,7 @@ class Server:
             self._out.append((to, message))
 
     def _fail_group(self, group: int, text: str) -> None:
-        for worker in self._topology.workers(group):
+        for worker in self._workers[group]:
             self._send(worker, m.Fail(text))
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
@@ -259,7 +260,7 @@ class Server:
     def _fail(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""
         for group in self.groups:
-            for worker in self._topology.workers(group):
+            for worker in self._workers[group]:
                 self._send(worker, message)
 
     def _init(self, sender: Address, message: m.Init) -> None:
@@ -353,13 +354,13 @@ class Server:
             present = int_to_bits(reduced.present, len(bucket.pieces))
             body = self._known.encoding.mean_body(group, bucket, reduced.mean)
             mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=body)
-            for worker in self._topology.workers(group):
+            for worker in self._workers[group]:
                 self._send(worker, mean)
         closed = staging.closed(ordinal)
         if closed is not None and not self._known.on_arrival:
             bits = int_to_bits(closed[0], len(self._known.buckets))
             written = int_to_bits(closed[1], sum(len(bucket.pieces) for bucket in self._known.buckets))
-            for worker in self._topology.workers(group):
+            for worker in self._workers[group]:
                 self._send(worker, m.Reduced(staging.step, ordinal, bits, written if closed[1] else b""))
         self._try_stage(group)
 
@@ -477,7 +478,7 @@ class Server:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
         self._known.encoding.step_done(group, new and not decision.found_inf, commit.inv_scale)
         self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm)
-        for worker in self._topology.workers(group):
+        for worker in self._workers[group]:
             self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
         staging.next_step()
         self.clocks.tick(group)

@@ -15,6 +15,7 @@ from topotrain.buffers import ModelBuffers, ModelParts
 from topotrain.exchange import Exchange, Outcome, StepEnd
 from topotrain.gradients import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.job import Apply, Grads, Job, Pull
+from topotrain.mirror import HostMirror
 from topotrain.shard import FlatBuffers, Schema, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
@@ -95,7 +96,7 @@ class Worker:
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
         exchange.device = parts.tensors[0].device
         # To a device values are copied when all are here.
-        self.lazy = job.pull is Pull.kLazy and all(t.device.type == "cpu" for t in parts.tensors)
+        self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostMirror)
         exchange.open(schema, self.map, self.buffers.flats, on_arrival, sees_means, self.lazy)
         self._said_weight: float | None = None
         self._samples_weight = 1.0
@@ -130,7 +131,7 @@ class Worker:
             self.exchange.take_windows()
         self.exchange.fetch()
         self.buffers.move_model()
-        self.exchange.before_values = self.mirror.settle
+        pass
         self.exchange.after_values = self.mirror.renew
 
     # --- what the script says ------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""P11: what the pure core costs per message: read it from bytes, handle it, and write the answers as bytes.
+
+Rule: the tensors are so small (64 elements) that arithmetic is nearly nothing, and the optimizer's kernel is left out:
+what is measured is Python. A step of a synchronous group of two workers with one server has 6 messages in and 8 out.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.harness import ROUNDS, Row, Samples, row
+from benchmarks.record import run_table
+from topotrain import message as m
+from topotrain.job import Cluster, Job
+from topotrain.server import Server
+from topotrain.shard import Schema, slice_map_for
+from topotrain.slices import Parameter
+from topotrain.topology import Address, Role, layout
+from topotrain.update import SliceUpdate, describe, hyper
+
+NAME, TITLE, GOALS = "core", "Messages in the pure core", ("P11",)
+STEPS = 500
+HOME = Address(Role.SERVER, 0, 0)
+
+
+class Core:
+    """A server and what two workers say to it, without any road."""
+
+    def __init__(self) -> None:
+        job = Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
+        topology = layout(job.cluster)
+        parameters = (Parameter("p", (64,), (1,), "float32", True),)
+        tensor = torch.nn.Parameter(torch.zeros(64))
+        optimizer = torch.optim.SGD([tensor], lr=0.1)
+        digest = slice_map_for(parameters, topology).digest
+        schema = Schema(parameters, (), describe(optimizer, [tensor]).to_text(), digest)
+        self.server = Server(HOME, job, topology, lambda count, dtype: torch.zeros(count, dtype=dtype))
+        self.workers = topology.workers(0)
+        self.bodies = {worker: torch.full((64,), 1.0) for worker in self.workers}
+        self.hyper = hyper(optimizer)
+        for worker in self.workers:
+            for part in schema.parts():
+                self.server.handle(worker, part)
+        self.server.handle(self.workers[0], m.Init(0, body=torch.zeros(64)))
+        for worker in self.workers:
+            self.server.handle(worker, m.Fetch(1))
+        self.step = self.messages = 0
+
+    def say(self, message: m.Message) -> None:
+        """Both workers say it, as bytes."""
+        for worker in self.workers:
+            body = self.bodies[worker] if isinstance(message, m.Push) else None
+            kind, meta = m.encode(message)
+            answers = self.server.handle(worker, m.decode(kind, meta, body))
+            self.messages += 1 + len(answers)
+            for _, answer in answers:
+                m.encode(answer)
+
+    def steps(self, count: int) -> float:
+        """Seconds per message of so many steps."""
+        self.messages, began = 0, time.perf_counter()
+        for _ in range(count):
+            step, self.step = self.step, self.step + 1
+            self.say(m.Push(step, 0, 0, 1.0, b"\x01"))
+            self.say(m.BackwardEnd(step, 0, 1.0, b"\x01"))
+            rest = (1.0, False, 0.0, 2.0, True, b"\xff", b"\x00", b"\x00", self.hyper if step == 0 else b"", ())
+            self.say(m.Commit(step, 1, 1.0, *rest))
+        return (time.perf_counter() - began) / self.messages
+
+
+def measure(options: argparse.Namespace) -> Sequence[Row]:
+    """One row."""
+    torch.set_num_threads(1)
+    core = Core()
+    apply, SliceUpdate.apply = SliceUpdate.apply, lambda *_: None  # type: ignore[method-assign]
+    try:
+        core.steps(STEPS)
+        figure = Samples(tuple(core.steps(STEPS) * 1e6 for _ in range(options.rounds))).figure
+    finally:
+        SliceUpdate.apply = apply  # type: ignore[method-assign]
+    note = "decode, handle, encode the answers; without sockets and without the optimizer's kernel"
+    return [row("P11", "one message in the pure core", figure, "us", "<= 15", note, "kVisible, kAtStep")]
+
+
+if __name__ == "__main__":
+    run_table(NAME, TITLE, measure, lambda parser: parser.add_argument("--rounds", type=int, default=2 * ROUNDS + 1))
