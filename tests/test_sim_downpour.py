@@ -68,7 +68,7 @@ def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
     from topotrain import shard
     from topotrain.slices import cut
 
-    def small(*args):
+    def small(*args, **_):
         return cut(*args, bucket_bytes=512)
 
     monkeypatch.setattr(simulation, "cut", small)

@@ -48,6 +48,7 @@ class Readers:
         self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
         self._shown: dict[int, int] = {}
         self._streamed: dict[int, tuple[int, set[int]]] = {}  # group -> the step and buckets that it was sent early
+        self._fixed: dict[int, int] = {}  # group -> the step of which `pulled` is the version already
         self._held: list[_Held] = []
 
     def fetch(self, worker: Address, message: Fetch, step: int) -> None:
@@ -89,6 +90,8 @@ class Readers:
         known, buckets = self._streamed.get(group, (-1, set()))
         if known != step:
             self._streamed[group] = (step, buckets := set())
+            if not model.on_arrival:  # else the step counts as read when it is applied as a whole
+                self._fixed[group], self.pulled[group] = step, version
         buckets.add(bucket.id)
         if group in self._buffers:
             self._fill(model, self._buffers[group], bucket)
@@ -137,7 +140,8 @@ class Readers:
         if self._shown.get(group) == held.round:
             return False
         self._shown[group] = held.round
-        self.pulled[group] = version
+        if self._fixed.get(group) != held.round:
+            self.pulled[group] = version
         return True
 
     def _in_buffer(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:

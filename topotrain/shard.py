@@ -200,4 +200,4 @@ def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceM
     groups = topology.server_groups if topology.synced else 1
     seen = all(topology.sees_memory(group) for group in range(topology.worker_groups))
     size = SEEN_BYTES if seen else SENT_BYTES
-    return cut(parameters, topology.shards, groups, topology.cluster.slicing, size)
+    return cut(parameters, topology.shards, groups, topology.cluster.slicing, bucket_bytes=size)

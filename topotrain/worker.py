@@ -131,7 +131,7 @@ class Worker:
             self.exchange.take_windows()
         self.exchange.fetch()
         self.buffers.move_model()
-        pass
+        self.exchange.before_values = self.mirror.settle
         self.exchange.after_values = self.mirror.renew
 
     # --- what the script says ------------------------------------------------------------------------------------
