@@ -9,6 +9,7 @@ step's gradient is the running sum of the means with the script's edits written 
 the worker's former one; the sum is taken once, when all have committed.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,9 @@ import torch
 
 from topotrain.message import BackwardEnd, Commit, Edit, Push
 from topotrain.slices import Bucket, Segment
+
+IN_CACHE = 1 << 17
+"""Elements of a bucket that are added, divided and copied before the next ones: a core's cache holds them meanwhile."""
 
 NO_REVISION = 255  # in Commit.revisions: this worker has no gradient in the bucket
 
@@ -64,7 +68,15 @@ def canonical_mean(
     if not started:
         out.zero_()
     elif divide and (len(weights) > 1 or not equal):
-        out.div_(len(weights) if equal else sum(weights))
+        _divide(out, len(weights) if equal else sum(weights))
+
+
+def _divide(out: torch.Tensor, by: float) -> None:
+    """In place. By a power of two a product has the quotient's bits, and a processor multiplies faster than it divides."""
+    if math.frexp(by)[0] == 0.5:
+        out.mul_(1.0 / by)
+    else:
+        out.div_(by)
 
 
 def _sum_unit(
@@ -279,8 +291,7 @@ class Staging:
             return None
         at = bucket - self._first
         if self._arrived is not None:
-            mean = self._scratch_like(2, next(iter(pushes.values()))[1])
-            self._mean(parts, mean)
+            mean = self._passing_mean(parts)
             self._present[at] |= present
             self._arrived(self._buckets[at], present, mean)
             return None
@@ -305,12 +316,25 @@ class Staging:
     def _mean(self, parts: Mapping[int, Part], out: torch.Tensor) -> None:
         canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)
 
+    def _passing_mean(self, parts: Mapping[int, Part]) -> torch.Tensor:
+        """The mean for somebody who is done with it before the next one: what one worker alone has is not copied."""
+        if len(parts) == 1:
+            ((weight, gradient),) = parts.values()
+            if weight > 0 and gradient is not None:
+                return gradient
+        like = next(gradient for _, gradient in parts.values() if gradient is not None)
+        out = self._scratch_like(2, like)
+        self._mean(parts, out)
+        return out
+
     def _write_windows(self, at: int, parts: Mapping[int, Part]) -> None:
         """The mean goes right into every worker's "grad": the workers need not copy, and the sum is still in cache."""
         first, *others = (self._view(f"grad {worker}", self._buckets[at]) for worker in range(self._workers))
-        self._mean(parts, first)
-        for other in others:
-            other.copy_(first)
+        for lo in range(0, first.numel(), IN_CACHE):
+            here = slice(lo, lo + IN_CACHE)
+            self._mean({w: (weight, None if g is None else g[here]) for w, (weight, g) in parts.items()}, first[here])
+            for other in others:
+                other[here].copy_(first[here])
 
     def _scratch_like(self, k: int, like: torch.Tensor) -> torch.Tensor:
         buffer = self._scratch.get((k, like.dtype))
@@ -415,19 +439,18 @@ class Staging:
             self._present[at] &= ~dropped
         return True
 
-    def _sum_replacing(self, at: int, out: torch.Tensor) -> torch.Tensor:
+    def _held_parts(self, at: int) -> dict[int, Part]:
         held = self._reduction(0).pushes.get(self._buckets[at].id, {})
         parts: dict[int, Part] = {}
         for worker, commit in self.commits.items():
             has = commit.revisions[at] != NO_REVISION
             parts[worker] = (commit.weight, held[worker][1] if has else None)
-        self._mean(parts, out)
-        return out
+        return parts
 
     def sum_all(self) -> None:
         """Put the staged step's gradient into its buffer, where somebody needs all of it at once."""
         for at in self._unsummed:
-            self._sum_replacing(at, self._view("mean", self._buckets[at]))
+            self._mean(self._held_parts(at), self._view("mean", self._buckets[at]))
         self._unsummed.clear()
 
     def gradient(self, bucket: Bucket) -> torch.Tensor:
@@ -438,8 +461,7 @@ class Staging:
         """
         at = bucket.id - self._first
         if at in self._unsummed:
-            like = self._reduction(0).pushes[bucket.id]
-            return self._sum_replacing(at, self._scratch_like(2, next(iter(like.values()))[1]))
+            return self._passing_mean(self._held_parts(at))
         return self._view(self._source, bucket)
 
     @property

@@ -94,9 +94,10 @@ class Door:
         from topotrain.job import Apply
 
         self.model = Flat()
-        self.model, optimizer, _ = tt.prepare(self.model, _sgd(self.model))
+        self.model, _optimizer, _ = tt.prepare(self.model, _sgd(self.model))
         here = context.current()
-        assert here is not None and here.worker is not None
+        assert here is not None
+        assert here.worker is not None
         self._worker, self._exchange = here.worker, here.worker.exchange
         self._reduce, self._on_arrival = reduce, here.place.job.apply is Apply.kOnArrival
         self._visible = here.place.job.grads.value == "kVisible" and here.place.topology.workers_per_group > 1
