@@ -59,6 +59,21 @@ def whole(least: int, most: int = INT32) -> Rule:
     return check
 
 
+def whole_or_zero(least: int, most: int) -> Rule:
+    """0, or a whole number within these bounds."""
+
+    def check(path: str, value: Any) -> int:
+        if value != 0 or isinstance(value, bool | float):
+            with_bounds = whole(least, most)
+            try:
+                return int(with_bounds(path, value))
+            except ConfigError:
+                raise ConfigError(path, value, f"must be 0, or a whole number, {least} to {most}") from None
+        return 0
+
+    return check
+
+
 def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
     """A finite number of which `holds` is true; `accepted` says that in words."""
 

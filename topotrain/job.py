@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any
 
-from topotrain.checks import INT64, Checked, Combination, filled, number, one_of, pattern, whole
+from topotrain.checks import INT64, Checked, Combination, filled, number, one_of, pattern, whole, whole_or_zero
 from topotrain.checks import ConfigError as ConfigError  # whoever reads or makes a job needs it
 
 
@@ -119,6 +119,7 @@ Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
 Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 Connections = Annotated[int, whole(1, 16)]
+SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 OnFailureNow = Annotated[OnFailure, one_of(OnFailure, [OnFailure.kContinue])]
 
 
@@ -394,6 +395,7 @@ class Cluster(Checked):
     compression_ratio: Ratio = 0.01
     link: Link | None = None
     connections: Connections = 1
+    slice_bytes: SliceBytes = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,13 @@ from topotrain.topology import Topology
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 MAX_SCHEMA_PARTS = 1024
-SENT_BYTES = 1 << 20
+SENT_BYTES, SLOW_BYTES = 1 << 20, 1 << 17
 SEEN_BYTES = 1 << 22
-"""Most bytes of a bucket: one that travels, and one that the residents of a host see in each other's memory."""
+"""Most bytes of a bucket: one that travels, on a slow link, and one that residents of a host see in shared memory.
+
+What several workers send is complete only when the last one's part is there, and until the first bucket is, nothing can
+come back: on a slow link, where a megabyte takes a tenth of a second, that wait decides the speed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,12 @@ def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceM
     What travels is cut finer than what is only named: a pipeline wants many pieces, a processor few calls.
     """
     groups = topology.server_groups if topology.synced else 1
-    seen = all(topology.sees_memory(group) for group in range(topology.worker_groups))
-    size = SEEN_BYTES if seen else SENT_BYTES
+    size = topology.cluster.slice_bytes or _slice_bytes(topology)
     return cut(parameters, topology.shards, groups, topology.cluster.slicing, bucket_bytes=size)
+
+
+def _slice_bytes(topology: Topology) -> int:
+    if all(topology.sees_memory(group) for group in range(topology.worker_groups)):
+        return SEEN_BYTES
+    link = topology.cluster.link
+    return SLOW_BYTES if link is not None and link.bandwidth is not None and link.bandwidth <= 1000 else SENT_BYTES

@@ -118,6 +118,7 @@ class Stepper:
 
     def checksum(self) -> float:
         """A number that another result would not have: the mean magnitude of all parameters."""
+        self._model.state_dict()  # waits for values that `pull: kLazy` still owes
         parts = [p.to_local() if hasattr(p, "to_local") else p for p in self._model.parameters()]
         total = torch.tensor(
             [sum(p.detach().double().abs().sum().item() for p in parts), sum(p.numel() for p in parts)]
