@@ -45,6 +45,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "straggler": ("P7",),
     "slow_link": ("P8", "P9"),
     "compressed": (),
+    "slicing": (),
     "road": (),
     "link_accuracy": (),
     "compression": (),

@@ -72,7 +72,7 @@ def canonical_mean(
 
 
 def _divide(out: torch.Tensor, by: float) -> None:
-    """In place. By a power of two a product has the quotient's bits, and a processor multiplies faster than it divides."""
+    """In place. By a power of two a product has the quotient's bits, and multiplying is faster than dividing."""
     if math.frexp(by)[0] == 0.5:
         out.mul_(1.0 / by)
     else:
