@@ -3,8 +3,6 @@
 Over TCP the kernel copies once on each side besides; bodies are received right into their final place.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from arrangement import building, cross_entropy, job_of, mlp, run_hosted, run_local, sgd, vectors
@@ -18,7 +16,7 @@ STEPS = 4
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Elements of every tensor that any thread copies with `copy_`."""
     counts: list[int] = []
     copy = torch.Tensor.copy_
@@ -28,7 +26,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return copy(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
-    yield counts
+    return counts
 
 
 @pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])

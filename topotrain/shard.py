@@ -19,7 +19,7 @@ from topotrain.topology import Topology
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 MAX_SCHEMA_PARTS = 1024
-SENT_BYTES, SLOW_BYTES = 1 << 20, 1 << 17
+SENT_BYTES, SLOW_BYTES = 1 << 20, 1 << 16
 SEEN_BYTES = 1 << 22
 """Most bytes of a bucket: one that travels, on a slow link, and one that residents of a host see in shared memory.
 
