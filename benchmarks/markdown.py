@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.harness import Row
+from benchmarks.reasons import REASONS
 from benchmarks.record import Table
 
 _SIGNS = {"<=": "≤", ">=": "≥", "<": "<"}
@@ -57,7 +58,7 @@ Written by `make bench`; do not edit. A figure is a ratio of medians from one ru
 (A B A B …), with the lowest and highest ratio of a round behind it. One thread per process. Peers use fused kernels,
 too. Times of different tables, or of different days, cannot be compared: look at the ratios.
 
-Where a goal is not met the remark says why, as far as it is known.
+Where a goal is not met the page says why, as far as it is known.
 """
 
 
@@ -69,8 +70,16 @@ def results(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[st
         goals: "P1" -> what the goal is about, in order.
         homes: "P1" -> the tables that measure it.
     """
-    parts = [_INTRODUCTION, "## The goals\n", _goals(tables, goals, homes), "", "## The runs\n", _runs(tables), ""]
+    parts = [_INTRODUCTION, "## The goals\n", _goals(tables, goals, homes), "", *_reasons(tables)]
+    parts += ["## The runs\n", _runs(tables), ""]
     return "\n".join(parts + [section(table) for table in tables])
+
+
+def _reasons(tables: Sequence[Table]) -> list[str]:
+    """Of the goals that are not met just now."""
+    missed = {row.goal for table in tables for row in table.rows if row.met is False}
+    lines = [f"* {goal}: {text}" for goal, text in REASONS.items() if goal in missed]
+    return ["## Why some are not met\n", *lines, ""] if lines else []
 
 
 def _goals(tables: Sequence[Table], goals: Mapping[str, str], homes: Mapping[str, Sequence[str]]) -> str:
