@@ -31,6 +31,9 @@ from topotrain.wire.frames import (
 from topotrain.wire.shm import Memory
 from topotrain.wire.stream import Connection
 
+FIELDS = len(encode(Values(0, 0, 0))[1])
+"""Bytes of the fields of a `Values` message."""
+
 
 @contextmanager
 def server(memory=None, generation=0, placing=place_new):
@@ -298,12 +301,12 @@ def test_a_region_is_sent_once_and_a_reference_is_small():
     fd = array("i", extra[0][2])[0]
     assert os.fstat(fd).st_ino == os.fstat(memory.find(body)[0].fd).st_ino
     os.close(fd)
-    while len(raw) < 3 * HEADER_BYTES + 16 + 2 * (24 + 24):
+    while len(raw) < 3 * HEADER_BYTES + 16 + 2 * (FIELDS + 24):
         more, extra, _, _ = a.recvmsg(4096, 100)
         assert not extra
         raw += more
-    assert len(raw) == 3 * HEADER_BYTES + 16 + 2 * (24 + 24)
-    assert connection.sent == 2 * (HEADER_BYTES + 24) + body.nbytes + 20
+    assert len(raw) == 3 * HEADER_BYTES + 16 + 2 * (FIELDS + 24)
+    assert connection.sent == 2 * (HEADER_BYTES + FIELDS) + body.nbytes + 20
     a.close()
     assert connection.join(20)
 
@@ -324,7 +327,7 @@ def test_a_reference_may_show_more_than_a_payload_can_hold(viewed):
     assert (got.nbytes, got[0], got[-1]) == (size, 0, 9)
     body[0] = 7
     assert got[0] == (7 if viewed else 0)
-    assert receiver.received == sender.sent == HEADER_BYTES + 24 + size
+    assert receiver.received == sender.sent == HEADER_BYTES + FIELDS + size
     sender.shut()
     assert sender.join(20)
     assert receiver.join(20)

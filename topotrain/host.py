@@ -285,10 +285,12 @@ class WorkerRoads:
         finished: the script came to its end; else nobody waits for anybody.
         """
         self.exchange.leave()
-        if self._beside is not None and finished:
-            self._roads.deliver()
-            self._roads.release(self.me)
+        if self._beside is not None:
+            if finished:
+                self._roads.deliver()
+            self._roads.release(self.me)  # also without an end to wait for: only who is read can be closed
             for resident in self._beside.residents.values():
                 resident.lost(self.me, "its script has ended")
-            self._beside.wait()
+            if finished:
+                self._beside.wait()
         self._roads.close()
