@@ -16,7 +16,7 @@ at a later hook, or at the end of backward. On several devices, hooks run on sev
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -75,6 +75,7 @@ class _Hooks:
         self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)
+        self._pushed = 0  # bit per bucket that left in this backward
         self._hooked: set[int] = set()
         self._turn = threading.Lock()
         for index, tensor in enumerate(parts.tensors):
@@ -153,6 +154,13 @@ class _Hooks:
             if not self._arrived[bucket.id] >> i & 1:
                 local[piece.lo - bucket.lo : piece.hi - bucket.lo] = 0
 
+    def _rest(self) -> Iterator[Bucket]:
+        """At the end of a backward: the buckets that only some of their gradients have reached, ready to leave."""
+        for bucket in self._map.buckets:
+            if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
+                self._zero_absent(bucket)
+                yield bucket
+
     def _same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         kind = _BITS[a.element_size()]
         return torch.equal(a.view(kind), b.view(kind))
@@ -175,7 +183,6 @@ class MeanPath(_Hooks):
         weight: Callable[[], float],
     ) -> None:
         self._aside: dict[int, torch.Tensor] = {}
-        self._pushed = 0
         self._union = [0] * len(slice_map.buckets)
         self._sums: dict[int, torch.Tensor] = {}
         self._own_sums = False
@@ -272,10 +279,8 @@ class MeanPath(_Hooks):
                 self._tensors[index].grad = gradient
             self._close()
             return
-        for bucket in self._map.buckets:
-            if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
-                self._zero_absent(bucket)
-                self._push(bucket)
+        for bucket in self._rest():
+            self._push(bucket)
         self._mirror.drain()
         self._exchange.end_backward(self._step, self.backwards, self._weight(), self._pushed)
         means, written = self._exchange.wait_means()
@@ -538,7 +543,6 @@ class ArrivalPath(_Hooks):
     ) -> None:
         self._rates = rates
         self._said = b""
-        self._pushed = 0
         self._open = False
         self._versions: dict[int, tuple[int, int]] = {}
         super().__init__(parts, buffers, exchange, slice_map, weight)
@@ -574,10 +578,8 @@ class ArrivalPath(_Hooks):
         self._send(0, bucket, self._arrived[bucket.id])
 
     def _end(self) -> None:
-        for bucket in self._map.buckets:
-            if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
-                self._zero_absent(bucket)
-                self._push(bucket)
+        for bucket in self._rest():
+            self._push(bucket)
         self._mirror.drain()
         self._exchange.end_backward(self._step, 0, self._weight(), self._pushed)
         self.backwards = 1
