@@ -1,6 +1,7 @@
 # Two commands matter: `make run` and `make test`. Both set everything up first, in .venv, and touch nothing outside.
 
 PYTHON ?= python3
+JOBS   ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
@@ -12,7 +13,7 @@ CODE   := topotrain tests examples benchmarks
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
-	@echo "make test    run the tests (make test ARGS='-k hogwild' runs some of them)"
+	@echo "make test    run the tests, JOBS=2 files at a time (make test ARGS='-k hogwild' runs some of them)"
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
 	@echo "make check   formatting, lint, types, floors"
 	@echo "make format  put the code in the usual form"
@@ -51,7 +52,7 @@ run: setup
 # The table of sizes is there to be looked at; nothing is enforced.
 test: setup
 	@find topotrain -name '*.py' -exec wc -l {} + | sort -n
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)

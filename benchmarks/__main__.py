@@ -47,6 +47,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "compressed": (),
     "slicing": (),
     "road": (),
+    "tls": (),
     "link_accuracy": (),
     "compression": (),
     "growth": (),

@@ -9,15 +9,13 @@ Bytes are the most that one process sent, payloads and frames; beside it the ari
 dealt to the homes, and for even shares: 2(P-1)/P of the data, and (P-1) times the data at the naive master. On shared
 memory they are what references stand for; only what a rank passes on of another rank's memory is really sent. Gloo's
 own bytes cannot be read. Our TCP road chooses its congestion control (cubic, else reno), Gloo takes the system's
-default: part of a difference is this alone. The last line says which.
+default (which a table's machine names): part of a difference is this alone.
 """
 
 import argparse
-import json
 import multiprocessing
 import secrets
 import shutil
-import statistics
 import tempfile
 import threading
 import time
@@ -25,11 +23,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import product
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.harness import ROUNDS, Row, Samples, row
+from benchmarks.record import run_table, say
 from topotrain.collective import Out, Part, Relay, Result, Send, Total, bytes_per_rank, traffic
 from topotrain.job import Algorithm, Engine
 from topotrain.message import Hop, Message
@@ -342,59 +341,41 @@ def megabytes_in_kib(text: str) -> tuple[float, int]:
     return float(megabytes), int(kib)
 
 
-def rows(size: int, found: dict[Way, list[tuple[float, list[int]]]]) -> list[dict[str, object]]:
-    """One row per way: seconds, ratio to Gloo round by round, bytes beside the arithmetic."""
-    made: list[dict[str, object]] = []
+def rows(size: int, found: dict[Way, list[tuple[float, list[int]]]]) -> list[Row]:
+    """One row per way: its time against Gloo's, round by round, and its bytes beside the arithmetic."""
+    made: list[Row] = []
     for way, rounds in found.items():
+        times = Samples(tuple(seconds for seconds, _ in rounds))
+        what = f"{size} processes, {way.nbytes / 1e6:g} MB"
+        if way.road == PEER:
+            made.append(row("", f"{what}: Gloo", times.figure.times(1e3), "ms"))
+            continue
         peer = found[next(w for w in found if w.road == PEER and w.nbytes == way.nbytes)]
-        times = [seconds for seconds, _ in rounds]
+        sent = max(max(sent) for _, sent in rounds) / 1e6
+        note = f"{sent:.2f} MB sent; as dealt {dealt(way, size) / 1e6:.2f}, if even {even(way, size) / 1e6:.2f}"
+        mode = f"buckets of {way.bucket // 1024} KB"
+        against = times.over(Samples(tuple(seconds for seconds, _ in peer)))
         made.append(
-            {
-                "processes": size,
-                "MB": way.nbytes / 1e6,
-                "bucket KiB": "" if way.road == PEER else way.bucket // 1024,
-                "way": way.name,
-                "ms": statistics.median(times) * 1e3,
-                "ms min": min(times) * 1e3,
-                "ms max": max(times) * 1e3,
-                "x gloo": statistics.median(t / p for t, (p, _) in zip(times, peer, strict=True)),
-                "MB sent": "" if way.road == PEER else max(max(sent) for _, sent in rounds) / 1e6,
-                "MB as dealt": "" if way.road == PEER else dealt(way, size) / 1e6,
-                "MB if even": even(way, size) / 1e6,
-            }
+            row("", f"{what}: {way.name}", against, "x Gloo", note=f"{times.median * 1e3:.1f} ms, {note}", mode=mode)
         )
     return made
 
 
-def congestion() -> str:
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-
-
-def show(made: list[dict[str, object]]) -> None:
-    for row in made:
-        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
-        print("| " + " | ".join(cells) + " |", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=list(range(2, 9)))
-    work = [(4.5, 1024), (4.5, 64), (40.0, 1024)]
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4, 6, 8])
+    work = [(4.5, 1024), (40.0, 1024)]
     parser.add_argument("--work", type=megabytes_in_kib, nargs="+", default=work, metavar="MB:KIB", help="data:bucket")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write all rows to this file")
-    options = parser.parse_args()
-    everything: list[dict[str, object]] = []
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+
+
+def grow(options: argparse.Namespace) -> list[Row]:
+    """All rows, from the fewest processes to the most."""
+    made: list[Row] = []
     for size in options.processes:
-        made = rows(size, measure(size, all_ways(options.work), options.rounds))
-        if not everything:
-            print("| " + " | ".join(made[0]) + " |\n|" + "---|" * len(made[0]))
-        show(made)
-        everything += made
-    print(f"\nCongestion control: the system's default, which Gloo has, is {congestion()}; ours is cubic, else reno.")
-    if options.json:
-        options.json.write_text(json.dumps(everything, indent=1))
+        say(f"  {size} processes")
+        made += rows(size, measure(size, all_ways(options.work), options.rounds))
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    run_table("collectives", "All-reduce, from 2 to 8 processes", grow, declare)

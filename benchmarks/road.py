@@ -1,4 +1,4 @@
-"""How near the roads come to what the kernel can do: `python -m benchmarks.road [--rounds N] [--json FILE]`.
+"""How near the roads come to what the kernel can do: `python -m benchmarks.road [--rounds N]`.
 
 Two processes on this machine, one thread each for PyTorch. All ways are opened once and measured in turn (A B A B ...),
 so that a slow minute of the machine is everybody's; figures are medians, and ratios are taken round by round. Bodies
@@ -12,22 +12,21 @@ The bare socket pair has the same congestion control and no frames: one `sendmsg
 """
 
 import argparse
-import json
 import multiprocessing
 import secrets
 import shutil
 import socket
-import statistics
 import tempfile
 import threading
 import time
 import timeit
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
-from pathlib import Path
 
 import torch
 
+from benchmarks.harness import Row, Samples, row
+from benchmarks.record import run_table
 from topotrain.message import Fetch, Finish, Message, Push, Values, decode, encode
 from topotrain.topology import Address, Role
 from topotrain.wire import Resident, Wire
@@ -278,33 +277,30 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     return times
 
 
-def ratios(times: dict[str, list[float]], way: str, to: str = "bare") -> list[float]:
-    return [a / b for a, b in zip(times[way], times[to], strict=True)]
-
-
-def shown(values: list[float], unit: float = 1.0) -> str:
-    low, middle, high = (f(values) / unit for f in (min, statistics.median, max))
-    return f"{middle:7.2f} ({low:.2f}-{high:.2f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
-    options = parser.parse_args()
+def compare(options: argparse.Namespace) -> list[Row]:
+    """What our roads cost over bare sockets."""
     times = measure(options.rounds)
+    made: list[Row] = []
     for work in ("one_way", "there_and_back"):
-        for name in WAYS:
-            print(f"{work:15} {name:5} {shown(times[work][name], 1e-3)} ms   {shown(ratios(times[work], name))} x bare")
+        bare = Samples(tuple(times[work]["bare"]))
+        words = f"{BUCKETS * BUCKET * 4 / 1e6:.0f} MB {work.replace('_', ' ')}"
+        made.append(row("", f"{words}: bare sockets", bare.figure.times(1e3), "ms"))
+        for name in WAYS[1:]:
+            own = Samples(tuple(times[work][name]))
+            made.append(row("", f"{words}: {name}", own.over(bare), "x bare", note=f"{own.median * 1e3:.2f} ms"))
     for name in WAYS:
-        print(f"{'small':15} {name:5} {shown(times['small'][name], SMALL * 1e-6)} us there and back")
+        small = Samples(tuple(times["small"][name]))
+        made.append(row("", f"a small message there and back: {name}", small.figure.times(1e6 / SMALL), "us"))
     for name in WAYS[1:]:
-        print(f"{'cpu':15} {name:5} {shown(times['cpu'][name])} us of processor per message, both sides")
-    pure = pure_us()
-    print(f"{'pure':15} " + ", ".join(f"{name} {value:.1f}" for name, value in pure.items()) + " us")
-    if options.json:
-        options.json.write_text(json.dumps({"times": times, "pure": pure}, indent=1))
+        cpu = Samples(tuple(times["cpu"][name]))
+        made.append(row("", f"processor per message, both sides: {name}", cpu.figure.times(1.0), "us"))
+    made += [row("", f"pure: {name}", value, "us") for name, value in pure_us().items()]
+    return made
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=9)
 
 
 if __name__ == "__main__":
-    main()
+    run_table("road", "What a road costs over bare sockets", compare, declare)

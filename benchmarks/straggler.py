@@ -1,8 +1,8 @@
 """P7: four workers, one of them four times slower; how long until the training loss is reached.
 
-Slowness is a rest before each step (15 ms, and 60 ms for the slow one), inside the script: workers rest most of the
-time, so two cores carry four of them. A synchronous step averages four gradients; an asynchronous update has one, and
-a quarter of the rate, so that every sample counts the same.
+Slowness is a rest before each step (15 ms; for the slow one four times that, and three times its own computing), inside
+the script: workers rest most of the time, so two cores carry four of them. A synchronous step averages four gradients;
+an asynchronous update has one, and a quarter of the rate, so that every sample counts the same.
 """
 
 import argparse

@@ -166,7 +166,7 @@ def _why(arrangement: Arrangement, mode: str, reason: str) -> str:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", default=list(models.TRAINED), choices=models.TRAINED)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="per turn; 0: about half a second's")
 
 

@@ -90,6 +90,14 @@ def lost_peer(spec, control, fds):
     return stay(spec, control, fds)
 
 
+def witness(spec, control, fds):
+    """Has lost a peer when somebody writes the file that it names."""
+    path = Path(spec["run_dir"], "go")
+    control.emit(Notice(spec["who"], str(path)))
+    wait_for(path.exists, 60)
+    return lost_peer(spec, control, fds)
+
+
 def late_program(spec, control, fds):
     """Fails only after somebody else was heard to have lost a peer."""
     done = Path(spec["run_dir"], "peer-was-heard")
@@ -153,6 +161,7 @@ PARTS: dict[str, Any] = {
     "group": group,
     "lost peer": lost_peer,
     "late program": late_program,
+    "witness": witness,
     "talk": talk,
     "share": share,
     "world": world,

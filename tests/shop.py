@@ -1,9 +1,12 @@
 """Real jobs through the real command line, each in a folder of its own."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,3 +70,16 @@ class Shop:
         report = self.folder / f"{name}.json"
         found = json.loads(report.read_text()) if report.exists() else {}
         return Ended(done.returncode, done.stdout, done.stderr, self.folder / name, found)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports next to one another that nobody listens at now."""
+    for first in range(21000 + os.getpid() % 9000, 60000, count):
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return list(range(first, first + count))
+    raise AssertionError("no free ports")

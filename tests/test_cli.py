@@ -121,6 +121,8 @@ def options(command: typer.core.TyperCommand) -> Iterator[tuple[str, bool]]:
         if parameter.param_type_name == "option":
             for name in parameter.opts:
                 yield name, not parameter.is_flag  # type: ignore[attr-defined]
+    for below in getattr(command, "commands", {}).values():
+        yield from options(below)
 
 
 def test_options_that_take_a_value_are_known() -> None:
@@ -128,7 +130,7 @@ def test_options_that_take_a_value_are_known() -> None:
     assert {n for c in commands().values() for n, valued in options(c) if valued} == cli.VALUED
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "compare"])
+@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit"])
 def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
     code, out, _ = ask(name, "--help")
     assert code == 0

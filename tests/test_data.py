@@ -29,6 +29,7 @@ from torch.utils.data import (
 )
 
 from topotrain.data import STATIC, DataPlan, ShardedLoader
+from topotrain.front.guest import Handing
 from topotrain.job import ConfigError
 from topotrain.leases import LeaseBook
 from topotrain.message import DrawAsk, DrawPut, Lease, LeaseAsk, LeaseFree, Message
@@ -328,6 +329,16 @@ def test_the_workers_shares_put_together_are_the_plain_loaders_batches(kind):
     if "stream" in kind:  # its dice come from the job's seed
         together, expected = [sorted(chain(*together))], [sorted(chain(*expected))]
     assert together == expected
+
+
+def test_draws_go_through_a_ledger_that_is_put_between():
+    job = Job(lambda: DataLoader(list(range(7)), batch_size=2))
+    ((who, seat),) = job.seats.items()
+    loader = job.loader(who)
+    handing = loader.note_through(Handing)
+    assert len(list(loader)) == 4 and seat.drawn_ == []
+    assert [handing.hand_on() for _ in range(4)] == [2.0, 2.0, 2.0, 1.0]
+    assert [samples for *_, samples in seat.drawn_] == [2, 2, 2, 1]
 
 
 def test_a_sampler_of_the_scripts_own_is_asked_when_the_plain_loader_would_ask_it():

@@ -16,12 +16,14 @@ EXAMPLES: list[Event] = [
     StepDone("worker 0/1", 1.5, 7, 320, 0.25, 0.5, 3, 1000, 2000),
     StepDone("worker 0/1", 1.5, 7, 320, None, 0.0, 0, 1000, 2000),
     events.Metrics({"accuracy": 0.97, "loss": 1.0}),
+    events.Tested("worker 0/0", "test", 100, {"loss": 0.5, "accuracy": 0.9}, 0),
     Failed("worker 1/0", "program", 'ValueError: "x"', "Traceback\n  line\n"),
     events.Finished("worker 0/1", 7, 320, 0.5, 3, 1000, 2000),
     events.Notice("unit 3", "line one\nline two ü"),
     events.Output("worker 0/1", "stderr", "a\r\nb\n"),
     events.Exited("worker 0/1", 12, -9),
     events.Final("workspace/final.safetensors", 12.5),
+    events.Tabled("server 0/1", "words", 12, 4096),
 ]
 
 

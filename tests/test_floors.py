@@ -22,11 +22,13 @@ FLOORS = (
     "checks job protofile textproto events spans",
     "topology slices",
     "message handling codecs compression reduction given collective consistency schedule "
-    "update neighbor leases shard encoding windows model readers ending server gateway",
-    "wire torchdist rendezvous",
-    "exchange engine ferry mirror buffers gradients worker lazy optimizer sampling feeds streams data roads host",
+    "update neighbor leases shard encoding windows model readers ending "
+    "tables tablerows tablerules tablemodes tablebook server gateway",
+    "wire torchdist rendezvous torchurl",
+    "exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer sampling feeds streams data roads "
+    "host",
     "launch plan",
-    "front watch cli",
+    "watch front cli",
 )
 PLACES = {place: (floor, step) for floor, row in enumerate(FLOORS) for step, place in enumerate(row.split())}
 ROOF = ("__init__", "__main__")  # above every floor: may import all, and nobody imports them
@@ -43,14 +45,23 @@ LIGHT_FLOORS = 2
 SHELVES = {
     "torch": ("*",),
     "numpy": ("*",),
-    "typer": ("cli.py", "watch/*"),
+    "typer": ("cli.py", "front/commands_*.py", "watch/*"),
     "rich": ("cli.py", "watch/*"),
     "google.protobuf": ("protofile.py", "textproto.py"),
-    "yaml": ("textproto.py",),
+    "yaml": ("textproto.py", "launch/kubernetes.py"),
     "matplotlib": ("watch/plot.py",),
     "safetensors": ("*",),
+    "redis": ("rendezvous/redis.py",),
+    "cryptography": ("wire/tls.py",),
+    "submitit": ("launch/submitit.py",),
+    "transformers": ("front/transformers.py",),
+    "accelerate": ("front/accelerate.py",),
+    "pytorch_lightning": ("front/lightning.py",),
+    "lightning_utilities": ("front/lightning.py",),
+    "ray": ("launch/ray.py",),
 }
-LAZY = frozenset({"yaml", "matplotlib"})  # optional extras: imported inside the function that needs them
+# optional extras: imported inside the function that needs them
+LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray"})
 ONE_FILE = frozenset({"safetensors"})
 
 

@@ -19,7 +19,7 @@ import topotrain as tt
 from topotrain import events
 from topotrain.buffers import describe_model
 from topotrain.exchange import JobError
-from topotrain.front import context, process
+from topotrain.front import context, finish, process
 from topotrain.front.final import save_final
 from topotrain.front.planning import _state_factor
 from topotrain.host import Place, serve
@@ -163,7 +163,7 @@ class Here:
         serve(place, [Address(Role.SERVER, 0, 0)], lambda me, urls: None, lambda: self.troubles.append("trouble"))
 
     def finish(self):
-        process._finish(self.context)
+        finish.finish(self.context)
         self.close()
         self.server.join(30)
         assert not self.server.is_alive() and not self.troubles
@@ -240,11 +240,11 @@ def test_what_prepare_refuses_in_a_job(job):
 def test_a_program_that_never_prepares_is_told_so(job):
     here = job()
     with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
-        process._finish(here.context)
+        finish.finish(here.context)
 
 
 def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():
-    kinds = [process._kind(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
+    kinds = [finish.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
     assert kinds == ["internal", "config", "program"]
     assert (
         choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"

@@ -11,6 +11,8 @@ import torch
 import torch.distributed
 
 from topotrain.job import ConfigError, Engine
+from topotrain.rendezvous import open_store
+from topotrain.rendezvous.torchstore import TorchStore
 from topotrain.torchdist import CollectiveError, TorchCollective, check_engine
 from topotrain.wire import WireError
 
@@ -102,9 +104,13 @@ def test_a_peer_that_left_is_noticed_at_once(tmp_path):
     one.close()
 
 
-def test_a_peer_that_never_comes(tmp_path):
+@pytest.mark.parametrize("several_hosts", [False, True])
+def test_a_peer_that_never_comes(tmp_path, several_hosts):
+    path = tmp_path / "store"
+    store = TorchStore(open_store(path.as_uri())) if several_hosts else str(path / "alone")
+    address = "127.0.0.1" if several_hosts else ""
     with pytest.raises(CollectiveError, match=r"kGloo, rank 0 of 2: joining the group failed \(deadline 0.5 s\)"):
-        TorchCollective(Engine.kGloo, str(tmp_path / "store" / "alone"), 0, 2, timeout_s=0.5)
+        TorchCollective(Engine.kGloo, store, 0, 2, timeout_s=0.5, address=address)
 
 
 def test_a_store_that_others_may_enter_is_refused(tmp_path):

@@ -23,7 +23,8 @@ class Supervised:
         self.mark = uuid.uuid4().hex
         job = small_job(folder, args, **counts)
         rendezvous = workspace.prepare(job, folder)
-        place = Place(rank, len(layout(job.cluster).units) if nprocs is None else nprocs, rendezvous)
+        units = len(layout(job.cluster).units) if nprocs is None else nprocs
+        place = Place(rank, units, rendezvous, str(folder / "run"))
         command = [sys.executable, "-m", "topotrain.launch.unit", *arguments(place)]
         command += ["--worker-call", CALLS.worker, "--server-call", CALLS.server, "--preload"]
         pipe = subprocess.PIPE

@@ -17,7 +17,9 @@ from topotrain.update import (
     SliceUpdate,
     UnsupportedOptimizer,
     build,
+    clip,
     describe,
+    follow_schedule,
     hyper,
     set_lr,
 )
@@ -377,6 +379,32 @@ def test_scales_make_groups_and_follow_the_schedule() -> None:
     for step in (25, 3):  # back again, too
         set_lr(optimizer, updater, step)
         assert [g["lr"] for g in groups] == [schedule.lr(updater, step) * scale for scale in (1, 2, 7)]
+
+
+def test_each_call_moves_on_to_the_next_step_s_rate() -> None:
+    rate = LRGen(type="kStep", base_lr=1.0, step_conf=Step(change_freq=2, gamma=0.5))  # type: ignore[arg-type]
+    updater = Updater(type="kSGD", learning_rate=rate)  # type: ignore[arg-type]
+    optimizer = build(updater, [("w", torch.nn.Parameter(torch.zeros(2)))])
+    optimizer.param_groups[0]["lr"] = 9.0
+    after_step = follow_schedule(optimizer, updater)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        after_step(optimizer, (), {})
+    assert seen == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_the_norm_is_clipped_before_the_elements() -> None:
+    first, second, frozen = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    for given, expected in (
+        ({"clip_norm": 5.0}, (3.0, -4.0)),
+        ({"clip_low": -3.5, "clip_high": 2.5}, (2.5, -3.5)),
+        ({"clip_norm": 5.0, "clip_low": -3.5, "clip_high": 3.5}, (3.0, -3.5)),
+        ({}, (30.0, -40.0)),
+    ):
+        first.grad, second.grad = torch.tensor([30.0]), torch.tensor([-40.0])
+        clip(Updater(**given), (first, second, frozen))  # type: ignore[arg-type]
+        torch.testing.assert_close(torch.cat([first.grad, second.grad]), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from topotrain import events
 from topotrain.events import Event, Exited, Failed, Final, Finished, Metrics, Notice, Output, Serving, Started, StepDone
 from topotrain.job import Cluster, Job
 from topotrain.launch import Outcome
@@ -57,6 +58,17 @@ def a_report(job: Job = JOB, steps: int = 20) -> Report:
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_of_tests_is_a_curve_over_steps() -> None:
+    report = a_report()
+    report(events.Tested("worker 0/0", "test", 0, {"loss": 2.5, "accuracy": 0.1}, 0))
+    report(events.Tested("worker 0/0", "validate", 3, {"loss": math.nan}, 1))
+    report(events.Tested("worker 0/0", "test", 8, {"loss": 0.5, "accuracy": 0.9}, 4))
+    data = report.as_data(Outcome(0, 3.5))
+    assert data["tests"] == [{"step": 0, "loss": 2.5, "accuracy": 0.1}, {"step": 8, "loss": 0.5, "accuracy": 0.9}]
+    assert data["validations"] == [{"step": 3, "loss": None}]
+    assert data["evaluations_skipped"] == 4
 
 
 def test_report_of_the_job() -> None:

@@ -81,8 +81,8 @@ class Town:
             self.wires = self.wires or [LocalWire()]
             return self.wires[0]
         patience = changes.pop("patience", 10.0)
-        if self.kind == "tcp":
-            wire = TcpWire(identity(**changes), patience=patience)
+        if self.kind in ("tcp", "tls"):
+            wire = TcpWire(identity(**changes), patience=patience, tls=self.kind == "tls")
         else:
             self.directory = self.directory or socket_directory()
             wire = ShmWire(identity(**changes), self.directory, Memory(), patience)

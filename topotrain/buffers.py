@@ -6,7 +6,7 @@ It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(
 `load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from topotrain.shard import Buffer, FlatBuffers
 from topotrain.slices import Parameter, SliceMap
 
 DEVICES = ("cpu", "cuda")
+HOME = "topotrain_home"
+"""An attribute of a parameter: the number of the server that is to be its home."""
 _COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it wraps
 
 
@@ -36,18 +38,21 @@ class ModelParts:
     owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
 
 
-def describe_model(model: nn.Module) -> ModelParts:
-    """Take a model apart.
+def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> ModelParts:
+    """Take a model apart; the parameters `aside` are left out.
 
     Raises:
         ConfigError: a parameter that cannot be trained here (on an unknown device, lazy, sparse), or none at all.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
+    others = set(map(id, aside))
     for name, tensor in model.named_parameters(remove_duplicate=False):
+        if id(tensor) in others:
+            continue
         names.setdefault(id(tensor), []).append(name.replace(_COMPILED, ""))
         tensors[id(tensor)] = tensor
-    if not tensors:
+    if not tensors and not aside:
         raise ConfigError("model", None, "has no parameters: nothing to train")
     unique = tuple(tensors.values())
     described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
@@ -64,7 +69,7 @@ def describe_model(model: nn.Module) -> ModelParts:
             (m._parameters, n, index[id(p)])
             for m in modules.values()
             for n, p in m._parameters.items()
-            if p is not None
+            if p is not None and id(p) not in others
         ),
     )
 
@@ -78,7 +83,8 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
         raise ConfigError(f"model parameter {names[0]}", str(tensor.layout), "must be a dense tensor")
     stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]))
+    home = getattr(tensor, HOME, -1)
+    return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from topotrain.front import commands_jobs, commands_pserver, commands_unit
 from topotrain.job import ConfigError, Job, Link
+from topotrain.launch import FORKSERVER_VARIABLE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
-VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step"})
+VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step"}) | frozenset(
+    {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
+    | {"--image", "--namespace", "--format", "--output", "--max-restarts"}
+)
 """Options that are followed by a value, of all commands."""
 
 CONFS = (".conf", ".yaml", ".yml")
@@ -54,6 +59,10 @@ Example:
 PLAN_EXAMPLE = """\b
 Example:
   topotrain plan examples/conf/hogwild.conf --json
+"""
+LAUNCH_EXAMPLE = """\b
+Example:
+  topotrain launch slurm examples/conf/downpour.conf train.py --nodes 2 --pass=--partition=cpu --dry-run
 """
 COMPARE_EXAMPLE = """\b
 Example:
@@ -92,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def separate(argv: Sequence[str]) -> list[str]:
     """Mark the end of our options with "--" behind PROGRAM, so that what follows reaches the script as it is.
 
-    PROGRAM is the second positional argument of `run` and `plan`, and the first .py file of `compare`.
+    PROGRAM is the second positional argument of `run` and `plan`, the third of `launch`, and the first .py file of
+    `compare`.
     """
     words = list(argv)
     positionals = 0
@@ -113,7 +123,9 @@ def separate(argv: Sequence[str]) -> list[str]:
 
 
 def _is_program(command: str, word: str, positionals: int) -> bool:
-    return word.endswith(".py") if command == "compare" else positionals == 3
+    if command == "compare":
+        return word.endswith(".py")
+    return command not in ("jobs", "store") and positionals == (4 if command == "launch" else 3)
 
 
 def _version(wanted: bool) -> None:
@@ -140,6 +152,9 @@ def run(
     args: Args = None,
     sets: Sets = None,
     emulate: Emulate = "",
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="A store where the job is listed, not its workspace.")
+    ] = "",
     report: Annotated[
         Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
     ] = None,
@@ -152,7 +167,10 @@ def run(
         int | None,
         typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
     ] = None,
-    forkserver: Annotated[str, typer.Option("--forkserver", hidden=True, help="One that is running already.")] = "",
+    forkserver: Annotated[
+        str,
+        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+    ] = "",
 ) -> None:
     """Train a job on this machine.
 
@@ -160,23 +178,17 @@ def run(
     """
     with _refusing():
         from topotrain.topology import layout
-        from topotrain.watch.table import console, summary
+        from topotrain.watch.table import console
 
         job = _linked(_load(conf, sets, program, args), emulate)
+        job = replace(job, rendezvous=rendezvous) if rendezvous else job
         topology = layout(job.cluster)
         if report is not None:
             _writable("--report", report)
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
         result = _train(job, topology, terminal, quiet, not as_json, forkserver, step)
-        data = result.report.as_data(result.outcome)
-        text = json.dumps(data, indent=2)
-        if report is not None:
-            report.write_text(text + "\n", encoding="utf-8")
-        if as_json:
-            print(text)
-        if result.outcome.code == 0 and not quiet:
-            terminal.print(summary(data), soft_wrap=True)
+        _show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
             _trace(job, terminal, quiet)
         raise typer.Exit(result.outcome.code)
@@ -202,6 +214,77 @@ def plan(
         if program is not None:
             found = rehearse(job, _schema(job))
         print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+
+
+@app.command("launch", epilog=LAUNCH_EXAMPLE)
+def launch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a launcher; a wrong one lists those there are.")],
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    emulate: Emulate = "",
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, instead of the workspace.")
+    ] = "",
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="On how many machines; 0: the launcher decides.")] = 0,
+    hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines.")] = "",
+    passed: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="WORD", help="For the launcher's own tool, as it is; may be given repeatedly."),
+    ] = None,
+    job_id: Annotated[str, typer.Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow a queued job to its end, and end with its code.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="ray, kubernetes: all may start again N times.")
+    ] = 0,
+    image: Annotated[str, typer.Option("--image", help="kubernetes: of the container, with the script in it.")] = "",
+    namespace: Annotated[str, typer.Option("--namespace", help="kubernetes: instead of `default`.")] = "",
+    form: Annotated[str, typer.Option("--format", metavar="KIND", help="kubernetes: trainjob or jobset.")] = "",
+    output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
+    with_secret: Annotated[
+        bool, typer.Option("--with-secret", help="kubernetes: write the job's secret down, too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Train a job under another tool that starts processes.
+
+    A batch job is queued, and its number printed; all others run in front.
+    """
+    with _refusing():
+        from topotrain.launch import launchers
+        from topotrain.launch.submission import Options
+        from topotrain.rendezvous import StoreError
+        from topotrain.topology import layout
+
+        launchers.check_name(name)
+        job = _linked(_load(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
+        topology = layout(job.cluster)
+        names = tuple(host for host in hosts.split(",") if host)
+        usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
+        options = Options(*usual, max_restarts, image, namespace, form, output, with_secret)
+        try:
+            if name == launchers.LOCAL and not dry_run:
+                launchers.check_special(name, options)
+                launchers.check_local(options)
+                raise typer.Exit(_launch_here(job, topology, as_json))
+            started = launchers.launch(name, job, topology, options, os.environ, dry_run)
+        except StoreError as error:
+            raise BadInput(str(error)) from None
+        print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
+        raise typer.Exit(started.code)
+
+
+def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
+    from topotrain.watch.table import console
+
+    terminal = console(stderr=True)
+    result = _train(job, topology, terminal, False, not as_json, "")
+    _show(result, terminal, False, as_json, None)
+    return result.outcome.code
 
 
 @app.command("compare", epilog=COMPARE_EXAMPLE)
@@ -291,6 +374,20 @@ def _train(
     return Result(outcome, report)
 
 
+def _show(result: "Result", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
+    """What came out of a job: as data where that was asked for, and as a table."""
+    from topotrain.watch.table import summary
+
+    data = result.report.as_data(result.outcome)
+    text = json.dumps(data, indent=2)
+    if report is not None:
+        report.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print(text)
+    if result.outcome.code == 0 and not quiet:
+        terminal.print(summary(data), soft_wrap=True)
+
+
 def _trace(job: Job, terminal: "Console", quiet: bool) -> None:
     """Write the trace of the step that was profiled, and show where its time went."""
     from topotrain.launch.workspace import SPANS
@@ -313,9 +410,17 @@ def _trace(job: Job, terminal: "Console", quiet: bool) -> None:
 
 
 def _load(
-    conf: Path, sets: list[str] | None, program: str | None, args: list[str] | None, needs_program: bool = True
+    conf: Path,
+    sets: list[str] | None,
+    program: str | None,
+    args: list[str] | None,
+    needs_program: bool = True,
+    elsewhere: bool = False,
 ) -> Job:
-    """Read a job and check that its files can be read. Raises ConfigError, BadInput, OSError."""
+    """Read a job and check that its files can be read; `elsewhere`: not on this machine. Raises ConfigError, BadInput.
+
+    OSError: the job file cannot be read.
+    """
     from topotrain.textproto import load_with_warnings
 
     job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
@@ -323,7 +428,7 @@ def _load(
         print(f"topotrain: warning: {warning}", file=sys.stderr)
     if needs_program and not job.program:
         raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
-    if needs_program or program:
+    if (needs_program or program) and not elsewhere:
         _program(Path(job.program))
     return job
 
@@ -426,3 +531,8 @@ def _complain(text: str) -> None:
     first, *rest = text.rstrip().splitlines() or [""]
     lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+commands_pserver.register(app)
+commands_jobs.register(app)
+commands_unit.register(app, commands_unit.Desk(_load, _writable, _refusing, _complain))

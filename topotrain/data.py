@@ -15,7 +15,7 @@ A stream (IterableDataset) cannot be drawn from: every worker reads all of it an
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -27,6 +27,8 @@ from topotrain.sampling import index_sampler, samplers
 from topotrain.streams import StreamFeed
 
 __all__ = ["STATIC", "DataPlan", "Desk", "Ledger", "ShardedLoader"]
+
+L = TypeVar("L", bound=Ledger)
 
 
 class ShardedLoader:
@@ -78,6 +80,12 @@ class ShardedLoader:
         if name == "_loader":  # not there yet: this object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def note_through(self, between: Callable[[Ledger], L]) -> L:
+        """From the next pass on draws go to `between(ledger)`, which is returned: a ledger around the one so far."""
+        made = between(self._ledger)
+        self._ledger = made
+        return made
 
     def close(self) -> None:
         """Leave the pass that is under way, if there is one, as a `break` does."""

@@ -9,6 +9,7 @@ host's memory: NCCL is given copies of them on the GPU.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class EngineExchange(Exchange):
     Args:
         me, topology, send, waiter, shared: as for `Exchange`.
         job: the job.
-        store: path of a file for this job's group, as for `TorchCollective`.
+        store, address: where the group meets, and what it binds to, as for `TorchCollective`.
 
     Raises:
         ConfigError: this machine, or its build of torch, does not have the engine.
@@ -57,12 +58,13 @@ class EngineExchange(Exchange):
         waiter: Waiter,
         shared: bool,
         job: Job,
-        store: str,
+        store: Any,
+        address: str = "",
     ) -> None:
         super().__init__(me, topology, send, waiter, shared)
         check_engine(job.cluster.engine)
         self._engine = job.cluster.engine
-        self._store = store
+        self._store, self._address = store, address
         self._divide = job.reduce is Reduce.kMean
         self._hidden = job.grads is Grads.kHidden
         self._group: TorchCollective | None = None
@@ -80,7 +82,8 @@ class EngineExchange(Exchange):
         if self._engine is Engine.kNccl and self.device.type != "cuda":
             raise ConfigError("cluster.engine", self._engine, "needs a model on a GPU, and this one is on the CPU")
         rank, size = self.me.index, self.group_size
-        return TorchCollective(self._engine, self._store, rank, size, DEADLINE, device=self.device.index or 0)
+        at = self.device.index or 0
+        return TorchCollective(self._engine, self._store, rank, size, DEADLINE, device=at, address=self._address)
 
     # --- a sum ---------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,20 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Tested:
+    """What the values of step `step` gave on the data of `kind`, "test" or "validate": means over its samples.
+
+    `skipped` evaluations were left out until then, because an earlier one still ran.
+    """
+
+    who: str
+    kind: str
+    step: int
+    values: dict[str, float] = field(hash=False)
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The teller cannot go on. `kind` is one of KINDS: whose fault it is; `traceback` is empty where there is none."""
 
@@ -118,10 +132,23 @@ class Final:
     seconds: float
 
 
-Event = Serving | Started | StepDone | Metrics | Failed | Finished | Notice | Output | Exited | Final
+@dataclass(frozen=True, slots=True)
+class Tabled:
+    """At the job's end server `who` held so many rows of a table, in so many bytes: values, optimizer state, index."""
+
+    who: str
+    table: str
+    rows: int
+    bytes: int
+
+
+Event = Serving | Started | StepDone | Metrics | Tested | Failed | Finished | Notice | Output | Exited | Final | Tabled
 
 _CLASSES: Mapping[str, type[Event]] = MappingProxyType(
-    {c.__name__: c for c in (Serving, Started, StepDone, Metrics, Failed, Finished, Notice, Output, Exited, Final)}
+    {
+        c.__name__: c
+        for c in (Serving, Started, StepDone, Metrics, Tested, Failed, Finished, Notice, Output, Exited, Final, Tabled)
+    }
 )
 
 

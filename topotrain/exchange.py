@@ -49,6 +49,22 @@ class Waiter(Protocol):
         ...
 
 
+class Tables(Protocol):
+    """Who deals with what servers say about tables."""
+
+    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
+        """As `wire.Resident.place`; never a view."""
+        ...
+
+    def take(self, sender: Address, message: m.Message) -> None:
+        """An answer, under the waiter's exclusive access."""
+        ...
+
+    def end_step(self, step: int) -> None:
+        """The worker is about to commit a step."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for)."""
@@ -129,10 +145,12 @@ class Exchange:
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
         self._leaving = False
+        self.reasons: list[str] = []  # why the servers cannot go on, as they learned it
         self.before_values: Callable[[], None] = lambda: None  # "params" is about to be written
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
+        self.tables: Tables | None = None
 
     def open(
         self,
@@ -189,6 +207,8 @@ class Exchange:
                 return None if viewable else self._encoding.landing(message, bucket)
             name = "params" if message.round == self._round else "unwanted"
             return self.flats.view(name, bucket)
+        if isinstance(message, m.TableRows) and self.tables is not None:
+            return self.tables.place(sender, message)
         if isinstance(message, m.BufferPut) and 0 <= message.index < len(self.schema.buffers):
             return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
         if isinstance(message, m.StatePart):
@@ -223,6 +243,7 @@ class Exchange:
                 if known is None or known.step < message.step:
                     self._applied[sender] = message
             elif isinstance(message, m.Fail):
+                self.reasons.append(message.text)
                 self._failure = self._failure or JobError(message.text, message.config)
             elif isinstance(message, m.StatePart):
                 if message.round == self._rounds:
@@ -231,6 +252,9 @@ class Exchange:
                 self._buffers_done = self._buffers_done or message.index < 0
                 if message.index >= 0:
                     self._buffers[(message.group, message.index)] = _present_body(message)
+            elif isinstance(message, m.TABLE_ANSWERS):
+                if self.tables is not None:
+                    self.tables.take(sender, message)
             elif self._answers(message):
                 self._replies.append(message)
 
@@ -277,6 +301,21 @@ class Exchange:
         self._waiter.wait(lambda: self._failure is not None or ready())
         if self._failure is not None:
             raise self._failure
+
+    # --- for tables ----------------------------------------------------------------------------------------------
+
+    def tell(self, to: Address, message: m.Message) -> None:
+        """Send a message about tables."""
+        self._send(to, message)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for what `tables` is told. Raises JobError, PeerLost."""
+        self._wait(ready)
+
+    @property
+    def waiter(self) -> Waiter:
+        """How this worker waits."""
+        return self._waiter
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -433,6 +472,8 @@ class Exchange:
 
     def _begin_commit(self, step: int, end: StepEnd) -> None:
         self.settle()
+        if self.tables is not None:
+            self.tables.end_step(step)
         self._applied.clear()
         if end.fetch:
             self.before_values()
@@ -521,6 +562,18 @@ class Exchange:
         for (group, index), body in self._buffers.items():
             found.setdefault(group, {})[index] = body
         return found
+
+    @property
+    def failure(self) -> Exception | None:
+        """What this worker was told or saw first that ends the job."""
+        return self._failure
+
+    def give_up(self, text: str) -> None:
+        """Tell the servers that this worker cannot go on, and why."""
+        for server in self.servers:
+            with suppress(WireError):
+                self._send(server, m.Fail(text))
+        self.leave()
 
     def leave(self) -> None:
         """From here on, connections may end."""

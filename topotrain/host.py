@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,9 @@ from topotrain.engine import EngineExchange
 from topotrain.exchange import Exchange
 from topotrain.gateway import make_server
 from topotrain.handling import sending
-from topotrain.message import Message
+from topotrain.message import Fail, Message
+from topotrain.rendezvous import within
+from topotrain.rendezvous.torchstore import TorchStore
 from topotrain.roads import Place, Roads
 from topotrain.server import Server
 from topotrain.shard import Allocate
@@ -28,6 +31,35 @@ from topotrain.wire.pump import Pump
 from topotrain.wire.shm import Memory
 
 # --- servers -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    """Take tiny numbers for zero on this thread, and on those that it starts inside.
+
+    Tiny momentum values would make an update several times slower.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+class Attendant(Protocol):
+    """Hears who comes to a server and who goes, on the readers' threads."""
+
+    def came(self, server: Server, worker: Address) -> None:
+        """A worker said its first word."""
+        ...
+
+    def gives_up(self, server: Server, worker: Address, text: str) -> None:
+        """A worker says that it cannot go on, and why."""
+        ...
+
+    def lost(self, server: Server, peer: Address, reason: str) -> None:
+        """The connection ended of a server, or of a worker that had said something."""
+        ...
 
 
 class _ServerResident:
@@ -43,6 +75,7 @@ class _ServerResident:
         self.server = make(self._answer)
         self.flushes = False  # the thread is a script's, which keeps its denormals
         self.workers: set[Address] = set()
+        self.attendant: Attendant | None = None
         self._roads = roads
         self._lock = threading.Lock()
         self._change = change
@@ -55,6 +88,11 @@ class _ServerResident:
     def handle(self, sender: Address, message: Message) -> None:
         if sender.role is Role.WORKER and sender not in self.workers:
             self.workers.add(sender)
+            if self.attendant is not None:
+                self.attendant.came(self.server, sender)
+        if isinstance(message, Fail) and sender.role is Role.WORKER and self.attendant is not None:
+            self.attendant.gives_up(self.server, sender, message.text)
+            return
         try:
             with self._lock:
                 self._handle(sender, message)
@@ -69,7 +107,7 @@ class _ServerResident:
         if not self.flushes:
             self.server.handle(sender, message)
             return
-        torch.set_flush_denormal(True)
+        torch.set_flush_denormal(True)  # not `flushing`: this runs for every message
         try:
             self.server.handle(sender, message)
         finally:
@@ -81,6 +119,8 @@ class _ServerResident:
             self._roads.send(self.server.me, to, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
+        if self.attendant is not None and (peer in self.workers or peer.role is Role.SERVER):
+            self.attendant.lost(self.server, peer, reason)
         with self._change:
             self.workers.discard(peer)
             self._change.notify_all()
@@ -150,16 +190,19 @@ def serve(
     serving: Callable[[Address, tuple[str, ...]], None],
     trouble: Callable[[], None],
     recorder: Recorders = lambda *_: SILENT,
+    attendant: Attendant | None = None,
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in."""
-    torch.set_flush_denormal(True)  # tiny momentum values would make an update several times slower
     memory = Memory()
     roads = Roads(place, memory)
     allocate = memory.allocate if place.shared else _zeros
-    servers = Servers(place, roads, allocate, addresses, trouble, recorder)
-    servers.open(serving)
-    servers.wait()
-    roads.close()
+    with flushing():
+        servers = Servers(place, roads, allocate, addresses, trouble, recorder)
+        for resident in servers.residents.values():
+            resident.attendant = attendant
+        servers.open(serving)
+        servers.wait()
+        roads.close()
     return roads.traffic()
 
 
@@ -267,9 +310,14 @@ class WorkerRoads:
     def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
         if not place.topology.foreign:
             return Exchange(self.me, place.topology, send, monitor, place.shared)
-        # Several jobs may use the folder, and every run has a token of its own.
-        store = place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}"
-        return EngineExchange(self.me, place.topology, send, monitor, place.shared, place.job, str(store))
+        if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
+            store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
+            address = place.host
+        else:
+            # Several jobs may use the folder, and every run has a token of its own.
+            store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
+            address = ""
+        return EngineExchange(self.me, place.topology, send, monitor, place.shared, place.job, store, address)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the road can show."""

@@ -434,6 +434,7 @@ class Job(Checked):
     pull: Pull = Pull.kStep
     import_: str = ""
     on_failure: OnFailureNow = OnFailure.kStop
+    rendezvous: str = ""
 
     @property
     def workspace(self) -> str:
@@ -460,6 +461,7 @@ _NO_RESULT = frozenset(
         "debug",
         "gpu",
         "link",
+        "rendezvous",
     ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )

@@ -18,7 +18,7 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
     """Let each module's forward wait for its own parameters, and `state_dict()` for all."""
     number = {id(tensor): index for index, tensor in enumerate(worker.parts.tensors)}
     for module in model.modules():
-        indices = [number[id(p)] for p in module._parameters.values() if p is not None]
+        indices = [number[id(p)] for p in module._parameters.values() if p is not None and id(p) in number]
         buckets = frozenset(
             piece.bucket
             for index in indices
@@ -27,4 +27,4 @@ def wait_by_layer(model: nn.Module, worker: Worker) -> None:
         )
         if buckets:
             module.register_forward_pre_hook(lambda *_, wanted=buckets: worker.exchange.wait_for(wanted))
-    model.register_state_dict_pre_hook(lambda *_: worker.exchange.settle())  # type: ignore[no-untyped-call]
+    model.register_state_dict_pre_hook(lambda *_: worker.settle())  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from topotrain.reduction import Staging
 from topotrain.shard import Allocate, FlatBuffers, Schema, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
-from topotrain.update import OptimizerSpec, SliceUpdate
+from topotrain.update import OptimizerSpec, SliceUpdate, clip_bounds
 
 Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
 
@@ -165,9 +165,7 @@ class Model:
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float) -> Iterator[Bucket]:
         """Update the values with the group's staged step, unit by unit; yields each bucket once it is new."""
-        factor = commit.inv_scale
-        if 0 < commit.clip_norm < norm:
-            factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+        factor = step_factor(commit, norm)
         if self.on_arrival:  # the values are new already, and have been shown
             return
         for unit in self.units:
@@ -213,6 +211,14 @@ def global_norm(power: float, commit: m.Commit) -> float:
     if commit.clip_norm <= 0:
         return -1.0
     return power if commit.clip_type == float("inf") else power ** (1.0 / commit.clip_type)
+
+
+def step_factor(commit: m.Commit, norm: float) -> float:
+    """What a step's gradients are multiplied by; norm: the global one."""
+    factor = commit.inv_scale
+    if 0 < commit.clip_norm < norm:
+        factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+    return factor
 
 
 def open_model(
@@ -273,7 +279,7 @@ def _unit(
             else:
                 values[segment.id] = flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
     rows = [(key, slice_map.segments[key].parameter, value) for key, value in values.items()]
-    return Unit(buckets, places, SliceUpdate(spec, rows, job.import_, _clip(job)), whole)
+    return Unit(buckets, places, SliceUpdate(spec, rows, job.import_, clip_bounds(job.updater)), whole)
 
 
 def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
@@ -322,9 +328,3 @@ def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, 
     if cluster.agreement is AgreementKind.kRingAverage:
         return RingAgreement(group, topology.server_groups, buckets, view, cluster.sync_freq)
     return MasterAgreement(group, buckets, view, cluster.sync_freq)
-
-
-def _clip(job: Job) -> tuple[float, float] | None:
-    updater = job.updater
-    clips = updater is not None and updater.clip_low < updater.clip_high
-    return (updater.clip_low, updater.clip_high) if updater is not None and clips else None

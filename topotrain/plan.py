@@ -76,6 +76,7 @@ class Plan:
         return {
             **data,
             "tensors": len(self.slices.parameters),
+            "homes": {p.name: p.home for p in self.slices.parameters if p.home >= 0},
             "imbalance": self.slices.imbalance,
             "slices": [_share_data(share) for share in self.shares],
             "memory": [_memory_data(memory) for memory in self.memory],
@@ -93,8 +94,10 @@ class Plan:
             (str(share.server), str(share.unit), str(share.slices), f"{share.elements:,}", _mb(share.value_bytes))
             for share in self.shares
         ]
+        homes = sum(parameter.home >= 0 for parameter in slices.parameters)
+        how = f"kept whole, {homes} where the script wants them" if homes else "cut over the servers of each group"
         return [
-            f"{len(slices.parameters)} tensors, cut over the servers of each group (imbalance {slices.imbalance:.1%}):",
+            f"{len(slices.parameters)} tensors, {how} (imbalance {slices.imbalance:.1%}):",
             *_columns(("server", "unit", "slices", "elements", "values MB"), rows),
         ]
 

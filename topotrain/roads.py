@@ -1,6 +1,8 @@
 """The roads of one process: which there are, who lives at them, and which of them leads to whom."""
 
-from collections.abc import Sequence
+import random
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,18 +12,32 @@ import torch
 
 from topotrain.job import Job, Road
 from topotrain.message import Message
-from topotrain.rendezvous import Store, open_store
+from topotrain.rendezvous import Store
 from topotrain.topology import Address, Topology, layout
-from topotrain.wire import Resident, Wire, WireError
-from topotrain.wire.auth import Identity
+from topotrain.wire import Refused, Resident, Unreachable, Wire, WireError
+from topotrain.wire.auth import Identity, Peer, Stranger
 from topotrain.wire.emulated import Network
 from topotrain.wire.local import LocalWire
 from topotrain.wire.pump import Pump
 from topotrain.wire.shm import Memory, ShmWire
 from topotrain.wire.tcp import TcpWire
 
-MEETING_S = 60.0
-"""How long a process looks for another one's address before it gives up."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_LOOK_S = 2.0
+_ROADS = {"tls": "tcp"}  # the road that takes a scheme of another name
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How long a process looks for another one before it gives up.
+
+    again: an address may be known before anybody answers there, so whoever does not answer is called again and again;
+    then `waiting` is told whom we wait for, and why it failed the last time.
+    """
+
+    seconds: float = 60.0
+    again: bool = False
+    waiting: Callable[[Address, str], None] = lambda *_: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +49,9 @@ class Place:
     identity: Identity
     store: Store
     sockets: Path  # a private folder with a short path
+    host: str = "127.0.0.1"  # the address at which other hosts reach this one
+    port: int = 0  # where to listen; 0: the first free one from the job's `start_port` on
+    meeting: Meeting = Meeting()
 
     @property
     def shared(self) -> bool:
@@ -40,10 +59,12 @@ class Place:
         return self.job.cluster.road is not Road.kTcp
 
     @staticmethod
-    def of(job: Job, rendezvous: str, token: Path, sockets: Path, incarnation: int) -> "Place":
-        """Read the token and open the store."""
-        identity = Identity(job.name, token.read_bytes(), incarnation, 0, job.digest())
-        return Place(job, layout(job.cluster), identity, open_store(rendezvous), sockets)
+    def of(
+        job: Job, store: Store, token: bytes, sockets: Path, incarnation: int, hosts: Sequence[int], host: str
+    ) -> "Place":
+        """A process of a job whose units stand on these hosts."""
+        identity = Identity(job.name, token, incarnation, 0, job.digest())
+        return Place(job, layout(job.cluster, hosts), identity, store, sockets, host)
 
 
 class Roads:
@@ -59,23 +80,30 @@ class Roads:
         road = place.job.cluster.road
         self._local = LocalWire(manual=pump is not None)
         self._pump = pump
+        self._tcp: TcpWire | None = None
         self._wires: dict[str, Wire] = {"local": self._local}
         if road is not Road.kTcp:
             self._wires["unix"] = self._unix = ShmWire(place.identity, str(place.sockets), shared, pump=pump)
         if road is not Road.kShm and pump is None:
             cluster = place.job.cluster
-            self._wires["tcp"] = TcpWire(
-                place.identity, cluster.start_port, network=_network(place), lanes=cluster.connections
+            self._wires["tcp"] = self._tcp = TcpWire(
+                place.identity,
+                place.port or cluster.start_port,
+                place.host,
+                network=_network(place),
+                lanes=cluster.connections,
+                exact=place.port > 0,
             )
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
-        self._store = place.store
+        self._store, self._meeting = place.store, place.meeting
         self._topology = place.topology
         self._ways: dict[tuple[Address, Address], Wire] = {}
 
     def attach(self, me: Address, resident: Resident, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
         """Let a resident in; returns the URLs at which others reach it. inside: those of this process, too."""
-        # Who only calls others needs the one road that leads to all of them; a link makes two out of it.
-        names = self._order[:1] if dial_only and self._topology.cluster.link is None else self._order
+        # Who only calls others needs the one road that leads to all of them; a link, or another host, makes two of it.
+        near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
+        names = self._order[:1] if dial_only and near else self._order
         urls = [self._wires[n].attach(me, _Port(self, n, me, resident)) for n in names if n in self._wires]
         if inside:
             self._local.attach(me, _Port(self, "local", me, resident))
@@ -87,12 +115,32 @@ class Roads:
 
     def connect(self, me: Address, peer: Address, kind: str) -> None:
         """Open the way to a server that was, or will be, published under `kind`."""
-        urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", MEETING_S).decode().split("\n")
-        by_scheme = {url.partition(":")[0]: url for url in urls}
+        until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
+        while True:
+            try:
+                self._connect(me, peer, kind, _LOOK_S if self._meeting.again else self._meeting.seconds)
+                return
+            except (WireError, TimeoutError) as error:
+                if not self._meeting.again or not _may_change(error):
+                    raise
+                if time.monotonic() + pause > until:
+                    raise WireError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
+                self._meeting.waiting(peer, str(error))
+            time.sleep(pause * random.uniform(0.5, 1.5))  # else all would knock at the same moment
+            pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def _connect(self, me: Address, peer: Address, kind: str, seconds: float) -> None:
+        urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", seconds).decode().split("\n")
+        by_road = {_ROADS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
-        scheme = next(name for name in fits if name in by_scheme)
-        self._wires[scheme].connect(me, peer, by_scheme[scheme])
-        self.found(me, peer, scheme)
+        name = next(name for name in fits if name in by_road)
+        self._wires[name].connect(me, peer, by_road[name])
+        self.found(me, peer, name)
+
+    def admit(self, decide: Callable[[Peer, bool], None]) -> None:
+        """Let `decide` refuse whoever calls over TCP, see `SocketWire.admit`."""
+        if self._tcp is not None:
+            self._tcp.admit = decide
 
     def connect_inside(self, me: Address, peer: Address) -> None:
         """Open the way to a resident of this process."""
@@ -143,6 +191,13 @@ class Roads:
         """Send what is queued, then end all connections."""
         for wire in self._wires.values():
             wire.close()
+
+
+def _may_change(error: Exception) -> bool:
+    """Whether a call that failed like this may go well later."""
+    if isinstance(error, Refused):
+        return error.code == "FULL"
+    return isinstance(error, Unreachable | Stranger | TimeoutError)
 
 
 def _network(place: Place) -> Network | None:

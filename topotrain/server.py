@@ -20,12 +20,13 @@ from topotrain.ending import Ending
 from topotrain.handling import handling
 from topotrain.job import Job, Pull
 from topotrain.leases import LeaseBook
-from topotrain.model import Model, global_norm, open_model
+from topotrain.model import Model, global_norm, open_model, step_factor
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
 from topotrain.shard import Allocate, Schema, SchemaParts, difference, slice_map_for
 from topotrain.slices import Bucket, SliceMap
 from topotrain.spans import SILENT, Recorder
+from topotrain.tablebook import MESSAGES, TableBook
 from topotrain.topology import Address, Role, Topology
 
 Out = list[tuple[Address, m.Message]]
@@ -93,6 +94,7 @@ class Server:
         self._order = ApplyOrder()
         self._streams = Streams()
         self._ending = Ending(me, topology)
+        self._tables = TableBook(me, job, topology)
         is_desk = me.group == 0 and me.index == 0
         self.leases = LeaseBook(topology.worker_groups, topology.workers_per_group) if is_desk else None
         self._out: Out = []
@@ -136,6 +138,8 @@ class Server:
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
+        if isinstance(message, MESSAGES):
+            return self._tables.place(sender, message)
         model = self._model
         if model is None:
             return None
@@ -418,8 +422,11 @@ class Server:
 
     def _try_stage(self, group: int) -> None:
         staging = self._known.staging[group]
-        if staging.try_stage():
-            self._send(self._coordinator, self._known.vote(group, self._order.next))
+        if self._tables.complete(group, staging.step) and staging.try_stage():
+            self._send(self._coordinator, self._vote(group))
+
+    def _vote(self, group: int) -> m.Staged:
+        return self._tables.vote(self._known.vote(group, self._order.next), self._known.staging[group].commits)
 
     @property
     def _coordinator(self) -> Address:
@@ -473,6 +480,7 @@ class Server:
             if not decision.found_inf:
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
+                self._send_all(self._tables.apply(group, staging.step, staging.commits, step_factor(commit, norm)))
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
@@ -480,6 +488,7 @@ class Server:
         self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm)
         for worker in self._workers[group]:
             self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
+        self._send_all(self._tables.step_over(group, staging.step))
         staging.next_step()
         self.clocks.tick(group)
 
@@ -489,7 +498,7 @@ class Server:
         if self._model is not None:
             for group, staging in self._model.staging.items():
                 if staging.staged:
-                    self._send(self._coordinator, self._known.vote(group, self._order.next))
+                    self._send(self._coordinator, self._vote(group))
             self._send(self._coordinator, m.AskApply(self._order.next))
         while self._inside:
             self._take(*self._inside.pop(0))
@@ -577,20 +586,38 @@ class Server:
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
         if isinstance(message, m.BufferPut) and message.index < 0 and self.leases is not None:
-            self._desk_out(self.leases.finished(message.group))
+            self._send_all(self.leases.finished(message.group))
+
+    def has_finished(self, worker: Address) -> bool:
+        """Whether the script of a worker of ours has come to its end."""
+        return worker.index in self._finished[worker.group]
+
+    @property
+    def running(self) -> bool:
+        """Whether a script of a worker of ours has not come to its end."""
+        return any(self._runs(group) for group in self.groups)
 
     @property
     def done(self) -> bool:
         """Nothing is left for this server to do."""
+        if self._schema is None:  # a job may have used only tables
+            return self._tables.done
         return self._ending.done
+
+    # --- tables --------------------------------------------------------------------------------------------------
+
+    def _of_tables(self, sender: Address, message: m.Message) -> None:
+        self._send_all(self._tables.take(sender, message))
+        if self._model is not None and sender.group in self._model.staging:
+            self._try_stage(sender.group)
 
     # --- data and optimizer state --------------------------------------------------------------------------------
 
     def _desk(self, sender: Address, message: m.Message) -> None:
         if self.leases is not None:
-            self._desk_out(self.leases.handle(sender, message))
+            self._send_all(self.leases.handle(sender, message))
 
-    def _desk_out(self, out: Out) -> None:
+    def _send_all(self, out: Out) -> None:
         for to, reply in out:
             self._send(to, reply)
 
@@ -604,7 +631,7 @@ class Server:
 
 _RESTS, _IS_BACK = 1, 2  # Apply.change
 
-_BEFORE_MODEL = (m.SchemaPart, m.Window, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
+_BEFORE_MODEL = (m.SchemaPart, m.Window, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk, *MESSAGES)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,
@@ -627,4 +654,5 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),
     **dict.fromkeys((m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk), Server._desk),
     **dict.fromkeys((m.StateAsk, m.StatePart), Server._state),
+    **dict.fromkeys(MESSAGES, Server._of_tables),
 }

@@ -97,8 +97,8 @@ def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
 def _words(item: Parameter | Buffer) -> str:
     if isinstance(item, Buffer):
         return f"{item.name} with {item.count} elements of {item.dtype}"
-    frozen = "" if item.trainable else ", frozen"
-    return f"{item.name} of shape {item.shape}, {item.dtype}{frozen}"
+    more = ("" if item.trainable else ", frozen") + (f", at home on server {item.home}" if item.home >= 0 else "")
+    return f"{item.name} of shape {item.shape}, {item.dtype}{more}"
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -45,7 +45,8 @@ class SchemaError(ValueError):
 class Parameter:
     """One parameter of the schema; tied weights are one parameter, their other names are its `aliases`.
 
-    `shape` and `stride` count elements, `dtype` is torch's name without "torch.". Raises SchemaError.
+    `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
+    wants it whole on, -1: any. Raises SchemaError.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Parameter:
     dtype: str
     trainable: bool
     aliases: tuple[str, ...] = ()
+    home: int = -1
 
     def __post_init__(self) -> None:
         for what, numbers in (("shape", self.shape), ("stride", self.stride)):
@@ -65,6 +67,8 @@ class Parameter:
             raise SchemaError(f"parameter {self.name!r}: shape = {self.shape}: more than {MAX_ELEMENTS} elements")
         if self.dtype not in ITEM_BYTES:
             raise SchemaError(f"parameter {self.name!r}: dtype = {self.dtype}: must be one of {', '.join(ITEM_BYTES)}")
+        if type(self.home) is not int or self.home < -1:
+            raise SchemaError(f"parameter {self.name!r}: home = {self.home}: must be a shard's number, or -1 for any")
 
     @property
     def count(self) -> int:
@@ -207,13 +211,15 @@ def cut(
     """Cut `parameters` over `shards` servers of each of `groups` server groups, into buckets of <= `bucket_bytes`.
 
     kElement cuts each space into equal ranges (their lengths differ by at most ALIGN). kTensor keeps tensors whole:
-    largest first to the lightest shard (Graham, 1969), see `imbalance`. Raises SchemaError for a name that is used
-    twice, ValueError for a count < 1 or a bucket smaller than ALIGN elements.
+    largest first to the lightest shard (Graham, 1969), see `imbalance`. A parameter with a `home` is there, and then
+    all tensors stay whole. Raises SchemaError for a name that is used twice and a home that does not exist, ValueError
+    for a count < 1 or a bucket smaller than ALIGN elements.
     """
     schema = tuple(parameters)
     _check_names(schema)
     _check_counts(schema, shards, groups, bucket_bytes)
-    whole = slicing is Slicing.kTensor
+    _check_homes(schema, shards)
+    whole = slicing is Slicing.kTensor or any(parameter.home >= 0 for parameter in schema)
     owners = _lightest_first(schema, shards) if whole else [0] * len(schema)
     spaces, offsets = _lay_out(schema, owners)
     ranges = tuple(
@@ -233,8 +239,12 @@ def cut(
 
 def describe(parameters: Iterable[Parameter]) -> str:
     """The schema as one line of JSON, always the same text for the same schema."""
-    rows = [[p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)] for p in parameters]
-    return json.dumps(rows, separators=(",", ":"))
+    return json.dumps([_row(parameter) for parameter in parameters], separators=(",", ":"))
+
+
+def _row(p: Parameter) -> list[Any]:
+    row = [p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)]
+    return [*row, p.home] if p.home >= 0 else row
 
 
 def parse(text: str) -> tuple[Parameter, ...]:
@@ -251,13 +261,13 @@ def parse(text: str) -> tuple[Parameter, ...]:
 
 
 def _parameter(number: int, row: Any) -> Parameter:
-    kinds = (str, list, list, str, bool, list)
-    if not isinstance(row, list) or [type(value) for value in row] != list(kinds):
-        raise SchemaError(f"schema entry {number}: must be [name, shape, stride, dtype, trainable, aliases]")
-    name, shape, stride, dtype, trainable, aliases = row
+    kinds = [str, list, list, str, bool, list]
+    if not isinstance(row, list) or [type(value) for value in row] not in (kinds, [*kinds, int]):
+        raise SchemaError(f"schema entry {number}: must be [name, shape, stride, dtype, trainable, aliases, home?]")
+    name, shape, stride, dtype, trainable, aliases, *home = row
     if not all(type(alias) is str for alias in aliases):
         raise SchemaError(f"schema entry {number}: aliases must be names")
-    return Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases))
+    return Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases), *home)
 
 
 def _check_names(parameters: Sequence[Parameter]) -> None:
@@ -275,6 +285,13 @@ def _check_counts(parameters: Sequence[Parameter], shards: int, groups: int, buc
             raise ValueError(f"{name} = {value}: must be a whole number >= {minimum}")
 
 
+def _check_homes(parameters: Sequence[Parameter], shards: int) -> None:
+    for parameter in parameters:
+        if parameter.home >= shards:
+            accepted = f"must be 0 to {shards - 1}: the job has {shards} server{'s' * (shards > 1)} in a group"
+            raise SchemaError(f"parameter {parameter.name!r}: home = {parameter.home}: {accepted}")
+
+
 def _padded(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
 
@@ -286,11 +303,17 @@ def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
-    """Shard of each parameter: the largest (in bytes) first, to the shard that is lightest then."""
-    loads = [(0, shard) for shard in range(shards)]
+    """Shard of each parameter: its home, else the largest (in bytes) first, to the shard that is lightest then."""
     sizes = [parameter.count * ITEM_BYTES[parameter.dtype] for parameter in parameters]
-    owners = [0] * len(parameters)
-    for index in sorted(range(len(parameters)), key=lambda i: (-sizes[i], i)):
+    owners = [max(parameter.home, 0) for parameter in parameters]
+    fixed = [0] * shards
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if parameter.home >= 0:
+            fixed[parameter.home] += size
+    loads = [(load, shard) for shard, load in enumerate(fixed)]
+    heapq.heapify(loads)
+    free = [index for index, parameter in enumerate(parameters) if parameter.home < 0]
+    for index in sorted(free, key=lambda i: (-sizes[i], i)):
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], owners[index]))
     return owners

@@ -54,6 +54,7 @@ class Topology:
 
     cluster: Cluster
     units: tuple[Unit, ...]
+    hosts: tuple[int, ...] = ()  # of each unit, numbers from 0; empty: all stand on one host
 
     @property
     def implicit(self) -> bool:
@@ -155,14 +156,39 @@ class Topology:
     def host_of(self, address: Address) -> int:
         """Number of the host where `address` stands. ValueError if nobody of that address exists.
 
-        A job runs on one host, 0; with `cluster.link` every unit stands for a host of its own.
+        With `cluster.link` every unit stands for a host of its own.
         """
         unit = self.unit_of(address)
-        return 0 if self.cluster.link is None else unit
+        if self.cluster.link is not None:
+            return unit
+        return self.hosts[unit] if self.hosts else 0
 
     def together(self, a: Address, b: Address) -> bool:
         """Whether two residents stand on one host and can share memory."""
         return self.host_of(a) == self.host_of(b)
+
+    def restarts_with(self, rank: int) -> tuple[int, ...]:
+        """Ranks of the units that have to start again when unit `rank` was lost, in order; `rank` is one of them.
+
+        A worker takes its group along, for the group walks in step; a server takes along its server group, whose shards
+        belong together, and all who have their values from there; a worker group that has its server group to itself
+        takes the servers along, which are in the middle of its step. Another server group has values of its own and
+        goes on. So a synchronous job starts again as a whole, and of Downpour with servers apart one worker group.
+        ValueError if there is no unit `rank`.
+        """
+        _check("unit", rank, len(self.units))
+        found, new = {rank}, [rank]
+        while new:
+            unit = self.units[new.pop()]
+            groups = {worker.group for worker in unit.workers}
+            homes = {server.group for server in unit.servers}
+            homes |= {sg for sg in map(self.server_group_of, groups) if len(self.worker_groups_of(sg)) == 1}
+            groups |= {g for sg in homes for g in self.worker_groups_of(sg)}
+            tied = [*(a for g in groups for a in self.workers(g)), *(a for sg in homes for a in self.servers(sg))]
+            further = {self.unit_of(address) for address in tied} - found
+            found |= further
+            new += further
+        return tuple(sorted(found))
 
     def sum_tree(self, g: int) -> tuple[tuple[int, ...], ...]:
         """Worker indices of group `g`, grouped by unit, in order: the canonical order of every sum over the group.
@@ -246,8 +272,12 @@ class Topology:
         return ", ".join((_count(len(self.units), "unit"), workers, "no servers" if self.implicit else servers))
 
 
-def layout(cluster: Cluster) -> Topology:
-    """Place every worker and server of `cluster`. Raises ConfigError where the counts do not fit together."""
+def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
+    """Place every worker and server of `cluster`. Raises ConfigError where the counts do not fit together.
+
+    hosts: the number of the host on which each unit stands, by rank, known once all units have met. Empty: one host.
+    Raises ValueError if they are not as many as the units.
+    """
     validate(cluster)
     worker_units, server_units = _unit_counts(cluster)
     total = worker_units + server_units if cluster.server_worker_separate else max(worker_units, server_units)
@@ -260,7 +290,9 @@ def layout(cluster: Cluster) -> Topology:
     for g, k in _pairs(*(declared if cluster.nserver_groups else implicit)):
         servers[_server_unit(cluster, g, k)].append(Address(Role.SERVER, g, k))
     units = (Unit(rank, tuple(w), tuple(s)) for rank, (w, s) in enumerate(zip(workers, servers, strict=True)))
-    return Topology(cluster, tuple(units))
+    if hosts and len(hosts) != total:
+        raise ValueError(f"{len(hosts)} hosts for {total} units")
+    return Topology(cluster, tuple(units), tuple(hosts))
 
 
 def validate(cluster: Cluster) -> None:

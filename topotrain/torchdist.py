@@ -1,7 +1,8 @@
 """torch.distributed as an engine: Gloo between processes of CPUs, NCCL between those of GPUs.
 
-Rule: no global process group, no environment variable, no address but the interface that is named. Processes find each
-other through a file in a directory that only this user may enter, and every collective has a deadline. All ranks must
+Rule: no global process group, no environment variable, no address but the one or the interface that is named. Processes
+find each other through a file in a directory that only this user may enter, or in a store that is handed in, and every
+collective has a deadline. All ranks must
 start the same collectives in the same order; their number is part of every error. Neither engine has authentication or
 encryption: whoever reaches the port of a group while it forms may take part, so keep to `lo` or a network of your own.
 """
@@ -47,12 +48,14 @@ class TorchCollective:
 
     Args:
         backend: kGloo or kNccl.
-        store_path: a file for this group alone, not there before the first rank comes; its directory is made (0700)
-            if missing. A new generation takes a new name.
+        store: the path of a file for this group alone, not there before the first rank comes; its directory is made
+            (0700) if missing. A new generation takes a new name. Or a `torch.distributed.Store` with keys for this
+            group alone, where ranks are on several hosts.
         rank, size: of this process, and of the group.
         timeout_s: seconds for making the group, and for each collective.
         interface: name of the network interface that Gloo binds to.
         device: index of the GPU (kNccl).
+        address: that Gloo binds to, instead of an interface.
 
     Raises:
         ConfigError: the engine is none of torch's, or needs what is not here.
@@ -63,12 +66,13 @@ class TorchCollective:
     def __init__(
         self,
         backend: Engine,
-        store_path: str,
+        store: Any,
         rank: int,
         size: int,
         timeout_s: float = DEADLINE,
         interface: str = "lo",
         device: int = 0,
+        address: str = "",
     ) -> None:
         check_engine(backend)
         if not 0 <= rank < size:
@@ -76,12 +80,15 @@ class TorchCollective:
         self.rank, self.size = rank, size
         self._name, self._seconds, self._started = backend.value, timeout_s, 0
         self._deadline = timedelta(seconds=timeout_s)
-        _check_directory(os.path.dirname(os.path.abspath(store_path)))
         try:
-            store: Any = vars(dist)["FileStore"](store_path, size)  # re-exported without a word in its type stubs
+            if isinstance(store, str):
+                _check_directory(os.path.dirname(os.path.abspath(store)))
+                store = vars(dist)["FileStore"](store, size)  # re-exported without a word in its type stubs
             store.set_timeout(self._deadline)
-            make = _gloo if backend is Engine.kGloo else _nccl
-            self._group: Any = make(store, rank, size, self._deadline, device if make is _nccl else interface)
+            if backend is Engine.kGloo:
+                self._group: Any = _gloo(store, rank, size, self._deadline, interface, address)
+            else:
+                self._group = _nccl(store, rank, size, self._deadline, device)
         except RuntimeError as error:
             raise self._error("joining the group", error) from error
 
@@ -141,17 +148,17 @@ def _check_directory(directory: str) -> None:
         raise WireError(f"store directory {directory!r}: must belong to this user and be closed to others (mode 0700)")
 
 
-def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str | int) -> Any:
+def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str, address: str) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     # Set here, it is neither GLOO_SOCKET_IFNAME nor what the host's name happens to resolve to.
-    options._devices = [gloo.create_device(interface=str(interface))]
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=interface)]
     options._timeout = deadline
     return gloo(store, rank, size, options)
 
 
-def _nccl(store: Any, rank: int, size: int, deadline: timedelta, device: str | int) -> Any:
-    torch.cuda.set_device(int(device))
+def _nccl(store: Any, rank: int, size: int, deadline: timedelta, device: int) -> Any:
+    torch.cuda.set_device(device)
     # By name: a build without NCCL has no such class.
     nccl: Any = vars(dist)["ProcessGroupNCCL"]
     options = nccl.Options()

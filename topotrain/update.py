@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from operator import itemgetter
 from typing import Any
 
@@ -87,17 +88,22 @@ def describe(
     parameters: Sequence[torch.nn.Parameter],
     slicing: Slicing = Slicing.kElement,
     import_module: str = "",
+    aside: Sequence[torch.nn.Parameter] = (),
 ) -> OptimizerSpec:
-    """What a server must know to run `optimizer` over `parameters` (the map's, in its order).
+    """What a server must know to run `optimizer` over `parameters` (the map's, in its order), and not over `aside`.
 
     Raises UnsupportedOptimizer for a class that cannot be run on slices, or that `import_module` does not hold, and
     ConfigError if the optimizer holds a tensor that is no parameter.
     """
-    name = _name(type(optimizer), slicing, import_module)
+    # One that is for sparse gradients alone has nothing to do here, and no name that a server would take.
+    name = _name(type(optimizer), slicing, import_module) if parameters or not aside else _TORCH + "SGD"
     index = {id(p): i for i, p in enumerate(parameters)}
+    others = set(map(id, aside))
     assignment = [-1] * len(parameters)
     for number, group in enumerate(optimizer.param_groups):
         for tensor in group["params"]:
+            if id(tensor) in others:
+                continue
             if id(tensor) not in index:
                 raise ConfigError(
                     "optimizer", tuple(tensor.shape), f"group {number} holds a tensor that is no parameter of the model"
@@ -428,6 +434,36 @@ def set_lr(optimizer: Optimizer, updater: Updater, step: int) -> None:
     rate = schedule.lr(updater, step)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
+
+
+def follow_schedule(optimizer: Optimizer, updater: Updater) -> Callable[..., None]:
+    """Set the learning rate of step 0; what is returned sets the next one's, and is to be called after each step."""
+    steps = count(1)
+
+    def after_step(*_: Any) -> None:
+        set_lr(optimizer, updater, next(steps))
+
+    set_lr(optimizer, updater, 0)
+    return after_step
+
+
+def clip_bounds(updater: Updater | None) -> tuple[float, float] | None:
+    """Of every element of a gradient (clip_low and clip_high); None where the block sets none."""
+    if updater is None or updater.clip_low >= updater.clip_high:
+        return None
+    return updater.clip_low, updater.clip_high
+
+
+def clip(updater: Updater, parameters: Iterable[torch.Tensor]) -> None:
+    """Clip whole gradients in place as the servers of a job clip their parts: the global norm, then every element."""
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    if updater.clip_norm:
+        torch.nn.utils.clip_grad_norm_(found, updater.clip_norm)
+    bounds = clip_bounds(updater)
+    if bounds is not None:
+        for parameter in found:
+            assert parameter.grad is not None
+            parameter.grad.clamp_(*bounds)
 
 
 def _rule(updater: Updater) -> tuple[type[Optimizer], dict[str, Any]]:

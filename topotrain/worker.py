@@ -69,6 +69,7 @@ class Worker:
         optimizer: the user's.
         exchange: the door to the servers.
         flats: makes the worker's flat buffers from the map; they may lie in shared memory.
+        aside: parameters of the optimizer that are no business of the worker's: rows that travel one by one.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Worker:
         optimizer: torch.optim.Optimizer,
         exchange: Exchange,
         flats: Callable[[SliceMap], FlatBuffers],
+        aside: Sequence[torch.nn.Parameter] = (),
     ) -> None:
         self.me = me
         self.job = job
@@ -87,14 +89,14 @@ class Worker:
         self.optimizer = optimizer
         self.exchange = exchange
         self.tally = Tally()
-        spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_)
+        spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_, aside)
         self._groups = len(optimizer.param_groups)
         schema, self.map = plan_of(topology, parts, spec)
         self.buffers = ModelBuffers(parts, self.map, flats(self.map))
         self.mirror = self.buffers.mirror
         on_arrival = job.apply is Apply.kOnArrival
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
-        exchange.device = parts.tensors[0].device
+        exchange.device = (*parts.tensors, *aside)[0].device
         # To a device values are copied when all are here.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostMirror)
         exchange.open(schema, self.map, self.buffers.flats, on_arrival, sees_means, self.lazy)
@@ -112,6 +114,7 @@ class Worker:
         first = topology.worker_groups_of(topology.server_group_of(me.group))[0]
         self._speaks = me.index == 0 and me.group == first
         self.path: GradientPath = self._make_path(topology.workers_per_group)
+        self.before_commit: list[Callable[[int, StepEnd], None]] = []
         self.after_step: list[Callable[[Outcome | None], None]] = []
 
     def _make_path(self, group_size: int) -> GradientPath:
@@ -239,6 +242,8 @@ class Worker:
             clip_norm=clip_norm,
             clip_type=clip_type,
         )
+        for call in self.before_commit:
+            call(step, end)
         outcome = None
         if lazy:
             meanwhile()
@@ -310,6 +315,10 @@ class Worker:
             self.mirror.room("accrued", index).zero_()
         self._accrued.clear()
         return outcome
+
+    def settle(self) -> None:
+        """With `pull: kLazy`, wait until the last step is applied and all its values are in the model."""
+        self.exchange.settle()
 
     # --- the end -------------------------------------------------------------------------------------------------
 

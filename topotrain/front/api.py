@@ -14,16 +14,19 @@ from topotrain.data import DataPlan, ShardedLoader
 from topotrain.front import context as process
 from topotrain.front.context import Context, Metric
 from topotrain.front.debug import NormLog
+from topotrain.front.embedding import Embedding, follow
 from topotrain.front.gpu import device_of
+from topotrain.front.keeping import roads_of
 from topotrain.front.losses import watch_losses
 from topotrain.front.progress import Telling
+from topotrain.front.sparse import RowPaths, find_sparse
 from topotrain.host import WorkerRoads
-from topotrain.job import ConfigError, Grads, Shard, Updater
+from topotrain.job import ConfigError, Grads, Shard
 from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import adopt
 from topotrain.shard import FlatBuffers, torch_dtype
 from topotrain.slices import SliceMap
-from topotrain.update import build, set_lr
+from topotrain.update import build, follow_schedule
 from topotrain.worker import Worker
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
@@ -60,6 +63,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     if here is None:
         if optimizer is None:
             raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
+        follow(optimizer, [module for module in model.modules() if isinstance(module, Embedding)])
         return model, optimizer, loader
     if here.worker is not None:
         raise ConfigError("tt.prepare", None, "was called before: one model and one optimizer per job for now")
@@ -67,8 +71,9 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     if optimizer is None:
         optimizer = _build(here, model)
     worker = _enter_job(here, model, optimizer, loader)
-    if built:
-        _follow_schedule(here.place.job.updater, worker)
+    updater = here.place.job.updater
+    if built and updater is not None:
+        worker.after_step.append(follow_schedule(optimizer, updater))
     return model, optimizer, here.loader
 
 
@@ -79,22 +84,16 @@ def _build(here: Context, model: nn.Module) -> Optimizer:
     return build(updater, model.named_parameters())
 
 
-def _follow_schedule(updater: Updater | None, worker: Worker) -> None:
-    """The learning rate of each step is the schedule's."""
-    assert updater is not None
-    set_lr(worker.optimizer, updater, 0)
-    worker.after_step.append(lambda _: set_lr(worker.optimizer, updater, worker.tally.steps))
-
-
 def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: object) -> Worker:
-    place, parts = here.place, describe_model(model)
+    place, sparse = here.place, find_sparse(model, optimizer)
+    aside = [entry.weight for entry in sparse]
+    parts = describe_model(model, aside)
     if not isinstance(loader, DataLoader | None):
         raise ConfigError(
             "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
         )
-    roads = here.roads_of(place, here.me)
-    roads.exchange.spans = here.spans
-    here.roads = roads
+    roads = roads_of(here)
+    rows = RowPaths(here, model, sparse, optimizer)
 
     def flats(slice_map: SliceMap) -> FlatBuffers:
         made = FlatBuffers(slice_map, None, roads.allocate)
@@ -102,7 +101,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
             _share_values(roads, here.shared_values, slice_map, made)
         return made
 
-    worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats)
+    worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
         here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker)
     worker.start()
@@ -111,6 +110,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     adopt(optimizer, worker)
     worker.scatter_state()
     here.worker = worker
+    rows.follow(worker)
     watch_losses(worker)
     worker.after_step.append(Telling(here, worker, roads.traffic))
     if place.job.debug and here.is_main:
@@ -237,4 +237,4 @@ def clip_grad_norm_(
 
 def _worker() -> Worker | None:
     here = process.current()
-    return None if here is None else here.worker
+    return None if here is None or process.is_aside() else here.worker

@@ -1,6 +1,8 @@
 """The one global: what this process is in a job, if it is in one."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,10 +37,13 @@ class Context:
     worker: Worker | None = None
     roads: Closeable | None = None
     loader: Any = None
+    tables: Any = None  # keeping.InJob, once the script has a table
     metrics: dict[str, Metric] = field(default_factory=dict)
     finishing: Callable[[], None] | None = None
     spans: Recorder = SILENT
     roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads
+    gpus: bool = True  # `tt.device` may name one
+    leave: Callable[[], None] | None = None  # set where the script itself may end its part
 
     @property
     def is_main(self) -> bool:
@@ -62,6 +67,7 @@ class Planning(BaseException):
 
 _current: Context | None = None
 _planning = False
+_aside = threading.local()
 
 
 def current() -> Context | None:
@@ -69,8 +75,8 @@ def current() -> Context | None:
     return _current
 
 
-def enter(context: Context) -> None:
-    """This process is part of a job from here on."""
+def enter(context: Context | None) -> None:
+    """This process is part of a job from here on; with None, of none any more."""
     global _current
     _current = context
 
@@ -84,3 +90,23 @@ def plan_only() -> None:
 def planning() -> bool:
     """Whether the script is run only to see its model."""
     return _planning
+
+
+def placed() -> bool:
+    """Whether words by which a script would join a job by hand mean nothing: it has its place, or is only planned."""
+    return _planning or (_current is not None and _current.leave is None)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What this thread does inside is no part of a step: an evaluation, say."""
+    _aside.active = True
+    try:
+        yield
+    finally:
+        _aside.active = False
+
+
+def is_aside() -> bool:
+    """Whether this thread is inside `aside`."""
+    return getattr(_aside, "active", False)

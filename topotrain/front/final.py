@@ -8,22 +8,56 @@ other names stand in the file's metadata ("tied": JSON of name -> names).
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from topotrain.buffers import ModelParts
+from topotrain.job import ConfigError
 
 
-def save_final(parts: ModelParts, path: Path) -> None:
-    """Write parameters and buffers, atomically."""
+def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    """Write parameters, `more` of them, and buffers, atomically."""
+    tensors, metadata = tensors_of(parts)
+    tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
+    save_tensors(tensors, path, metadata)
+
+
+def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Copies of parameters and buffers by name, and a file's metadata."""
     tensors: dict[str, torch.Tensor] = {}
     for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
         tensors[described.name] = tensor.detach().contiguous().clone()
     for buffer, content in zip(parts.buffers, parts.buffer_tensors, strict=True):
         tensors[buffer.name] = content.detach().contiguous().clone()
     tied = {p.name: list(p.aliases) for p in parts.parameters if p.aliases}
+    return tensors, {"format": "pt", "tied": json.dumps(tied)}
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write contiguous tensors, atomically: under this name there is always a whole file, also after a power cut."""
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, str(temporary), metadata={"format": "pt", "tied": json.dumps(tied)})
+    save_file(tensors, str(temporary), metadata=metadata)
+    _sync(temporary)
     os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
+    try:
+        return load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None

@@ -12,6 +12,8 @@ def device_of(here: Context | None, count: int) -> torch.device:
     """The device of this process, on a machine with `count` GPUs. Raises ConfigError for a GPU that it has not."""
     if here is None:
         return torch.device("cuda", 0) if count else torch.device("cpu")
+    if not here.gpus:
+        return torch.device("cpu")
     topology = here.place.topology
     number = topology.units[topology.unit_of(here.me)].workers.index(here.me)
     return chosen(here.place.job.gpu, number, here.number, count)

@@ -11,6 +11,7 @@ import torch
 
 from topotrain.buffers import describe_model
 from topotrain.front.context import Planning, plan_only
+from topotrain.front.sparse import find_sparse
 from topotrain.job import ConfigError
 from topotrain.slices import Parameter
 
@@ -27,7 +28,9 @@ def schema_of(program: str, args: Sequence[str]) -> tuple[tuple[Parameter, ...],
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(program, run_name="__main__")
     except Planning as seen:
-        return describe_model(seen.model).parameters, _state_factor(seen.optimizer)
+        sparse = find_sparse(seen.model, seen.optimizer) if isinstance(seen.optimizer, torch.optim.Optimizer) else []
+        aside = [entry.weight for entry in sparse]  # servers hold these row by row
+        return describe_model(seen.model, aside).parameters, _state_factor(seen.optimizer)
     except SystemExit as leaving:
         raise ConfigError("program", program, f"left with code {leaving.code} before tt.prepare") from leaving
     raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")
@@ -35,7 +38,7 @@ def schema_of(program: str, args: Sequence[str]) -> tuple[tuple[Parameter, ...],
 
 def _state_factor(optimizer: torch.optim.Optimizer | None) -> float:
     """Elements of optimizer state per parameter element, found by one step of the same class on a small tensor."""
-    if optimizer is None:
+    if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
         return 0.0
     probe = torch.nn.Parameter(torch.zeros(64))
     probe.grad = torch.zeros(64)

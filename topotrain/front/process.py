@@ -5,7 +5,6 @@ import os
 import runpy
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,16 +13,18 @@ from types import TracebackType
 from typing import Any
 
 from topotrain import textproto
-from topotrain.events import Failed, Final, Finished, Metrics, Notice, Serving
-from topotrain.exchange import JobError, PeerLost
+from topotrain.events import Failed, Finished, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
-from topotrain.front.final import save_final
+from topotrain.front.finish import close, finish, kind_of
+from topotrain.front.keeping import roads_of
 from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
-from topotrain.job import ConfigError
 from topotrain.launch.child import Control, exit_code
+from topotrain.launch.workspace import TOKEN_FILE
+from topotrain.rendezvous import open_store
 from topotrain.roads import Place
+from topotrain.server import Server
 from topotrain.topology import Address, Role
 
 
@@ -33,13 +34,37 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
     profile = Profile(Path(spec["run_dir"]), addresses[0])
     serving, trouble = _voices(control, addresses[0])
-    sent, received = serve(_place(spec), addresses, serving, trouble, profile.server)
+    # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
+    watchful = Watchful(control) if spec["hosts"] else None
+    sent, received = serve(_place(spec), addresses, serving, trouble, profile.server, watchful)
     profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)
         control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
     return 0
+
+
+class Watchful:
+    """Tells the unit when a server of its own lost somebody too early; see `host.Attendant`."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def came(self, server: Server, worker: Address) -> None:
+        """Nothing to tell."""
+
+    def gives_up(self, server: Server, worker: Address, text: str) -> None:
+        """The worker's own unit hears it, too."""
+
+    def lost(self, server: Server, peer: Address, reason: str) -> None:
+        """Tell, unless the peer had nothing left to do here."""
+        if peer.role is Role.SERVER:
+            over = not server.running
+        else:
+            over = peer.group not in server.groups or server.has_finished(peer)
+        if not over:
+            self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
 
 
 def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
@@ -58,9 +83,9 @@ def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[
 
 def _place(spec: dict[str, Any]) -> Place:
     job = textproto.loads(spec["job"], "the job")
-    return Place.of(
-        job, spec["rendezvous"], Path(spec["run_dir"]) / "token", Path(spec["sockets"]), spec["incarnation"]
-    )
+    token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
+    store = open_store(spec["rendezvous"])
+    return Place.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
@@ -79,12 +104,9 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     log = Path(spec["log"]) if here.is_main else None
     code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
     if code == 0:
-        code = _guarded(here, log, lambda: _finish(here))
+        code = _guarded(here, log, lambda: finish(here))
     profile.leave()
-    if here.worker is not None:
-        here.worker.mirror.close()  # before the memory that it has pinned goes
-    if here.roads is not None:
-        here.roads.close(finished=code == 0)
+    close(here, finished=code == 0)
     for group, index in spec["servers"] if code == 0 else ():
         control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
     return code
@@ -110,9 +132,9 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        kind = _kind(error)
-        if here.worker is not None:
-            here.worker.exchange.leave()  # what the others hear from here on is no cause
+        kind = kind_of(error)
+        if here.worker is not None or here.tables is not None:
+            roads_of(here).exchange.leave()  # what the others hear from here on is no cause
         text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         _write(text, log)
         words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
@@ -133,34 +155,3 @@ def _write(text: str, log: Path | None) -> None:
         return
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
-
-
-def _kind(error: BaseException) -> str:
-    if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
-        return "config"
-    if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
-        return "internal"
-    return "peer" if isinstance(error, PeerLost) else "program"
-
-
-def _finish(here: Context) -> None:
-    """After the program: goodbye to the servers; worker (0,0) brings the result home."""
-    worker = here.worker
-    if worker is None:
-        raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
-    if here.loader is not None:
-        here.loader.close()
-    worker.finish()
-    if here.is_main:
-        if not worker.tally.steps:
-            here.emit(Notice(str(here.me), "the program never called optimizer.step(): nothing was trained"))
-        started = time.monotonic()
-        worker.take_final()
-        values = {name: float(m() if callable(m) else m) for name, m in here.metrics.items()}
-        path = here.workspace / "final.safetensors"
-        save_final(worker.parts, path)
-        if values:
-            here.emit(Metrics(values))
-        here.emit(Final(str(path), time.monotonic() - started))
-    if here.finishing is not None:
-        here.finishing()

@@ -1,17 +1,17 @@
 """The contract of every launcher, and the one table of what a unit has to be told.
 
-A launcher starts `topotrain unit …` once per unit of the layout and gives each the four values of a `Place`. Where a
+A launcher starts a unit once per unit of the layout and gives each the values of a `Place`. Where a
 site's own tool starts the processes (srun, torchrun, a pod), the same values come as variables: a launcher is a table
 from its names to these, plus a way to start and to stop.
 """
 
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Protocol
 
 from topotrain.events import Event, Failed
-from topotrain.job import Job
+from topotrain.job import ConfigError, Job
 from topotrain.topology import Topology
 
 OnEvent = Callable[[Event], None]
@@ -19,20 +19,44 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a unit stands: its rank among `nprocs` units, the URL where all meet, the host's forkserver ("": own)."""
+    """Where a unit stands.
+
+    rank, nprocs: its number among so many units. rendezvous: the URL where all meet. run_dir: the folder, on its host,
+    of what the launcher has laid down for the job (see workspace.py). forkserver: the host's; "" for one of its own.
+    hosts: the number of every unit's host, separated by commas; "" where all units stand on one. host: the address at
+    which others reach this one. sockets: a private folder with a short path that all units of the host share; "": the
+    forkserver's.
+    """
 
     rank: int
     nprocs: int
     rendezvous: str
+    run_dir: str
     forkserver: str = ""
+    hosts: str = ""
+    host: str = "127.0.0.1"
+    sockets: str = ""
+
+    @property
+    def host_numbers(self) -> tuple[int, ...]:
+        """`hosts` as numbers. Raises ConfigError."""
+        try:
+            return tuple(int(word) for word in self.hosts.split(",") if word)
+        except ValueError:
+            raise ConfigError("hosts", self.hosts, "must be numbers separated by commas") from None
 
 
+FORKSERVER_VARIABLE = "TOPOTRAIN_FORKSERVER"
 # name -> (argument, variable); an argument wins over a variable.
 TABLE: Mapping[str, tuple[str, str]] = {
     "rank": ("--rank", "TOPOTRAIN_RANK"),
     "nprocs": ("--nprocs", "TOPOTRAIN_NPROCS"),
     "rendezvous": ("--rendezvous", "TOPOTRAIN_RENDEZVOUS"),
-    "forkserver": ("--forkserver", "TOPOTRAIN_FORKSERVER"),
+    "run_dir": ("--run-dir", "TOPOTRAIN_RUN_DIR"),
+    "forkserver": ("--forkserver", FORKSERVER_VARIABLE),
+    "hosts": ("--hosts", "TOPOTRAIN_HOSTS"),
+    "host": ("--host", "TOPOTRAIN_HOST"),
+    "sockets": ("--sockets", "TOPOTRAIN_SOCKETS"),
 }
 
 RUN_VARIABLE = "TOPOTRAIN_RUN"
@@ -48,7 +72,7 @@ def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
     """Let `parser` read a `Place`, each value from its argument or, without one, from its variable."""
     for f in fields(Place):
         option, variable = TABLE[f.name]
-        default = environ.get(variable, "" if f.name == "forkserver" else None)
+        default = environ.get(variable, None if f.default is MISSING else f.default)
         parser.add_argument(option, type=f.type, default=default, required=default is None, help=f"or {variable}")
 
 

@@ -123,7 +123,7 @@ def live(birth: Birth) -> NoReturn:
         control, fds = birth.fds[0], birth.fds[3:]
         code = call(birth.request["call"], birth.request["spec"], socket.socket(fileno=control), fds)
     finally:
-        _leave(code)
+        end_process(code)
 
 
 def die_with_parent(yes: bool) -> None:
@@ -165,12 +165,17 @@ def _open_streams(stdout: int, stderr: int) -> None:
     faulthandler.enable()
 
 
-def _leave(code: int) -> NoReturn:
-    """End as Python ends, but without taking modules apart: torch and daemon threads do not always survive that."""
+def end_process(code: int) -> NoReturn:
+    """End as Python ends, but without taking modules apart: torch and daemon threads do not always survive that.
+
+    A function that runs at exit may call it, too: it knows no other way to give the process a code of its own.
+    """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)

@@ -42,6 +42,8 @@ class Home:
     rendezvous: str
     run_dir: Path
     sockets: str
+    hosts: tuple[int, ...] = ()
+    host: str = "127.0.0.1"
 
     @property
     def logs(self) -> Path:
@@ -162,6 +164,8 @@ def _spec(home: Home, child: Child, shared_memfd: bool) -> dict[str, Any]:
         "rendezvous": home.rendezvous,
         "run_dir": str(home.run_dir),
         "sockets": home.sockets,
+        "hosts": list(home.hosts),
+        "host": home.host,
         "program": home.job.program,
         "args": list(home.job.args),
         "incarnation": 0,

@@ -16,7 +16,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from topotrain import textproto
@@ -25,7 +27,7 @@ from topotrain.job import ConfigError
 from topotrain.launch import Place, add_arguments, children, forkserver
 from topotrain.launch.children import Calls, Child, Home
 from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
-from topotrain.launch.workspace import JOB_FILE, run_directory
+from topotrain.launch.workspace import JOB_FILE
 from topotrain.topology import Topology, layout
 
 GRACE_S = 1.5
@@ -274,7 +276,7 @@ def _stop_signals() -> Iterator[socket.socket]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m topotrain.launch.unit --rank R --nprocs N --rendezvous URL [--forkserver PATH]`."""
+    """`python -m topotrain.launch.unit --rank R --nprocs N --rendezvous URL --run-dir DIR …`, see `launch.Place`."""
     parser = argparse.ArgumentParser(prog="topotrain unit", allow_abbrev=False)
     add_arguments(parser, os.environ)
     defaults = Calls()
@@ -282,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--server-call", default=defaults.server)
     parser.add_argument("--preload", nargs="*", default=defaults.preload)
     given = parser.parse_args(arguments)
-    place = Place(given.rank, given.nprocs, given.rendezvous, given.forkserver)
+    place = Place(**{f.name: getattr(given, f.name) for f in fields(Place)})
     try:
         return supervise(place, Calls(given.worker_call, given.server_call, tuple(given.preload)))
     except (ConfigError, OSError) as error:
@@ -295,9 +297,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def supervise(place: Place, calls: Calls) -> int:
     """Read the job, then start and watch the unit at `place`; returns its exit code. Raises ConfigError, OSError."""
-    run_dir = run_directory(place.rendezvous)
+    run_dir = Path(place.run_dir)
     job = textproto.load(run_dir / JOB_FILE)
-    topology = layout(job.cluster)
+    topology = layout(job.cluster, place.host_numbers)
     units = len(topology.units)
     if place.nprocs != units:
         raise ConfigError("nprocs", place.nprocs, f"must be {units}, the number of units of this job")
@@ -309,7 +311,8 @@ def supervise(place: Place, calls: Calls) -> int:
             own = forkserver.start(run_dir / f"forkserver-unit-{place.rank}.log", calls.preload)
             stack.callback(own.close)
             path = own.path
-        home = Home(job, place.rank, place.rendezvous, run_dir, os.path.dirname(path))
+        sockets = place.sockets or os.path.dirname(path)
+        home = Home(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host)
         client = forkserver.Client(path)
         stack.callback(client.close)
         return Unit(home, topology, client, owns_forkserver=not place.forkserver).run(calls)

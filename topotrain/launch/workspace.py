@@ -1,9 +1,12 @@
 """The folder of a job on this machine: who has it, what each process finds in it, and who is running.
 
-workspace/lock            locked by the launcher as long as it lives
+workspace/lock            locked by the launcher as long as it lives; units that others start share it
+workspace/lock-R          locked by unit R, where others start it
 workspace/run/            fresh for each start, for this user alone: job.conf, token, store/, spans/ for a profile
 workspace/processes.json  every process with its pid, from the moment that all are up
 workspace/logs/           the output of the processes
+
+A unit that others start has its run folder in the system's folder for temporary files, and processes-R.json.
 """
 
 import contextlib
@@ -15,7 +18,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from topotrain import textproto
 from topotrain.events import Event, Exited, Serving, Started
@@ -55,6 +57,26 @@ def claimed(job: Job) -> Iterator[Path]:
         yield path
 
 
+@contextlib.contextmanager
+def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
+    """The job's workspace, for this unit and the others of its job. Raises ConfigError as `claimed` does."""
+    path = Path(job.workspace).absolute()
+    try:
+        (path / LOGS).mkdir(parents=True, exist_ok=True)
+        whole, own = open(path / "lock", "a+"), open(path / f"lock-{rank}", "a+")  # noqa: SIM115
+    except OSError as error:
+        raise _unusable(job, error) from None
+    with whole, own:
+        try:
+            fcntl.flock(whole, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            accepted = f"is in use by another job, or by another unit {rank}: choose another folder or wait for its end"
+            raise ConfigError("cluster.workspace", job.workspace, accepted) from None
+        (path / f"processes-{rank}.json").unlink(missing_ok=True)
+        yield path
+
+
 def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
     """Make the run directory anew; returns the URL where the job's processes meet. Raises ConfigError.
 
@@ -67,16 +89,20 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
         (run_dir / STORE).mkdir(mode=0o700)
         (workspace / LOGS).mkdir(exist_ok=True)
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
-        (run_dir / JOB_FILE).write_text(textproto.dumps(job), encoding="utf-8")
-        if profile:
-            (run_dir / SPANS).mkdir()
-            (run_dir / SPANS / _WANTED).write_text(str(profile))
-        token = os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(token, "wb") as file:
-            file.write(secrets.token_bytes(TOKEN_BYTES))
+        furnish(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
     except OSError as error:
         raise _unusable(job, error) from None
     return (run_dir / STORE).as_uri()
+
+
+def furnish(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
+    """Lay down what the processes of a run look for in its folder. Raises OSError."""
+    (run_dir / JOB_FILE).write_text(textproto.dumps(job), encoding="utf-8")
+    if profile:
+        (run_dir / SPANS).mkdir()
+        (run_dir / SPANS / _WANTED).write_text(str(profile))
+    with open(os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(token)
 
 
 def _unusable(job: Job, error: OSError) -> ConfigError:
@@ -88,14 +114,6 @@ def profiled_step(run_dir: Path) -> int:
     """The step that the job is profiled in, counted from 1; 0 for none."""
     wanted = run_dir / SPANS / _WANTED
     return int(wanted.read_text()) if wanted.exists() else 0
-
-
-def run_directory(rendezvous: str) -> Path:
-    """The run directory of a job that meets at `rendezvous`: the folder that its store is in. Raises ConfigError."""
-    parts = urlsplit(rendezvous)
-    if parts.scheme != "file" or parts.netloc or not parts.path.startswith("/"):
-        raise ConfigError("rendezvous", rendezvous, "must be file:///… : the store in the job's run directory")
-    return Path(unquote(parts.path)).parent
 
 
 @dataclass(slots=True)

@@ -4,46 +4,97 @@ Rule: the store is for starting up and for membership, never on the data path: t
 value is bytes, at most 1 MiB; the only operation that decides anything is `compare_and_set`.
 """
 
+import os
+from collections.abc import Mapping
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
+from topotrain.rendezvous.contract import Store, Within, within
 from topotrain.rendezvous.keys import StoreError
+from topotrain.rendezvous.url import StoreUrl, parse
 
-__all__ = ["Store", "StoreError", "open_store"]
+__all__ = ["Served", "Store", "StoreError", "host_store", "open_store", "serve_store", "within"]
 
-_ACCEPTED = "file:///ABSOLUTE/DIRECTORY"
+PATIENCE = 30.0
+"""Seconds for which an operation tries to reach a server that is away."""
 
 
-class Store(Protocol):
-    """Values under keys. A key is parts of [a-z0-9_.-] joined by "/", none beginning with a dot.
+class Served(Protocol):
+    """A tcp:// store that this process serves, on threads of its own."""
 
-    Every operation may raise StoreError, and ValueError for a key or value that is none.
+    url: str
+
+    def close(self) -> None:
+        """Hang up on everybody; the values are gone."""
+        ...
+
+
+def open_store(
+    url: str, secret: bytes | None = None, patience: float = PATIENCE, environ: Mapping[str, str] | None = None
+) -> Store:
+    """The store of a URL; the caller closes it.
+
+    `file:///dir`, `tcp://host:port`, `redis://…`, `rediss://…` or `env://` (where this process's environment says).
+    With `?job=NAME` at its end, all keys lie under `jobs/NAME/`.
+
+    Args:
+        secret: 32 bytes for tcp:// stores; None: `secret.load_secret` of the environment, when it is needed.
+        patience: seconds for which an operation tries to reach a server that is away.
+        environ: instead of the process's environment.
+
+    Raises:
+        StoreError: no such kind of store (the text says what is accepted), or it cannot be opened. Servers are only
+            asked at the first operation, except for env:// under torchrun.
     """
+    address = parse(url)
+    environ = os.environ if environ is None else environ
+    if address.scheme == "env":
+        from topotrain.rendezvous.env import find
 
-    def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none."""
-        ...
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write a value, whatever was there."""
-        ...
-
-    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
-        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
-        ...
-
-    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
-        ...
+        inner: Store = find(address, environ, secret, patience, open_store)
+    else:
+        inner = _open(address, secret, patience, environ)
+    return Within(inner, f"jobs/{address.job}", owner=True) if address.job else inner
 
 
-def open_store(url: str) -> Store:
-    """The store of a URL. Raises StoreError, which says what is accepted."""
-    parts = urlsplit(url)
-    if parts.scheme != "file":
-        raise StoreError(f"rendezvous {url!r}: unknown kind {parts.scheme!r}, accepted: {_ACCEPTED}")
-    if parts.netloc or not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise StoreError(f"rendezvous {url!r}: must be {_ACCEPTED}")
-    from topotrain.rendezvous.file import FileStore  # each kind brings its own dependencies
+def serve_store(host: str, port: int, secret: bytes) -> Served:
+    """Serve a tcp:// store at an address of this machine (port 0: any) until it is closed.
 
-    return FileStore(unquote(parts.path))
+    Raises:
+        StoreError: the port is taken, or the address is none of this machine, or is all addresses at once, or one that
+            others can reach while the package for TLS is missing.
+        ValueError: the secret does not have 32 bytes.
+    """
+    from topotrain.rendezvous.tcpserver import TcpServer
+
+    return TcpServer(host, port, secret)
+
+
+def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str] | None = None) -> Served | None:
+    """For the unit of rank 0: serve the store of the URL if that is to be done here, else None.
+
+    A tcp:// URL (or one that env:// stands for) is served when its address belongs to this machine and no store is
+    there yet. Under torchrun, whose own store has MASTER_PORT, env:// serves at a free port and tells the other units
+    through torch's store.
+
+    Raises:
+        StoreError: somebody else has the port, or the URL is none.
+    """
+    from topotrain.rendezvous.env import host
+
+    return host(parse(url), os.environ if environ is None else environ, secret)
+
+
+def _open(url: StoreUrl, secret: bytes | None, patience: float, environ: Mapping[str, str]) -> Store:
+    """Each kind brings its own dependencies, so it is imported when it is wanted."""
+    if url.scheme == "file":
+        from topotrain.rendezvous.file import FileStore
+
+        return FileStore(url.path)
+    if url.scheme == "tcp":
+        from topotrain.rendezvous.secret import load_secret
+        from topotrain.rendezvous.tcp import TcpStore
+
+        return TcpStore(url.host, url.port, load_secret(environ) if secret is None else secret, patience)
+    from topotrain.rendezvous.redis import RedisStore
+
+    return RedisStore(url)

@@ -7,23 +7,31 @@ by one lock file, because a rename alone cannot compare.
 between hosts this is right: change notification (inotify) tells nothing of other hosts' writes, and nobody waits here
 while training, only while starting or when a member has gone. Nothing is synced to disk: after a crash of the machine
 the job starts again with an empty store.
+
+A file holds 8 bytes, the milliseconds that its value lives (0: for ever), then the value. Its age is judged by one
+clock only, that of the file system: the time at which it was written against the time that a file touched now gets.
+On a shared file system both come from its server, so clocks of hosts may differ. What is assumed: the server's clock
+does not jump (a value lives longer or shorter by as much), and touching a file asks the server (as NFS does; a file
+system that stamps with the clock of each host is only right for ttl when these clocks agree).
 """
 
 import fcntl
 import os
 import random
+import struct
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from topotrain.rendezvous.keys import StoreError, check_key, check_value
+from topotrain.rendezvous.keys import StoreError, check_key, check_prefix, check_ttl, check_value
 
 LOCK_SECONDS = 10.0  # a writer holds the lock for microseconds; one that is stopped in there must not stop the job
 _FIRST_PAUSE, _LAST_PAUSE = 0.002, 0.25  # seconds between looks
 _SLASH = "+"  # no key contains it: all values lie in one flat directory, so "a" and "a/b" can both exist
-_LOCK = "LOCK"  # no key has capitals
+_LOCK, _CLOCK, _TEMPORARY = "LOCK", "CLOCK", "TEMP-"  # no key has capitals
+_LIFE = struct.Struct("<Q")
 
 
 class FileStore:
@@ -47,30 +55,48 @@ class FileStore:
 
     def get(self, key: str) -> bytes | None:
         """The value, or None when there is none."""
-        path = self._path(key)
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StoreError(f"cannot read {key!r}: {error}") from error
+        return self._read(self._path(key), whole=True)
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
         """Write a value, whatever was there."""
-        path = self._path(key)
+        path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():  # else it could fall between the look and the write of a compare_and_set
-            self._write(path, value)
+            self._write(path, value, life)
 
-    def compare_and_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
         """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
-        path = self._path(key)
+        path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():
-            if self.get(key) != expected:
+            if self._read(path, whole=True) != expected:
                 return False
-            self._write(path, value)
+            self._write(path, value, life)
             return True
+
+    def delete(self, key: str) -> None:
+        """Remove a value, if there is one."""
+        path = self._path(key)
+        with self._locked():
+            self._remove(path)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys with a value that begin with `prefix`, sorted. Removes the files of values that are gone."""
+        check_prefix(prefix)
+        beginning = prefix.replace("/", _SLASH)
+        try:
+            names = [name for name in os.listdir(self._directory) if name.startswith(beginning)]
+        except OSError as error:
+            raise StoreError(f"cannot list {self._directory}: {error}") from error
+        found = []
+        for name in names:
+            if name in (_LOCK, _CLOCK) or name.startswith(_TEMPORARY):
+                continue
+            if self._read(self._directory / name, whole=False) is None:
+                self._sweep(self._directory / name)
+            else:
+                found.append(name.replace(_SLASH, "/"))
+        return sorted(found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
@@ -79,6 +105,9 @@ class FileStore:
             if value is not None and value != known:
                 return value
         raise TimeoutError(f"nothing new under {key!r} in {self._directory} within {timeout} s")
+
+    def close(self) -> None:
+        """Nothing is held open between operations."""
 
     def _path(self, key: str) -> Path:
         check_key(key)
@@ -102,17 +131,58 @@ class FileStore:
         finally:
             os.close(descriptor)
 
-    def _write(self, path: Path, value: bytes) -> None:
+    def _read(self, path: Path, whole: bool) -> bytes | None:
+        """The value, or (not whole) nothing of it; None when there is none, or none any more."""
+        try:
+            with open(path, "rb") as file:
+                head = file.read(_LIFE.size)
+                value = file.read() if whole else b""
+                written = os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        if len(head) < _LIFE.size:
+            raise StoreError(f"{path} was not written by a store of this version")
+        (life,) = _LIFE.unpack(head)
+        return None if life and self._now() - written >= life * 1_000_000 else value
+
+    def _now(self) -> int:
+        """What the file system says the time is, in ns."""
+        path = self._directory / _CLOCK
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.utime(descriptor)
+                return os.fstat(descriptor).st_mtime_ns
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StoreError(f"cannot touch {path}: {error}") from error
+
+    def _write(self, path: Path, value: bytes, life: int) -> None:
         name = ""
         try:
-            descriptor, name = tempfile.mkstemp(prefix="TEMP-", dir=self._directory)
+            descriptor, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self._directory)
             with open(descriptor, "wb") as file:
-                file.write(value)
+                file.write(_LIFE.pack(life) + value)
             os.replace(name, path)
         except OSError as error:
             if name:
                 Path(name).unlink(missing_ok=True)
             raise StoreError(f"cannot write {path}: {error}") from error
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot remove {path}: {error}") from error
+
+    def _sweep(self, path: Path) -> None:
+        """Remove the file of a value that is gone, if nobody has written a new one."""
+        with self._locked():
+            if self._read(path, whole=False) is None:
+                self._remove(path)
 
 
 def _looks(seconds: float) -> Iterator[None]:

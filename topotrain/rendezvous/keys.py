@@ -7,22 +7,40 @@ import re
 
 MAX_KEY = 200  # characters
 MAX_VALUE = 1 << 20  # bytes
+MAX_TTL = 366 * 86_400.0  # seconds
 
-_KEY = re.compile(r"[a-z0-9_-][a-z0-9_.-]*(/[a-z0-9_-][a-z0-9_.-]*)*")
+_PART = r"[a-z0-9_-][a-z0-9_.-]*"
+_KEY = re.compile(rf"{_PART}(/{_PART})*")
+_PREFIX = re.compile(rf"({_PART}/)*({_PART})?")
 
 
 class StoreError(Exception):
     """A store that cannot be opened or used; the text is for the user."""
 
 
-def check_key(key: str) -> None:
+def check_key(key: str, name: str = "key") -> None:
     """Raise ValueError when this is no key."""
     if len(key) > MAX_KEY or not _KEY.fullmatch(key):
         rule = "parts of [a-z0-9_.-] joined by '/', none beginning with a dot"
-        raise ValueError(f"key = {key!r}: must be {rule}, at most {MAX_KEY} characters")
+        raise ValueError(f"{name} = {key!r}: must be {rule}, at most {MAX_KEY} characters")
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise ValueError when no key can begin like this. Nothing, and a slash at the end, are allowed."""
+    if len(prefix) > MAX_KEY or not _PREFIX.fullmatch(prefix):
+        raise ValueError(f"prefix = {prefix!r}: must be the beginning of a key")
 
 
 def check_value(value: bytes) -> None:
     """Raise ValueError when a value is too big."""
     if len(value) > MAX_VALUE:
         raise ValueError(f"value of {len(value)} bytes: at most {MAX_VALUE}")
+
+
+def check_ttl(ttl: float | None) -> int:
+    """The same in whole milliseconds, at least 1; 0 for a value that stays. Raises ValueError."""
+    if ttl is None:
+        return 0
+    if not 0 < ttl <= MAX_TTL:
+        raise ValueError(f"ttl = {ttl!r}: must be above 0 and at most {MAX_TTL:.0f} seconds, or None")
+    return max(1, round(ttl * 1000))

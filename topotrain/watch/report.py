@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, Started, StepDone
+from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, Started, StepDone, Tabled, Tested
 from topotrain.job import Job
 from topotrain.launch import Outcome
 from topotrain.topology import Address, Role, Topology
@@ -93,13 +93,19 @@ class Report:
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         self._tallies = {str(resident): _Tally() for resident in residents}
         self._metrics: dict[str, float] = {}
+        self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
+        self._tables: dict[str, list[Tabled]] = {}
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
         match event:
             case Metrics():
                 self._metrics.update(event.values)
+            case Tested():
+                self._tests.setdefault(event.kind, []).append(event)
+            case Tabled():
+                self._tables.setdefault(event.table, []).append(event)
             case Final():
                 self._final = event.path
             case Started() | Serving() | StepDone() | Finished():
@@ -137,8 +143,12 @@ class Report:
             "samples_per_s": samples / seconds if seconds > 0 else 0.0,
             "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
             "metrics": {name: _finite(value) for name, value in self._metrics.items()},
+            "tests": _points(self._tests["test"]),
+            "validations": _points(self._tests["validate"]),
+            "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
             **_staleness(workers),
             **_traffic(list(self._tallies.values())),
+            "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
             "processes": self._processes(),
         }
@@ -190,6 +200,22 @@ def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None
                 tally.loss = event.loss
                 if math.isfinite(event.loss):  # one that is not would spoil every mean it enters
                     tally.curve.add(event.time, event.loss)
+
+
+def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
+    """A curve over the steps."""
+    return [{"step": one.step} | {name: _finite(value) for name, value in one.values.items()} for one in tests]
+
+
+def _table(name: str, held: Sequence[Tabled]) -> dict[str, Any]:
+    """A table's rows and bytes, together and by server."""
+    servers = [{"server": one.who, "rows": one.rows, "bytes": one.bytes} for one in held]
+    return {
+        "name": name,
+        "rows": sum(one.rows for one in held),
+        "bytes": sum(one.bytes for one in held),
+        "servers": servers,
+    }
 
 
 def _finite(value: float) -> float | None:

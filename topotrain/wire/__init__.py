@@ -6,12 +6,14 @@ sender to one receiver arrive in order and once on the real roads; only the simu
 thread, and a reader that waits for a writer is how two processes stop each other for ever.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from topotrain.message import Message
 from topotrain.topology import Address
+
+if TYPE_CHECKING:  # whoever only shakes hands (a store, the command line) does without torch
+    import torch
+
+    from topotrain.message import Message
 
 
 class WireError(Exception):
@@ -27,10 +29,14 @@ class Refused(WireError):
         self.text = text
 
 
+class Unreachable(WireError):
+    """Nobody answers at an address, as far as the system can tell: perhaps not yet."""
+
+
 class Resident(Protocol):
     """Whoever lives at an address."""
 
-    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+    def place(self, sender: Address, message: "Message", viewable: bool) -> "torch.Tensor | None":
         """Where the body of this message (its fields are there, the body is not yet) is to be received.
 
         The answer is 1-D and contiguous, and its size in bytes is what the schema says: a payload of another size is
@@ -39,7 +45,7 @@ class Resident(Protocol):
         """
         ...
 
-    def handle(self, sender: Address, message: Message) -> None:
+    def handle(self, sender: Address, message: "Message") -> None:
         """Take a message. A body that came as a view is 1-D uint8, one that was placed is the placed tensor."""
         ...
 
@@ -59,7 +65,7 @@ class Wire(Protocol):
         """Open the way from an attached resident to a peer. Raises WireError (Refused when the peer said no)."""
         ...
 
-    def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
+    def send(self, me: Address, to: Address, message: "Message", wait: bool = False) -> None:
         """Queue a message. Raises WireError when there is no way to the peer (any more).
 
         It does not wait for the peer, unless `wait` says that it may: then a message with a body waits until the bytes

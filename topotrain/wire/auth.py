@@ -11,6 +11,9 @@ nothing it says reaches an allocator. Four messages:
 The answering side proves itself first, so a dialer never tells its config to a stranger. Each proof is HMAC-SHA256
 with a key of its own for the side and the role of whoever proves, derived from the token in the manner of HKDF
 (RFC 5869): a proof cannot be sent back to its author, nor a worker's be used as a server's.
+
+Under TLS every proof also covers the certificate that its author has seen (the binding, see `tls`): what was said to
+somebody in between, who must have shown another one, proves nothing to anybody else.
 """
 
 import hashlib
@@ -25,6 +28,7 @@ from dataclasses import astuple, dataclass
 
 from topotrain.topology import Address, Role
 from topotrain.wire import Refused, WireError
+from topotrain.wire.lanes import Line
 
 TOKEN_BYTES = 32
 MAX_LANES = 16
@@ -33,7 +37,7 @@ CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL")
 DEADLINE = 2.0  # seconds for a whole handshake
 BUDGET = 512  # bytes each way for a whole handshake
 
-_MAGIC = b"ttHS"
+MAGIC = b"ttHS"
 _PREFIX = struct.Struct("<4sBH")  # magic, kind, length of what follows
 _HELLO = struct.Struct("<BB32sBqqBqqqqBB16s32s")
 _CHALLENGE = struct.Struct("<Bqq32s")
@@ -108,21 +112,24 @@ class Peer:
 
 
 def dial(
-    sock: socket.socket,
+    sock: Line,
     identity: Identity,
     me: Address,
     wanted: Address,
     seconds: float = DEADLINE,
     lane: Lane = ONLY,
+    binding: bytes = b"",
 ) -> Peer:
     """Introduce `me` to the resident `wanted` at the other end of a connected socket.
+
+    binding: what `tls` says of the certificate that the other end has shown; empty without TLS.
 
     Raises:
         Refused: the other side said no (its code), or could not prove that it knows the token (AUTH), or is of an
             older generation than we are (FENCED).
         Stranger: it does not speak our handshake, or not in time (TooSlow).
     """
-    talk = _Talk(sock, seconds)
+    talk = _Talk(sock, seconds, binding)
     nonce = secrets.token_bytes(32)
     numbers = (identity.incarnation, identity.generation)
     talk.send(_KIND_HELLO, _HELLO.pack(*VERSIONS, _job_hash(identity), *me, *wanted, *numbers, *astuple(lane), nonce))
@@ -142,17 +149,22 @@ def dial(
 
 
 def answer(
-    sock: socket.socket, identity: Identity, lives_here: Callable[[Address], bool], seconds: float = DEADLINE
+    sock: Line,
+    identity: Identity,
+    lives_here: Callable[[Address], bool],
+    seconds: float = DEADLINE,
+    binding: bytes = b"",
 ) -> tuple[Peer, bytes]:
     """Hear a dialer out. Returns the peer and the bytes of the WELCOME, which the caller sends first of all.
 
     The caller may still refuse the peer with `refuse`. `lives_here` says whether a wanted address is ours.
+    binding: of the certificate that we have shown; empty without TLS.
 
     Raises:
         Refused: we said no; the dialer has been told.
         Stranger: no handshake came, or not in time; whatever it was has been told nothing.
     """
-    talk = _Talk(sock, seconds)
+    talk = _Talk(sock, seconds, binding)
     try:
         return _hear(talk, identity, lives_here)
     except Refused as refused:
@@ -160,7 +172,7 @@ def answer(
         raise
 
 
-def refuse(sock: socket.socket, refused: Refused) -> None:
+def refuse(sock: Line, refused: Refused) -> None:
     """Tell the dialer no, without waiting for it to listen."""
     _Talk(sock, DEADLINE).refuse(refused)
 
@@ -199,11 +211,13 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
 class _Talk:
     """One side of a handshake: bounded bytes, one deadline, and the running transcript that every proof covers."""
 
-    def __init__(self, sock: socket.socket, seconds: float) -> None:
+    def __init__(self, sock: Line, seconds: float, binding: bytes = b"") -> None:
         self._sock = sock
         self._end = time.monotonic() + seconds
         self._left = BUDGET
         self._transcript = hashlib.sha256(b"topotrain handshake 1")
+        if binding:
+            self._transcript.update(b"over TLS to " + binding)
         self._claim = self._due = b""
 
     def send(self, kind: int, body: bytes) -> None:
@@ -221,7 +235,7 @@ class _Talk:
     def receive(self, kind: int, size: int, mac_bytes: int) -> bytes:
         """The body of the next message, which must be of this kind and size; its proof is checked by `proven`."""
         magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
-        if magic != _MAGIC or length > self._left:
+        if magic != MAGIC or length > self._left:
             raise Stranger("the other side does not speak this handshake")
         if got == _KIND_REFUSE and length >= 1:
             raise _refusal(self._read(length))
@@ -230,7 +244,7 @@ class _Talk:
         raw = self._read(length)
         body, self._claim = raw[:size], raw[size:]
         self._due = self._digest_with(kind, body)
-        self._transcript.update(_PREFIX.pack(_MAGIC, kind, length) + raw)
+        self._transcript.update(_PREFIX.pack(MAGIC, kind, length) + raw)
         return body
 
     def proven(self, key: bytes) -> bool:
@@ -242,10 +256,10 @@ class _Talk:
         text = refused.text.encode()[:_TEXT_BYTES]
         body = bytes([CODES.index(refused.code)]) + text
         with suppress(OSError):  # a dialer that is gone needs not be told
-            self._sock.send(_PREFIX.pack(_MAGIC, _KIND_REFUSE, len(body)) + body, socket.MSG_DONTWAIT)
+            self._sock.send(_PREFIX.pack(MAGIC, _KIND_REFUSE, len(body)) + body, socket.MSG_DONTWAIT)
 
     def _pack(self, kind: int, body: bytes, mac: bytes) -> bytes:
-        raw = _PREFIX.pack(_MAGIC, kind, len(body) + len(mac)) + body + mac
+        raw = _PREFIX.pack(MAGIC, kind, len(body) + len(mac)) + body + mac
         self._transcript.update(raw)
         return raw
 

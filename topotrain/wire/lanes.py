@@ -34,6 +34,14 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
+class Line(Channel, Protocol):
+    """What a handshake needs besides; the calls are those of `socket.socket`, too."""
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None: ...
+    def send(self, data: Any, flags: int = 0, /) -> int: ...
+    def recv(self, size: int, flags: int = 0, /) -> bytes: ...
+
+
 class _Place:
     """Where one direction stands: on which lane, and how much of the stripe is left."""
 
@@ -47,12 +55,14 @@ class _Place:
 
 
 class Bundle:
-    """Connected stream sockets as one `Channel`; at most one thread sends and one receives at a time.
+    """Connected stream sockets, or what stands for such, as one `Channel`.
+
+    At most one thread sends and one receives at a time.
 
     ahead: bytes that will be sent on lane 0 before the stream, and are no part of it (the welcome of a handshake).
     """
 
-    def __init__(self, lanes: Sequence[socket.socket], ahead: int = 0) -> None:
+    def __init__(self, lanes: Sequence[Channel], ahead: int = 0) -> None:
         self._lanes = tuple(lanes)
         self._out, self._in = _Place(len(lanes), STRIPE + ahead), _Place(len(lanes), STRIPE)
 
@@ -143,9 +153,9 @@ class Parking:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, socket.socket]]] = {}
+        self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, Line]]] = {}
 
-    def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: socket.socket) -> None:
+    def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: Line) -> None:
         """Keep a lane. Those of an earlier try of the same dialer are closed. Raises WireError when all is closed."""
         with self._lock:
             if self._closed:
@@ -159,7 +169,7 @@ class Parking:
             lanes[lane] = sock
             self._parked[way] = (bundle, lanes)
 
-    def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[socket.socket]:
+    def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[Line]:
         """Lanes 1 to count - 1 of a bundle. Raises WireError when they are not all there."""
         with self._lock:
             known, lanes = self._parked.pop(way, (b"", {}))
@@ -177,6 +187,6 @@ class Parking:
             self._parked.clear()
 
 
-def _close(lanes: dict[int, socket.socket]) -> None:
+def _close(lanes: dict[int, Line]) -> None:
     for sock in lanes.values():
         sock.close()

@@ -168,7 +168,7 @@ class ShmWire(SocketWire):
         WireError: the directory is open to others, or its path is too long for a Unix socket.
     """
 
-    scheme = "unix"
+    schemes = ("unix",)
 
     def __init__(
         self, identity: Identity, directory: str, memory: Memory, patience: float = 10.0, pump: Pump | None = None

@@ -14,20 +14,22 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.message import Message
 from topotrain.topology import Address
-from topotrain.wire import Refused, Resident, WireError
+from topotrain.wire import Refused, Resident, Unreachable, WireError
 from topotrain.wire.auth import DEADLINE, Identity, Lane, Peer, Stranger, TooSlow, answer, dial, refuse
-from topotrain.wire.lanes import Bundle, Channel, Parking
+from topotrain.wire.lanes import Bundle, Channel, Line, Parking
 from topotrain.wire.outbox import LINGER, Reading
 from topotrain.wire.pump import Pump
 from topotrain.wire.stream import Connection, Regions
 
 MAX_STRANGERS = 64
 BACKLOG = 128
+_HEARING = DEADLINE  # seconds for which whoever called is heard, before it has proven who it is
 
 
 class SocketWire:
@@ -38,7 +40,7 @@ class SocketWire:
     lanes: sockets per connection.
     """
 
-    scheme = ""
+    schemes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -63,6 +65,8 @@ class SocketWire:
         self._doorman: threading.Thread | None = None
         self._url = ""
         self._refused: Counter[str] = Counter()
+        self.admit: Callable[[Peer, bool], None] = lambda *_: None
+        """Told of a caller that has proven itself, and whether it has a way here already; may raise Refused."""
 
     # --- for the subclasses --------------------------------------------------------------------------------------
 
@@ -77,9 +81,16 @@ class SocketWire:
     def _inspect(self, sock: socket.socket) -> None:
         """Prepare a connected socket; raises WireError when the system says that its peer must not be heard."""
 
-    def _shape(self, sock: socket.socket, peer: Peer) -> socket.socket:
-        """The socket through which to talk to a proven peer; it may take over the one given."""
-        return sock
+    def _secure(self, sock: socket.socket, seconds: float, url: SplitResult | None = None) -> tuple[Line, bytes]:
+        """How to talk over a connected socket, before anything is said, and what our proofs are bound to.
+
+        url: what was dialed; None on the side that was called. Raises WireError.
+        """
+        return sock, b""
+
+    def _shape(self, line: Line, peer: Peer) -> Channel:
+        """The line through which to talk to a proven peer; it may take over the one given."""
+        return line
 
     # --- the contract --------------------------------------------------------------------------------------------
 
@@ -100,8 +111,9 @@ class SocketWire:
     def connect(self, me: Address, peer: Address, url: str) -> None:
         """Open the way from an attached resident to a peer; nothing happens when there is one already."""
         parts = urlsplit(url)
-        if parts.scheme != self.scheme:
-            raise WireError(f"{url}: this road takes {self.scheme}:// addresses")
+        if parts.scheme not in self.schemes:
+            taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
+            raise WireError(f"{url}: this road takes {taken} addresses")
         until, pause = time.monotonic() + self._patience, 0.02
         while (me, peer) not in self._ways:
             try:
@@ -202,19 +214,22 @@ class SocketWire:
     def _hear(self, sock: socket.socket) -> None:
         connection, kept = None, False
         try:
+            until = time.monotonic() + _HEARING
             self._inspect(sock)
-            peer, welcome = answer(sock, self._identity, self._residents.__contains__)
+            line, binding = self._secure(sock, _HEARING)
+            left = until - time.monotonic()
+            peer, welcome = answer(line, self._identity, self._residents.__contains__, left, binding)
             try:
                 if peer.lane.lanes != self._lanes:
                     raise Refused("CONFIG", f"a connection of {peer.lane.lanes} sockets, here it has {self._lanes}")
                 if peer.lane.lane:
-                    self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, sock)
-                    sock.sendall(welcome)
+                    self._parking.put((peer.me, peer.address), peer.lane.bundle, peer.lane.lane, line)
+                    line.sendall(welcome)
                 else:
-                    connection = self._enter([sock], peer, welcome)
+                    connection = self._enter([line], peer, welcome, sock)
                 kept = True
             except Refused as refused:
-                refuse(sock, refused)
+                refuse(line, refused)
                 raise
         except (WireError, OSError) as error:
             with self._lock:
@@ -235,16 +250,20 @@ class SocketWire:
     def _dial(self, me: Address, peer: Address, url: SplitResult) -> None:
         if me not in self._residents:
             raise WireError(f"{me} is not attached here")
-        socks: list[socket.socket] = []
+        lines: list[Line] = []
         bundle = secrets.token_bytes(16)
         try:
             for number in reversed(range(self._lanes)):
-                socks.insert(0, self._open(peer, url))
-                proven = dial(socks[0], self._identity, me, peer, DEADLINE, Lane(number, self._lanes, bundle))
-            connection = self._enter(socks, proven)
+                sock = self._open(peer, url)
+                lines.insert(0, sock)
+                until = time.monotonic() + DEADLINE
+                lines[0], binding = self._secure(sock, DEADLINE, url)
+                lane, left = Lane(number, self._lanes, bundle), until - time.monotonic()
+                proven = dial(lines[0], self._identity, me, peer, left, lane, binding)
+            connection = self._enter(lines, proven)
         except BaseException:
-            for sock in socks:
-                sock.close()
+            for line in lines:
+                line.close()
             raise
         if self._pump is not None:
             self._pump.add(connection)
@@ -257,7 +276,7 @@ class SocketWire:
         except BlockingIOError as error:  # a local socket whose backlog is full
             raise Refused("FULL", f"{peer} at {url.geturl()} has no room for a connection now") from error
         except OSError as error:
-            raise WireError(f"cannot reach {peer} at {url.geturl()}: {error}") from error
+            raise Unreachable(f"cannot reach {peer} at {url.geturl()}: {error}") from error
         try:
             self._inspect(sock)
         except BaseException:
@@ -267,10 +286,12 @@ class SocketWire:
 
     # --- both ----------------------------------------------------------------------------------------------------
 
-    def _enter(self, socks: list[socket.socket], peer: Peer, greeting: bytes = b"") -> Connection:
+    def _enter(
+        self, lines: list[Line], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
+    ) -> Connection:
         """Put a connection whose peer is proven into the table; what is sent from now on follows the greeting.
 
-        With a greeting we are the side that was called, and only lane 0 is given: the others are parked.
+        With the socket of a caller we are the side that was called, and only lane 0 is given: the others are parked.
         """
         way = (peer.me, peer.address)
         with self._lock:
@@ -279,16 +300,17 @@ class SocketWire:
             if peer.incarnation < self._incarnations.get(peer.address, 0):
                 known = self._incarnations[peer.address]
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
-            if greeting and _hung_up(socks[0]):
+            if caller is not None and _hung_up(caller):
                 # It may have tried again meanwhile, and must not lose its new connection to the one it gave up.
                 raise Stranger("the other side hung up before it was welcomed")
-            if greeting:
-                socks = [*socks, *self._parking.take(way, peer.lane.bundle, self._lanes)]
+            if caller is not None:
+                self.admit(peer, way in self._ways)
+                lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]
             self._incarnations[peer.address] = peer.incarnation
             generation = self._identity.generation
             resident = self._residents[peer.me]
-            roads = [self._shape(sock, peer) for sock in socks]
-            road: Channel = Bundle(roads, len(greeting)) if len(roads) > 1 else roads[0]
+            roads = [self._shape(line, peer) for line in lines]
+            road = Bundle(roads, len(greeting)) if len(roads) > 1 else roads[0]
             connection = Connection(road, *way, resident, generation, self._regions, greeting, self._leave)
             older, self._ways[way] = self._ways.get(way), connection
             self._connections.add(connection)

@@ -1,34 +1,42 @@
-"""TCP on this machine.
+"""TCP: plain on this machine, under TLS 1.3 wherever another machine can reach.
 
-Rule: loopback only. This road proves who the peer is but does not encrypt, so it refuses any address that other
-machines can reach.
+Rule: the address decides, and nobody can switch it off. A loopback address is served and dialed in the clear (tcp://),
+any other only under TLS (tls://), only with a secret, and only one by one: an address that stands for all interfaces
+would open doors that nobody has asked for.
 """
 
 import ipaddress
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from urllib.parse import SplitResult
 
 from topotrain.wire import WireError
-from topotrain.wire.auth import MAX_LANES, Identity, Peer
+from topotrain.wire.auth import MAX_LANES, TOKEN_BYTES, Identity, Peer
 from topotrain.wire.emulated import Network
+from topotrain.wire.lanes import Channel, Line
 from topotrain.wire.sockets import BACKLOG, SocketWire
+from topotrain.wire.tls import Certificate, TlsChannel, client_side, server_side
 
 # The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
 _CONGESTION = (b"cubic", b"reno")
 _LAST_PORT = 65535
+_LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no asking
 
 
 class TcpWire(SocketWire):
     """The road over TCP; its listener takes the first free port from `start_port` on (0: any).
 
-    With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection.
+    With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection. exact:
+    `start_port` and no other. host: a literal address of this machine, or a name of it. tls: on a loopback address,
+    too; all others have it anyway.
 
     Raises:
-        WireError: host is no loopback address.
+        WireError: host is no address of this machine, or stands for several, or others can reach it and there is no
+            secret (a token of zeros), or the package for TLS is missing.
     """
 
-    scheme = "tcp"
+    schemes = ("tcp", "tls")
 
     def __init__(
         self,
@@ -38,32 +46,40 @@ class TcpWire(SocketWire):
         patience: float = 10.0,
         network: Network | None = None,
         lanes: int = 1,
+        exact: bool = False,
+        tls: bool = False,
     ) -> None:
         super().__init__(identity, patience=patience, lanes=lanes)
         if not 1 <= lanes <= MAX_LANES:
             raise WireError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
         if not 0 <= start_port <= _LAST_PORT:
             raise WireError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
-        self._host, self._family = _loopback(host)
-        self._start_port = start_port
+        self._home = home(host)
+        if not self._home.loopback and identity.token == bytes(TOKEN_BYTES):
+            raise WireError(f"host = {host!r}: other machines reach it, so the job needs a secret; its token is zeros")
+        self._certificate = Certificate.make() if tls or not self._home.loopback else None
+        self._start_port, self._exact = start_port, exact
         self._network = network
 
     def _listen(self) -> tuple[socket.socket, str]:
-        ports = range(self._start_port, _LAST_PORT + 1) if self._start_port else (0,)
+        last = self._start_port if self._exact else _LAST_PORT
+        ports = range(self._start_port, last + 1) if self._start_port else (0,)
         error: OSError | None = None
         for port in ports:
-            sock = socket.socket(self._family, socket.SOCK_STREAM)
+            sock = socket.socket(self._home.family, socket.SOCK_STREAM)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((self._host, port))
+                sock.bind((self._home.address, port))
                 sock.listen(BACKLOG)  # two listeners may both bind, only one may listen: the port is ours from here
             except OSError as busy:
                 sock.close()
                 error = busy
             else:
-                shown = f"[{self._host}]" if ":" in self._host else self._host
-                return sock, f"tcp://{shown}:{sock.getsockname()[1]}"
-        raise WireError(f"no free port on {self._host} from {self._start_port} on: {error}")
+                scheme = "tcp" if self._certificate is None else "tls"
+                return sock, f"{scheme}://{self._home}:{sock.getsockname()[1]}"
+        if self._exact:
+            raise WireError(f"port {self._start_port} of {self._home} cannot be used: {error}")
+        raise WireError(f"no free port on {self._home} from {self._start_port} on: {error}")
 
     def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
         try:
@@ -71,30 +87,97 @@ class TcpWire(SocketWire):
         except ValueError as error:
             raise WireError(f"{url.geturl()}: {error}") from error
         if not host or not port:
-            raise WireError(f"{url.geturl()}: must be tcp://ADDRESS:PORT")
-        return socket.create_connection((_loopback(host)[0], port), timeout=seconds)
+            raise WireError(f"{url.geturl()}: must be {url.scheme}://ADDRESS:PORT")
+        if url.scheme == "tcp" and not _loopback(host):
+            raise WireError(f"{url.geturl()}: tcp:// is for loopback addresses such as 127.0.0.1, others have tls://")
+        return socket.create_connection((_LOCALHOST.get(host, host), port), timeout=seconds)
 
     def _inspect(self, sock: socket.socket) -> None:
         prepare(sock)
 
-    def _shape(self, sock: socket.socket, peer: Peer) -> socket.socket:
+    def _secure(self, sock: socket.socket, seconds: float, url: SplitResult | None = None) -> tuple[Line, bytes]:
+        if url is None:
+            return (sock, b"") if self._certificate is None else server_side(sock, self._certificate, seconds)
+        return client_side(sock, seconds) if url.scheme == "tls" else (sock, b"")
+
+    def _shape(self, line: Line, peer: Peer) -> Channel:
+        if isinstance(line, TlsChannel):
+            line.trust()
+            line.relay(lambda sock: self._shaped(sock, peer))
+            return line
+        assert isinstance(line, socket.socket)
+        return self._shaped(line, peer)
+
+    def _shaped(self, sock: socket.socket, peer: Peer) -> socket.socket:
         return sock if self._network is None else self._network.shape(sock, peer.me, peer.address)
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """An address of this machine to listen at, literally; `loopback`: no other machine reaches it."""
+
+    family: socket.AddressFamily
+    address: str
+    loopback: bool
+
+    def __str__(self) -> str:
+        return f"[{self.address}]" if ":" in self.address else self.address
+
+
+def home(host: str) -> Home:
+    """The address that a host stands for here; of a name with several, the first that this machine has.
+
+    Raises:
+        WireError: it is no address of this machine, or stands for all of its interfaces.
+    """
+    try:
+        found = socket.getaddrinfo(_LOCALHOST.get(host, host), None, type=socket.SOCK_STREAM) if host else []
+    except (OSError, UnicodeError) as error:
+        raise WireError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
+    for *_, (literal, *_) in found:
+        address = _plain(str(literal))
+        if address is None:
+            continue
+        if address.is_unspecified:
+            raise WireError(f"host = {host!r}: stands for every interface; must be the address of one")
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        if not address.is_multicast and _is_here(family, str(address)):
+            return Home(family, str(address), address.is_loopback)
+    raise WireError(f"host = {host!r}: must be an address of this machine, of one of its interfaces")
+
+
+def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address that means the same on every machine, IPv4 as such; None for one that names an interface, too."""
+    try:
+        address = ipaddress.ip_address(literal)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return None if address.scope_id else address.ipv4_mapped or address
+    return address
+
+
+def _is_here(family: socket.AddressFamily, address: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _loopback(host: str) -> bool:
+    """Whether this is a loopback address, said literally: what a name stands for may change under our feet."""
+    address = _plain(_LOCALHOST.get(host, host))
+    return address is not None and address.is_loopback
+
+
 def prepare(sock: socket.socket) -> None:
-    """Set a connected TCP socket up for loopback: no waiting for more bytes, and a congestion control that is fast."""
+    """Set a connected TCP socket up: no waiting for more bytes, and on loopback a congestion control that is fast."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not _loopback(str(sock.getsockname()[0])):
+        return
     for name in _CONGESTION:
         with suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return
-
-
-def _loopback(host: str) -> tuple[str, socket.AddressFamily]:
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    except ValueError as error:
-        raise WireError(f"host = {host!r}: must be a loopback address such as 127.0.0.1") from error
-    if not address.is_loopback:
-        raise WireError(f"host = {host!r}: this version only uses loopback addresses such as 127.0.0.1, see the road")
-    return str(address), socket.AF_INET6 if address.version == 6 else socket.AF_INET

@@ -1,0 +1,212 @@
+"""Other libraries' loops in a job: the examples of docs/integrations.md, and the same scripts as ordinary processes.
+
+The forkserver of these jobs has the libraries loaded: importing them takes longer than the training.
+"""
+
+import os
+import runpy
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from shop import Ended, Shop
+
+from topotrain.launch import forkserver
+
+pytestmark = pytest.mark.journey
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SYNCHRONOUS = "nworkers_per_group: 2 server_worker_separate: true"
+DOWNPOUR = "nworker_groups: 2 server_worker_separate: true"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Library:
+    """An example, what it needs and is told, and the file it writes in `out`."""
+
+    program: str
+    needs: str
+    words: tuple[str, ...]
+    out: str
+    saved: str
+
+    def arguments(self, folder: Path) -> list[str]:
+        return [*self.words, "--out", str(folder / self.out)]
+
+    def result(self, folder: Path) -> dict[str, torch.Tensor]:
+        path = folder / self.saved
+        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=False)
+        return found.get("state_dict", found)
+
+
+# 605 texts: the last batch has 29, and the two workers of a group 15 and 14 of them.
+SUMS = ("--epochs", "2", "--samples", "605", "--optim", "sgd", "--rate", "0.1")
+LIBRARIES = {
+    "transformers": Library("huggingface.py", "transformers", SUMS, "out", "out/model.safetensors"),
+    "accelerate": Library("accelerate_loop.py", "accelerate", ("--epochs", "2"), "model.pt", "model.pt"),
+    "lightning": Library("lightning_digits.py", "pytorch_lightning", ("--epochs", "2"), "out", "out/last.ckpt"),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The socket of a forkserver that has imported the libraries."""
+    for library in LIBRARIES.values():
+        if find_spec(library.needs) is None:  # not importorskip: importing takes seconds
+            pytest.skip(f"{library.needs} is not installed: pip install -e '.[dev]'")
+    heavy = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "pytorch_lightning")
+    log = tmp_path_factory.mktemp("forkserver") / "forkserver.log"
+    preload = (*forkserver.PRELOAD, "sklearn.datasets", "sklearn.model_selection", *heavy)
+    with closing(forkserver.start(log, preload, {**os.environ, **OFFLINE})) as served:
+        yield served.path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, loaded_at: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What each script saves as an ordinary process."""
+    folder = tmp_path_factory.mktemp("plain")
+    with closing(forkserver.Client(loaded_at)) as client:
+        for name, library in LIBRARIES.items():
+            run_ordinary(client, folder, name, library)
+    return {name: library.result(folder) for name, library in LIBRARIES.items()}
+
+
+def run_ordinary(client: forkserver.Client, folder: Path, name: str, library: Library) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(folder / f"{name}.log", "wb") as log:
+        request = forkserver.Request(
+            who=name,
+            call="tests.programs.ordinary:run",
+            spec={"argv": [str(EXAMPLES / library.program), *library.arguments(folder)]},
+            control=theirs.fileno(),
+            stdout=log.fileno(),
+            stderr=log.fileno(),
+            environ={**os.environ, **OFFLINE},
+        )
+        client.spawn(request)
+        answers: list[dict[str, object]] = []
+        while not any("exit" in answer or "error" in answer for answer in answers):
+            more = client.receive()
+            assert more is not None, "the forkserver is gone"
+            answers += more
+    assert answers[-1].get("exit") == 0, (answers, (folder / f"{name}.log").read_text())
+
+
+@pytest.fixture
+def hall(tmp_path: Path, loaded_at: str, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    # What a launcher of processes would say: the libraries must not wait for a second one.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    return Shop(tmp_path, loaded_at)
+
+
+def train(hall: Shop, library: Library, cluster: str, extra: str = "") -> Ended:
+    return hall.run(cluster, str(EXAMPLES / library.program), *library.arguments(hall.folder), extra=extra)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_two_workers_end_where_one_ordinary_process_does(
+    hall: Shop, plain: dict[str, dict[str, torch.Tensor]], name: str
+) -> None:
+    ended = train(hall, LIBRARIES[name], SYNCHRONOUS)
+    expected, final = plain[name], ended.final
+    assert final.keys() <= expected.keys()
+    for parameter, value in final.items():
+        assert (value - expected[parameter]).abs().max() <= 1e-6, parameter
+    saved = LIBRARIES[name].result(hall.folder)
+    assert all(torch.equal(value, saved[parameter]) for parameter, value in final.items())
+    assert only_the_main_worker_speaks(ended)
+    steps = [process["steps"] for process in ended.report["processes"] if process["workers"]]
+    assert steps == [20 if name == "transformers" else 46] * 2
+
+
+def only_the_main_worker_speaks(ended: Ended) -> bool:
+    """Whether numbers of the training stand in its output, and in no other worker's."""
+    words = ("'loss'", "'eval_loss'", "accuracy:")
+    (log,) = (ended.workspace / "logs").glob("worker-0-1*")
+    return any(word in ended.out for word in words) and not any(word in log.read_text() for word in words)
+
+
+def test_the_servers_clip_where_the_script_does_not_see_the_mean(
+    hall: Shop, plain: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    ended = train(hall, LIBRARIES["accelerate"], SYNCHRONOUS, "grads: kHidden")
+    for parameter, value in ended.final.items():
+        assert (value - plain["accelerate"][parameter]).abs().max() <= 1e-5, parameter
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_downpour_learns(hall: Shop, name: str) -> None:
+    library = LIBRARIES[name]
+    ended = train(hall, library, DOWNPOUR)
+    steps = [process["steps"] for process in ended.report["processes"] if process["workers"]]
+    assert len(steps) == 2 and sum(steps) > 0
+    if name == "transformers":  # saved while the other group may have trained on; saved again at the end
+        saved = library.result(hall.folder)
+        assert all(torch.equal(value, saved[parameter]) for parameter, value in ended.final.items())
+        assert ended.report["last_loss"] < 2.4  # from 2.6
+    else:
+        assert accuracy_of(ended.final) > 0.5
+
+
+def accuracy_of(final: dict[str, torch.Tensor]) -> float:
+    digits = runpy.run_path(str(EXAMPLES / "digits.py"))
+    model = digits["build_model"]()
+    model.load_state_dict({name.removeprefix("net."): value for name, value in final.items()})
+    return float(digits["accuracy"](model, digits["read_digits"]()[1]))
+
+
+REFUSED = {
+    "resuming": (
+        "huggingface.py",
+        "trainer.train()",
+        "trainer.train(resume_from_checkpoint='here')",
+        "resume_from_checkpoint = 'here': must be left out: continuing a job is not built",
+    ),
+    "best model": (
+        "huggingface.py",
+        "        save_total_limit=1,",
+        "        load_best_model_at_end=True,",
+        "load_best_model_at_end = true: must be false",
+    ),
+    "a last batch of one": (
+        "huggingface.py",
+        "options.samples, seed=1",
+        "97, seed=1",
+        "dataloader_drop_last = false: a batch has fewer samples than the group has workers",
+    ),
+    "no model": (
+        "accelerate_loop.py",
+        "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)",
+        "optimizer, loader = accelerator.prepare(optimizer, loader)",
+        "Accelerator.prepare = '0 models': one model and one optimizer, in one call",
+    ),
+    "loading again": (
+        "lightning_digits.py",
+        "accumulate_grad_batches=2,",
+        "reload_dataloaders_every_n_epochs=1,",
+        "reload_dataloaders_every_n_epochs = 1: must be 0: the loader is divided once",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_hold_in_a_job_is_refused_in_words(hall: Shop, what: str) -> None:
+    program, line, instead, words = REFUSED[what]
+    text = (EXAMPLES / program).read_text()
+    assert line in text
+    (hall.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
+    (hall.folder / program).write_text(text.replace(line, instead))
+    out = ["--out", str(hall.folder / "out"), "--epochs", "1"]
+    ended = hall.run(SYNCHRONOUS, str(hall.folder / program), *out, code=2)
+    assert words in " ".join(ended.err.split()), ended.err

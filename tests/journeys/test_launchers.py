@@ -1,0 +1,187 @@
+"""The same job under other people's tools, really run: a two-node Slurm, submitit, mpirun, torchrun.
+
+All of them live in a town of their own (../slurm_town.py): its network has no way out, and nothing survives it.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from shop import PROGRAMS
+from slurm_town import Missing, Town, add_forkserver, add_slurm, town
+
+pytestmark = pytest.mark.journey
+
+THREE = "nworkers_per_group: 2 server_worker_separate: true"
+DOWNPOUR = "nworker_groups: 2 server_worker_separate: true"
+ONE = "nworkers_per_group: 2 nworkers_per_procs: 2"
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_oob_tcp_if_include": "lo",  # left out by default, and there is no other
+    "OMPI_MCA_btl": "self",
+}
+SLURM_MISSING: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    with ExitStack() as stack:
+        try:
+            here = stack.enter_context(town(tmp_path_factory.mktemp("town")))
+        except Missing as missing:
+            pytest.skip(str(missing))
+        here.environ.update(MPI, TOPOTRAIN_TOKEN="5e" * 32)
+        try:
+            add_slurm(here)
+        except Missing as missing:
+            SLURM_MISSING.append(str(missing))
+        add_forkserver(here)
+        yield here
+
+
+@dataclass(frozen=True)
+class Street:
+    """Runs jobs in a folder of its own inside the town."""
+
+    place: Town
+    folder: Path
+
+    def launch(
+        self, name: str, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), through: str = ""
+    ) -> "subprocess.CompletedProcess[str]":
+        """`through`: Python code that starts the command, which is its arguments, in place of us."""
+        conf = self.folder / "job.conf"
+        conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n')
+        start = ["run", f"--forkserver={self.place.environ['TOPOTRAIN_FORKSERVER']}"]
+        start = start if name == "run" else ["launch", name]
+        words = [*start, *options, conf.name, str(PROGRAMS / program), *args]
+        before = [sys.executable, "-c", through] if through else []
+        return self.place.run(*before, sys.executable, "-m", "topotrain", *words, cwd=self.folder)
+
+    def final(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "job" / "final.safetensors")
+
+    def left(self) -> str:
+        """What of a job still runs in the town."""
+        done = self.place.run("ps", "-eo", "stat,args")
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("Z")]
+        return "\n".join(line for line in lines if "topotrain" in line and "forkserver" not in line)
+
+
+@pytest.fixture
+def street(place: Town, tmp_path: Path) -> Street:
+    return Street(place, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def expected(place: Town, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What `topotrain run` makes of it."""
+    here = Street(place, tmp_path_factory.mktemp("run"))
+    done = here.launch("run", THREE, "small.py")
+    assert done.returncode == 0, done.stderr
+    return here.final()
+
+
+LAUNCHES = {
+    "srun": ("--nodes=2",),
+    "submitit": ("--wait",),
+    "mpirun": ("--pass=--oversubscribe",),
+    "torchrun": (),
+}
+
+
+def needed(name: str) -> None:
+    """Skip where the launcher's tool is missing."""
+    if name in ("srun", "slurm", "submitit") and SLURM_MISSING:
+        pytest.skip(SLURM_MISSING[0])
+    if name == "submitit":
+        pytest.importorskip("submitit")
+    if name == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("no mpirun (Debian: openmpi-bin)")
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_synchronous_job_ends_with_the_bits_of_run(
+    name: str, street: Street, expected: dict[str, torch.Tensor]
+) -> None:
+    needed(name)
+    done = street.launch(name, THREE, "small.py", options=LAUNCHES[name])
+    assert done.returncode == 0, done.stdout + done.stderr
+    final = street.final()
+    assert final.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(final[key], value), key
+    assert street.left() == ""
+
+
+def test_a_batch_job_is_queued(street: Street) -> None:
+    needed("slurm")
+    done = street.launch("slurm", DOWNPOUR, "small.py", options=("--nodes=2", "--json"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    street.place.wait_for("the job", ["scontrol", "show", "job", told["job"]], "JobState=COMPLETED")
+    assert street.final()
+    assert "main says hello" in Path(told["output"]).read_text()
+
+
+def test_what_slurm_refuses_is_bad_input(street: Street) -> None:
+    needed("slurm")
+    done = street.launch("slurm", DOWNPOUR, "small.py", options=("--pass=--partition=nowhere",))
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "options"),
+    [
+        ("srun", THREE, ("--nodes=2",)),  # in step, so that the worker surely comes to the step at which it fails
+        ("slurm", ONE, ("--wait",)),
+        ("submitit", ONE, ("--wait",)),
+        ("mpirun", ONE, ()),
+        ("torchrun", ONE, ()),
+    ],
+)
+def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], street: Street) -> None:
+    needed(name)
+    done = street.launch(name, cluster, "wrong.py", "raise", options=options)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "a fault of the program" in done.stdout + done.stderr
+    assert street.left() == ""
+
+
+def test_torchrun_starts_everybody_again(street: Street) -> None:
+    """The program fails in its first life; in the second nothing of the first must be in the way."""
+    lived = street.folder / "lived"
+    done = street.launch("torchrun", THREE, "second_life.py", str(lived), options=("--pass=--max-restarts=1",))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lived.exists()
+    assert "the first life ends" in done.stderr
+    assert street.final()
+
+
+INTERRUPT = """
+import signal, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, text=True)
+for line in process.stdout:
+    if "training" in line:
+        process.send_signal(signal.SIGINT)
+raise SystemExit(process.wait())
+"""
+
+
+def test_ctrl_c_ends_a_step_of_slurm(street: Street) -> None:
+    needed("srun")
+    done = street.launch("srun", ONE, "wrong.py", "endless", through=INTERRUPT)
+    assert done.returncode == 130, done.stdout + done.stderr
+    street.place.wait_for("the end of the step", ["squeue", "--steps", "--noheader"])
+    assert street.left() == ""

@@ -1,0 +1,119 @@
+"""The same job on a real Ray cluster of three nodes, which stand on this machine in a town of their own."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from shop import PROGRAMS, Shop
+from slurm_town import Missing, Town, town
+
+pytestmark = pytest.mark.journey
+
+ROOT = Path(__file__).parents[2]
+THREE = "nworkers_per_group: 2 server_worker_separate: true"
+TWO = "nworkers_per_group: 2 nservers_per_group: 2"
+QUICK = {f"RAY_health_check_{what}": number for what, number in [("period_ms", "500"), ("failure_threshold", "4")]}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "TOPOTRAIN_TOKEN": "5e" * 32, "PYTHONPATH": str(ROOT)}
+WHERE = re.compile(r"unit (\d) is on \S+ \(Ray node (\w+)\)")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    pytest.importorskip("ray", reason="no ray: pip install 'topotrain[ray]'")
+    folder = tmp_path_factory.mktemp("ray")
+    ours = Path(tempfile.mkdtemp(prefix="tt-ray-"))  # for sockets, whose paths must be short
+    try:
+        with town(folder) as here:
+            here.environ.update(QUIET | QUICK, RAY_TMPDIR=str(ours))
+            here.spawn(sys.executable, str(ROOT / "tests" / "ray_town.py"), str(folder), log="ray")
+            here.wait_for("Ray", folder / "address", patience=120)
+            yield here
+    except Missing as missing:
+        pytest.skip(str(missing))
+    finally:
+        shutil.rmtree(ours, ignore_errors=True)
+
+
+def words(place: Town, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()) -> list[str]:
+    conf = f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n'
+    Path("job.conf").write_text(conf)
+    address = "--pass=address=" + (place.folder / "address").read_text()
+    launch = [sys.executable, "-m", "topotrain", "launch", "ray", address, "--pass=room=30", *options]
+    return [*launch, "job.conf", str(PROGRAMS / program), *args]
+
+
+@contextmanager
+def started(place: Town, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """In the town, with stderr that can be read while it runs."""
+    environ = {**os.environ, **place.environ}
+    inside = place.words(["env", f"--chdir={os.getcwd()}", "sh", "-c", 'echo $$ >&2; exec "$@"', "sh", *command])
+    with subprocess.Popen(inside, env=environ, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        yield process
+
+
+def left(place: Town) -> str:
+    """What of a job still runs in the town; Ray calls an actor by its name."""
+    done = place.run("ps", "-eo", "stat,args")
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("Z")]
+    return "\n".join(line for line in lines if "topotrain" in line or "Seat" in line)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_three_units_on_three_nodes_end_with_the_bits_of_run(cluster: Town, shop: Shop) -> None:
+    done = cluster.run(*words(cluster, THREE, "small.py", options=("--pass=strategy=STRICT_SPREAD",)), cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert len({node for _, node in WHERE.findall(done.stderr)}) == 3, done.stderr
+    assert "main says hello" in done.stdout
+    final = load_file("job/final.safetensors")
+    for key, value in shop.run(THREE, "small.py", name="run").final.items():
+        assert torch.equal(final[key], value), key
+    assert left(cluster) == ""
+
+
+def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Town) -> None:
+    with started(cluster, words(cluster, TWO, "wrong.py", "endless", options=("--json",))) as process:
+        assert process.stderr is not None
+        pid = process.stderr.readline().strip()
+        for line in process.stderr:
+            if "training" in line:
+                cluster.run("kill", "-INT", pid)
+                break
+        rest = process.stderr.read()
+        assert process.wait(60) == 130, rest
+    assert left(cluster) == ""
+
+
+def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Town) -> None:
+    """The last test of this cluster, which has only two nodes after it."""
+    options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")
+    where: dict[str, str] = {}
+    with started(cluster, words(cluster, TWO, "node_lost.py", str(Path.cwd() / "lived"), options=options)) as process:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            where.update(WHERE.findall(line))
+            if "the first life waits" in line:
+                nodes = json.loads((cluster.folder / "nodes").read_text())
+                kill = next(k for k, node in enumerate(nodes) if k and node.startswith(tuple(where.values())))
+                (cluster.folder / f"kill-{kill}").touch()
+        text = "".join(said)
+        assert process.wait(60) == 0, text
+    assert "is lost" in text
+    assert "all units start again" in text
+    assert load_file("job/final.safetensors")
+    assert left(cluster) == ""

@@ -1,0 +1,73 @@
+"""`tt.data_parallel` by hand: shards meet over a directory and a real Redis server, and one of them is killed."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from redisserver import MISSING, PASSWORD, redis_server
+from shells import ROOT, Shells, ended
+from shop import PROGRAMS, Shop
+
+pytestmark = pytest.mark.journey
+
+LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2"
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[int]:
+    """The port of a server of its own; 0 where there is none."""
+    try:
+        import redis as _  # noqa: F401
+    except ImportError:
+        yield 0
+        return
+    if MISSING:
+        yield 0
+        return
+    (tmp_path / "redis").mkdir()
+    with redis_server(tmp_path / "redis") as url:
+        yield urlsplit(url).port or 0
+
+
+def test_shards_end_with_the_parameters_of_topotrain_run_and_with_one_another(
+    shells: Shells, shop: Shop, redis: int
+) -> None:
+    handlers = ["--file", "store", *(["--redis", str(redis)] if redis else []), "--dies"]
+    shells.environ["REDIS_PASSWORD"] = PASSWORD
+    for number in ("1", "0"):
+        shells.python(str(PROGRAMS / "shards.py"), "--shard", number, *handlers)
+    expected = shop.run(LAYOUT, "shards.py", extra="reduce: kSum").final
+    last, first = ended(shells.all, [-signal.SIGKILL, 1])
+    for name in ("file", "redis") if redis else ("file",):
+        for number in range(2):
+            final = torch.load(shells.folder / f"{name}-{number}.pt")
+            assert final.keys() == expected.keys()
+            for key, value in expected.items():
+                torch.testing.assert_close(final[key], value, rtol=1e-6, atol=1e-6)
+        assert (shells.folder / name / "final.safetensors").exists()
+        assert f"{name}: loss 0." in first
+    # One more start over the same directory, which remembers two starts; its shard 1 was killed.
+    assert "shard 1 is gone, the job cannot go on" in first or "lost server 0/1" in first
+    assert "the server of shard 0: ready" in first
+    assert "Traceback" not in first
+    starts = 3 if redis else 2
+    assert first.count("exit net of shard 0") == starts
+    assert last.count("exit net of shard 1") == starts - 1
+    left = {name.partition(".room")[0] for name in os.listdir(shells.folder / "store")}
+    assert left <= {"LOCK", "CLOCK", "jobs+parallelize", "jobs+parallelize+lobby+2+round", "jobs+parallelize+seats+1"}
+
+
+def test_the_page_s_commands_train(shells: Shells) -> None:
+    text = (ROOT / "docs" / "data-parallel.md").read_text(encoding="utf-8")
+    commands = list(dict.fromkeys(re.findall(r"^shell \d\$ python (.+)$", text, re.MULTILINE)))
+    assert len(commands) == 2
+    for command in reversed(commands):
+        shells.python(*command.replace("examples/", f"{ROOT}/examples/").split(), "--epochs=1")
+    first, _ = reversed(ended(shells.all, [0, 0]))
+    assert re.search(r"^accuracy: 0\.\d+", first, re.MULTILINE)
+    assert "the result is in" in first

@@ -1,0 +1,79 @@
+"""A small model, trained through a door whose processes are started by hand, or plainly, or under `topotrain run`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topotrain as tt
+
+SAMPLES, BATCH = 65, 13  # shares are unequal
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(SAMPLES, 40, generator=generator)
+    data = TensorDataset(x, x[:, :4].argmax(dim=1))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def beside(addresses: str, number: int, workspace: str) -> None:
+    """One of several processes, each a worker and a server."""
+    from topotrain.front.joining import StaticStore, join
+    from topotrain.job import Cluster, Job
+    from topotrain.rendezvous.secret import load_secret
+    from topotrain.topology import Address, Role
+
+    count = len(addresses.split(","))
+    job = Job(cluster=Cluster(nworkers_per_group=count, nservers_per_group=count, workspace=workspace))
+    me, server = Address(Role.WORKER, 0, number), Address(Role.SERVER, 0, number)
+    join(job, me, StaticStore(addresses.split(",")), load_secret(os.environ), serves=[server])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--paddle", default="", help="flags of tt.init: name=value,...")
+    parser.add_argument("--tf", default="", help="ps hosts/worker hosts/job/task")
+    parser.add_argument("--beside", default="", help="addresses of all servers; this is the first, or --number")
+    parser.add_argument("--number", type=int, default=0)
+    parser.add_argument("--workspace", default="")
+    parser.add_argument("--wait-at", default="", help="a file: made after the first step, which is followed by many")
+    options = parser.parse_args()
+    if options.paddle:
+        flags = dict(word.split("=") for word in options.paddle.split(";"))
+        tt.init(is_local=False, save_dir=options.workspace, **flags)
+    if options.beside:
+        beside(options.beside, options.number, options.workspace)
+    setter = None
+    if options.tf:
+        ps, workers, job, task = options.tf.split("/")
+        cluster = tt.train.ClusterSpec({"ps": ps.split(","), "worker": workers.split(",")})
+        server = tt.train.Server(cluster, job, int(task), sync=True, workspace=options.workspace)
+        if job == "ps":
+            server.join()
+            return
+        setter = tt.train.replica_device_setter(cluster=cluster)
+    with tt.train.device(setter):
+        model, optimizer, loader = build()
+    model, optimizer, loader = tt.prepare(model, optimizer, loader)
+    for epoch in tt.epochs(10**6 if options.wait_at else options.epochs):
+        for x, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+        if options.wait_at and not epoch:
+            Path(options.wait_at).touch()
+    tt.report(steps=1.0)
+    print("the script is over", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Every worker waits for ever in its first life, which it notes beside the file that the command line names."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topotrain as tt
+
+torch.manual_seed(0)
+model = nn.Linear(6, 3)
+data = TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(data, batch_size=16))
+lived = Path(f"{sys.argv[1]}-{tt.rank()}")
+for _ in tt.epochs(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if not lived.exists():
+            lived.touch()
+            print("the first life waits", flush=True)
+            while True:
+                time.sleep(1)

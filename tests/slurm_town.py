@@ -1,0 +1,166 @@
+"""A town of its own for launchers: namespaces in which nothing but loopback exists, and a real Slurm of two nodes.
+
+Rule: whatever runs inside dies with the town, and the town dies with us: its first process waits for the end of its
+stdin. The second address on loopback is there because resolvers answer nothing for a machine that has only 127.0.0.1.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PATIENCE_S = 30.0
+FIRST = "hostname localhost && ip link set lo up && ip address add 10.77.0.1/32 dev lo && echo up"
+KINDS = ("net", "uts", "pid", "ipc", "mount")
+SLURM = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
+CONF = """
+ClusterName=town
+SlurmctldHost=localhost
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+KillWait=5
+SlurmdParameters=config_overrides
+NodeName=a NodeHostname=localhost NodeAddr=127.0.0.1 Port=17001 CPUs=8
+NodeName=b NodeHostname=localhost NodeAddr=127.0.0.1 Port=17002 CPUs=8
+PartitionName=all Nodes=a,b Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Missing(Exception):
+    """The town cannot be built here; the text says what is missing."""
+
+
+@dataclass(frozen=True)
+class Town:
+    """`pid` is its first process; `environ` is what those who run inside should know."""
+
+    pid: int
+    folder: Path
+    environ: dict[str, str] = field(default_factory=dict)
+    spawned: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+
+    def words(self, command: Sequence[str]) -> list[str]:
+        return ["nsenter", f"--target={self.pid}", *(f"--{kind}" for kind in KINDS), "--", *command]
+
+    def spawn(self, *command: str, log: str) -> None:
+        """Start what runs until the town ends."""
+        with (self.folder / f"{log}.log").open("ab") as out:
+            environ = {**os.environ, **self.environ}
+            where = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            self.spawned.append(subprocess.Popen(self.words(command), env=environ, **where))  # type: ignore[call-overload]
+
+    def run(
+        self, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        everything = {**os.environ, **self.environ, **(environ or {})}
+        # nsenter would go to the first process's folder, that of the whole town
+        words = self.words(["env", f"--chdir={cwd or self.folder}", *command])
+        return subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
+
+    def wait_for(self, what: str, ready: "list[str] | Path", says: str = "", patience: float = PATIENCE_S) -> None:
+        """Until a file exists, or a command's output contains `says`."""
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            if isinstance(ready, Path):
+                if ready.exists():
+                    return
+            else:
+                done = self.run(*ready)
+                if done.returncode == 0 and says in done.stdout:
+                    return
+            time.sleep(0.05)
+        logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+        raise AssertionError(f"{what} is not ready after {patience:g} s\n{logs}")
+
+
+@contextmanager
+def town(folder: Path) -> Iterator[Town]:
+    """An empty town. Raises Missing."""
+    for program in ("unshare", "nsenter", "ip"):
+        if shutil.which(program) is None:
+            raise Missing(f"no {program} (Debian: util-linux, iproute2)")
+    flags = [f"--{kind}" for kind in KINDS]
+    command = ["unshare", *flags, "--fork", "--mount-proc", "--kill-child", "sh", "-c", f"{FIRST} && exec cat"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    outside = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+    place = None
+    try:
+        if outside.stdout.readline() != b"up\n":
+            raise Missing(f"no namespaces for this user: {outside.stderr.read().decode().strip()}")
+        children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
+        folder.mkdir(parents=True, exist_ok=True)
+        place = Town(int(children[0]), folder)
+        yield place
+    finally:
+        outside.kill()
+        outside.wait()
+        for pipe in (outside.stdin, outside.stdout, outside.stderr):
+            pipe.close()
+        if place is not None:
+            _bury(place)
+
+
+def _bury(place: Town) -> None:
+    """Those who led into the town end with it. A forkserver that was killed could not remove its own folder."""
+    for process in place.spawned:
+        process.wait(PATIENCE_S)
+    if "TOPOTRAIN_FORKSERVER" in place.environ:
+        shutil.rmtree(Path(place.environ["TOPOTRAIN_FORKSERVER"]).parent, ignore_errors=True)
+
+
+def add_slurm(place: Town) -> None:
+    """Two nodes, a and b, and their controller. Raises Missing."""
+    for program in SLURM:
+        if shutil.which(program) is None:
+            raise Missing(f"no {program} (Debian: slurm-wlm, munge)")
+    folder = place.folder / "slurm"
+    for name in ("state", "spool-a", "spool-b"):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge.key"
+    key.touch(0o600)
+    key.write_bytes(os.urandom(128))
+    conf = folder / "slurm.conf"
+    conf.write_text(CONF.format(folder=folder))
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    place.environ["SLURM_CONF"] = str(conf)
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    # --force: the way there leads through /tmp, which all may write
+    place.spawn("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files, log="munged")
+    place.wait_for("munged", folder / "munge.socket")
+    place.spawn("slurmctld", "-D", "-i", "-f", str(conf), log="slurmctld")
+    for node in ("a", "b"):
+        place.spawn("slurmd", "-D", "-N", node, "-f", str(conf), log=f"slurmd-{node}")
+    place.wait_for("Slurm", ["sinfo", "--noheader", "--format=%T=%D"], "idle=2")
+
+
+def add_forkserver(place: Town) -> None:
+    """One forkserver for all units inside, so that torch is loaded once."""
+    code = (
+        "import sys, time; from pathlib import Path; from topotrain.launch import forkserver;"
+        "served = forkserver.start(Path(sys.argv[1])); Path(sys.argv[2] + '.new').write_text(served.path);"
+        "Path(sys.argv[2] + '.new').rename(sys.argv[2]); time.sleep(1e6)"
+    )
+    told = place.folder / "forkserver"
+    place.spawn(sys.executable, "-c", code, str(place.folder / "forkserver.log"), str(told), log="forkserver-start")
+    place.wait_for("the forkserver", told)
+    place.environ["TOPOTRAIN_FORKSERVER"] = told.read_text()

@@ -1,0 +1,73 @@
+"""The files that tie other libraries in: who may import them, what they say, and when a batch counts."""
+
+import subprocess
+import sys
+
+import pytest
+from test_floors import PACKAGE, SHELVES, read
+
+from topotrain.front import context, guest
+
+LIBRARIES = {
+    "accelerate": ("accelerate", "transformers"),
+    "transformers": ("transformers", "transformers"),
+    "lightning": ("pytorch_lightning", "lightning"),
+}
+
+
+def test_nobody_in_the_package_imports_them():
+    """They import their library at once, for they have a class of it as a base; so only scripts may import them."""
+    ours = {f"topotrain.front.{name}" for name in LIBRARIES}
+    found = [
+        use.complain("only scripts import it")
+        for reader in read(PACKAGE)
+        for use in reader.imports
+        if use.file != "front/transformers.py" and any((use.name + ".").startswith(f"{name}.") for name in ours)
+    ]
+    assert not found
+    assert {f"front/{name}.py" for name in LIBRARIES} == {
+        file for library, _ in LIBRARIES.values() for file in SHELVES[library]
+    }
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_library_is_named(name):
+    library, extra = LIBRARIES[name]
+    gone = f"import sys; sys.modules.update(dict.fromkeys(['{library}', 'lightning']))"
+    if name == "lightning":
+        # None in sys.modules would look like a package that the script has imported.
+        gone = "import importlib.util; importlib.util.find_spec = lambda name: None"
+    code = f"{gone}; import topotrain.front.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"is not installed: pip install 'topotrain[{extra}]'")
+
+
+class Book:
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.told.append((name, *args))
+
+
+def test_a_batch_counts_when_it_is_handed_on():
+    book = Book()
+    handing = guest.Handing(book)
+    handing.drawn(7, 0, 4.0, 4)
+    handing.drawn(7, 1, 3.0, 3)
+    assert book.told == []
+    assert handing.hand_on() == 4.0
+    assert book.told == [("drawn", 7, 0, 4.0, 4)]
+    handing.left_early(0, 2)
+    assert handing.hand_on() == 0.0
+    assert book.told[1:] == [("left_early", 0, 2)]
+
+
+def test_outside_a_job_nothing_is_hidden_or_refused(monkeypatch):
+    assert context.current() is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    guest.hide_launcher()
+    assert guest.os.environ["WORLD_SIZE"] == "2"
+    guest.refuse("resume_from_checkpoint", True, "must be left out")
+    assert not guest.has_final_values_only_at_the_end()

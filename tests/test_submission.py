@@ -1,0 +1,276 @@
+"""What every launcher would submit, what it refuses, and that no secret stands where others can read it."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topotrain import textproto
+from topotrain.job import ConfigError
+from topotrain.launch import ray, slurm, tool, torchrun
+from topotrain.launch.launchers import LAUNCHERS, launch
+from topotrain.launch.submission import Options, submission, without_password
+from topotrain.rendezvous import StoreError
+from topotrain.topology import layout
+
+SECRET = "5e" * 32
+OURS = ("torchrun", "slurm", "srun", "submitit", "mpirun", "ray")
+THREE = "nworkers_per_group: 2 server_worker_separate: true"
+
+
+def ask(name: str, folder: Path, cluster: str = THREE, dry_run: bool = True, **options: Any) -> str:
+    conf = f'name: "My job" program: "train.py" args: "--lr=0.1" cluster {{ {cluster} workspace: "{folder}" }}'
+    job = textproto.loads(conf)
+    environ = {"TOPOTRAIN_TOKEN": SECRET}
+    return launch(name, job, layout(job.cluster), Options(**options), environ, dry_run).text
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_dry_run_shows_every_unit_and_no_secret_and_writes_nothing(name: str, tmp_path: Path) -> None:
+    text = ask(name, tmp_path / "w", id="j1", rendezvous="redis://me:hush@store/0")
+    assert "hush" not in text
+    assert SECRET not in text
+    folder = tmp_path / "w" / "launch" / "j1"
+    unit = "topotrain.launch.torchrun" if name == "torchrun" else "topotrain unit"
+    assert f"-m {unit} {folder}/job.conf" in text
+    assert "TOPOTRAIN_RENDEZVOUS=redis://me:***@store/0?job=j1" in text
+    assert f"TOPOTRAIN_TOKEN_FILE={folder}/token" in text
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torchrun", ["--nnodes=1 --nproc-per-node=3 --standalone --no-python"]),
+        ("srun", ["srun --ntasks=3 --cpus-per-task=1", "--kill-on-bad-exit=1", "--export=ALL", "'--job-name=My job'"]),
+        (
+            "slurm",
+            [
+                "#!/bin/sh\n",
+                "#SBATCH --ntasks=3\n",
+                '#SBATCH "--job-name=My job"\n',
+                "\nexec srun --ntasks=3",
+                "bad-exit",
+            ],
+        ),
+        ("mpirun", ["mpirun -np 3 --bind-to none", "-x TOPOTRAIN_RENDEZVOUS -x TOPOTRAIN_TOKEN_FILE"]),
+        ("submitit", ["nodes = 1", "tasks_per_node = 3", "--kill-on-bad-exit=1"]),
+    ],
+)
+def test_what_would_be_submitted(name: str, words: list[str], tmp_path: Path) -> None:
+    text = ask(name, tmp_path)
+    for word in words:
+        assert word in text, text
+
+
+def test_several_nodes(tmp_path: Path) -> None:
+    four = "nworkers_per_group: 4"
+    text = ask("torchrun", tmp_path, four, hosts=("n1", "n2"), id="j1", extra=("--max-restarts=2",))
+    assert "--nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=n1:29400 --rdzv-id=j1 --max-r" in text
+    assert "--nodes=2 --nodelist=n1,n2 --partition=x" in ask(
+        "srun", tmp_path, four, nodes=2, hosts=("n1", "n2"), extra=("--partition=x",)
+    )
+    text = ask("slurm", tmp_path, four, nodes=2, extra=("--comment=two words",))
+    assert "#SBATCH --nodes=2\n" in text
+    assert '#SBATCH "--comment=two words"\n' in text
+    assert "--host n1:3,n2 " in ask("mpirun", tmp_path, four, hosts=("n1", "n1", "n1", "n2"))
+    text = ask("submitit", tmp_path, four, nodes=2, extra=("timeout_min=60", "slurm_partition=x"))
+    for line in ("nodes = 2", "tasks_per_node = 2", "timeout_min = 60", "slurm_partition = 'x'"):
+        assert f"\n  {line}\n" in text
+
+
+def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
+    text = ask("ray", tmp_path, extra=("address=10.0.0.1:6379", "gpus=2"))
+    assert "ray.init(address='10.0.0.1:6379')" in text
+    assert text.count("{'CPU': 1, 'GPU': 2.0}") == 3
+    assert "strategy='SPREAD'" in text
+    copies = "nworker_groups: 2 nserver_groups: 2"  # of each shard there are two, which shall not go with one node
+    assert "strategy='STRICT_SPREAD'" in ask("ray", tmp_path, copies)
+    assert "strategy='PACK'" in ask("ray", tmp_path, copies, extra=("strategy=PACK",))
+
+
+def test_every_life_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
+    job = textproto.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    first = submission(job, layout(job.cluster), Options(id="x", rendezvous="redis://h/0"), {})
+    assert ray.lived(first, 0) is first
+    third = ray.lived(first, 2)
+    assert (third.id, third.rendezvous) == ("x.life-2", "redis://h/0?job=x.life-2")
+    assert third.environ["TOPOTRAIN_RENDEZVOUS"] == third.rendezvous
+
+
+def test_ray_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[ray\]'"):
+        ask("ray", tmp_path / "w", dry_run=False)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_unit_of_several_processes_gets_as_many_cpus(tmp_path: Path) -> None:
+    both = "nworkers_per_group: 4 nworkers_per_procs: 4 nserver_groups: 1 nservers_per_group: 1"
+    assert "--cpus-per-task=5" in ask("srun", tmp_path, both)
+    assert "{'CPU': 5}" in ask("ray", tmp_path, both)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("slrum", {}, ["launcher", "slrum", "torchrun", "slurm", "submitit", "mpirun"]),
+        ("torchrun", {"nodes": 2}, ["--nodes", "2", "3 units", "1, 3"]),
+        ("torchrun", {"nodes": 3}, ["--hosts"]),
+        ("torchrun", {"hosts": ("a", "b", "c")}, ["--id", "same on each"]),
+        ("submitit", {"nodes": 2}, ["--nodes", "2", "1, 3"]),
+        ("submitit", {"extra": ("--partition=x",)}, ["--pass", "--partition=x", "timeout_min=60"]),
+        ("mpirun", {"nodes": 2}, ["--nodes", "--hosts"]),
+        ("slurm", {"extra": ("gpu",)}, ["--pass", "gpu", "--partition"]),
+        ("srun", {"id": "Big One"}, ["--id", "Big One", "a-z"]),
+        ("srun", {"id": "a", "rendezvous": "redis://h/0?job=b"}, ["--id", "'a'", "'b'"]),
+        ("ray", {"nodes": 2}, ["--nodes", "strategy="]),
+        ("ray", {"extra": ("strategy=WIDE",)}, ["--pass", "strategy=WIDE", "STRICT_SPREAD"]),
+        ("ray", {"extra": ("cpus=many",)}, ["--pass", "cpus=many", "cpus=N"]),
+        ("mpirun", {"max_restarts": 1}, ["--max-restarts", "1", "not for mpirun", "ray and kubernetes"]),
+        ("local", {"image": "x"}, ["--image", "not for local", "kubernetes"]),
+        ("ray", {"with_secret": True}, ["--with-secret", "not for ray"]),
+        ("local", {"nodes": 2}, ["--nodes", "local"]),
+        ("local", {"rendezvous": "redis://u:hush@h"}, ["--rendezvous", "local", "***"]),
+    ],
+)
+def test_bad_input(name: str, options: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ask(name, tmp_path, **options)
+    for word in words:
+        assert word in str(refused.value)
+    assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "program"), [("slurm", "sbatch"), ("srun", "srun"), ("mpirun", "mpirun")])
+def test_a_missing_tool_says_what_to_install(
+    name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"{program}.*not on PATH.*Debian") as refused:
+        ask(name, tmp_path / "w", dry_run=False)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_job_that_is_in_the_rendezvous_keeps_its_name(tmp_path: Path) -> None:
+    assert "/launch/night-7/job.conf" in ask("srun", tmp_path, rendezvous="redis://h/0?job=night-7")
+    assert "=rediss://h/0?ca=x&job=n8\n" in ask("srun", tmp_path, rendezvous="rediss://h/0?ca=x", id="n8")
+
+
+def test_every_life_under_torchrun_has_a_name_of_its_own() -> None:
+    environ = {"TOPOTRAIN_RENDEZVOUS": "redis://h/0?job=a", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert torchrun.rendezvous(environ) == "redis://h/0?job=a"
+    assert torchrun.rendezvous({**environ, "TORCHELASTIC_RESTART_COUNT": "2"}) == "redis://h/0?job=a.life-2"
+
+
+def test_passwords_are_not_shown() -> None:
+    assert without_password("redis://:hush@h:1/0?job=a") == "redis://:***@h:1/0?job=a"
+    assert without_password("file:///a@b:c/d") == "file:///a@b:c/d"
+
+
+def test_what_was_submitted_is_kept_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
+    job = textproto.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    made = submission(job, layout(job.cluster), Options(id="x"), {})
+    made.write()
+    made.write()  # another node of the same torchrun
+    assert textproto.load(made.folder / "job.conf") == job
+    assert (made.folder / "token").read_text() == SECRET
+    assert {path.name for path in made.folder.iterdir()} == {"job.conf", "token"}
+    for path in (made.folder, *made.folder.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+    other = textproto.loads(f'name: "b" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    with pytest.raises(ConfigError, match=r"--id.*taken by another job"):
+        submission(other, layout(other.cluster), Options(id="x"), {}).write()
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", "5e5e")
+    with pytest.raises(StoreError, match="TOPOTRAIN_TOKEN"):
+        submission(job, layout(job.cluster), Options(id="y"), {}).write()
+
+
+def test_a_token_file_of_the_users_own_is_only_named(tmp_path: Path) -> None:
+    job = textproto.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}/w" }}')
+    mine = tmp_path / "mine"
+    mine.touch(0o600)
+    mine.write_text(SECRET)
+    made = submission(job, layout(job.cluster), Options(id="x"), {"TOPOTRAIN_TOKEN_FILE": str(mine)})
+    made.write()
+    assert made.environ["TOPOTRAIN_TOKEN_FILE"] == str(mine)
+    assert not (made.folder / "token").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "code"),
+    [
+        ("JobId=1 JobName=x JobState=COMPLETED ExitCode=0:0", "COMPLETED", 0),
+        ("JobId=1 JobName=x JobState=RUNNING ExitCode=0:0", "RUNNING", 1),
+        ("JobId=1 JobName=x JobState=FAILED ExitCode=2:0", "FAILED", 2),
+        ("JobId=1 JobName=x JobState=FAILED ExitCode=0:9", "FAILED", 137),
+        ("JobId=1 JobName=x JobState=TIMEOUT ExitCode=0:0", "TIMEOUT", 1),
+    ],
+)
+def test_the_state_of_a_slurm_job(
+    said: str, state: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "scontrol"
+    asked.write_text(f"#!/bin/sh\necho '{said}'\n")
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert slurm.look("1") == (state, code)
+    asked.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2\nexit 1\n")
+    assert slurm.look("1") == ("FORGOTTEN", 1)
+    asked.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    assert slurm.look("1")[0] in slurm.QUIET_STATES
+
+
+def test_a_tool_in_front_gives_its_code(tmp_path: Path) -> None:
+    assert tool.run([sys.executable, "-c", "raise SystemExit(5)"], {}) == 5
+    assert tool.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}) == 137
+    assert tool.run([sys.executable, "-c", "import os; raise SystemExit(int(os.environ['A']))"], {"A": "6"}) == 6
+
+
+def test_ctrl_c_ends_the_tool_and_tells_the_signal(tmp_path: Path) -> None:
+    tell = tmp_path / "told"
+    child = f"trap 'echo ended > {tell}; exit 0' TERM; echo up; while :; do sleep 0.05; done"
+    code = f"""
+from topotrain.launch import tool
+try:
+    tool.run(["sh", "-c", {child!r}], {{}})
+except tool.Interrupted as came:
+    raise SystemExit(128 + came.number)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as out:
+        assert out.readline() == b"up\n"
+        process.send_signal(2)
+        assert process.wait(30) == 130
+    assert tell.read_text() == "ended\n"
+
+
+@pytest.mark.journey
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "job.conf").write_text(f'name: "a" cluster {{ {THREE} workspace: "w" }}')
+    (tmp_path / "t.py").write_text("")
+
+    def run(*words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "topotrain", "launch", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = run("mpirun", "--dry-run", "--json", "--pass", "--oversubscribe", "job.conf", "t.py", "--dry-run")
+    told = json.loads(done.stdout)
+    assert (told["launcher"], told["units"], told["code"]) == ("mpirun", 3, 0)
+    assert "--oversubscribe" in told["dry_run"]
+    assert told["id"].startswith("a-")
+    done = run("local", "--dry-run", "job.conf", "t.py")
+    assert [line.split(" --rank ")[1][0] for line in done.stdout.splitlines()] == ["0", "1", "2"]
+    done = run("slrum", "job.conf", "t.py")
+    assert done.returncode == 2
+    assert all(name in done.stderr for name in LAUNCHERS)
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,64 @@
+"""The rows of a table as files: a folder with `index.json` and `part-00000.safetensors`, `part-00001.safetensors`, …
+
+Each part holds `ids` (int64, [n]) and `values` ([n, width]), n rows that were touched, in no order, of about 16 MB:
+neither who writes nor who reads ever holds the whole table.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topotrain.front.final import load_tensors, save_tensors
+from topotrain.job import ConfigError
+
+PART_BYTES = 16 << 20
+
+
+def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
+    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    names, count = [], 0
+    for number, (ids, values) in enumerate(_gathered(rows)):
+        names.append(f"part-{number:05d}.safetensors")
+        save_tensors({"ids": ids, "values": values}, temporary / names[-1], {"format": "pt"})
+        count += len(ids)
+    (temporary / "index.json").write_text(json.dumps({**described, "count": count, "parts": names}, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+    return count
+
+
+def _gathered(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What comes in small pieces, in large ones."""
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    size = 0
+    for ids, values in rows:
+        if held and size + ids.nbytes + values.nbytes > PART_BYTES:
+            yield torch.cat([i for i, _ in held]), torch.cat([v for _, v in held])
+            held, size = [], 0
+        if len(ids):
+            held.append((ids, values))
+            size += ids.nbytes + values.nbytes
+    if held:
+        yield torch.cat([i for i, _ in held]), torch.cat([v for _, v in held])
+
+
+def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, values) of each part of a folder. Raises ConfigError if it is none, or has rows of another width."""
+    try:
+        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        names = [str(name) for name in index["parts"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("table", str(folder), f"must be a folder with index.json and parts: {error}") from None
+    for name in names:
+        held = load_tensors(folder / Path(name).name)
+        if held.keys() != {"ids", "values"} or held["values"].dim() != 2 or held["values"].shape[1] != width:
+            raise ConfigError("table", str(folder / name), f"must hold ids and values of {width} elements")
+        yield held["ids"], held["values"]

@@ -1,0 +1,243 @@
+"""The units of a job that run elsewhere, as one unit sees them: who lives, and how the job ends.
+
+Rule: a job ends once, by compare-and-set on `end`, with the first cause. Whoever has lost a peer waits for a better
+reason first, and where none comes looks who is missing. The store decides nothing while training goes on: when it is
+away the job goes on, and only who stays silent for LOST_S though the store is there ends it.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, Started, StepDone, from_json, to_json
+from topotrain.launch.introduction import End, Hosts
+from topotrain.launch.meeting import ALIVE_S, BEAT_S
+from topotrain.rendezvous import Store, StoreError
+from topotrain.rendezvous.registry import Registry
+
+LOST_S = 10.0
+"""A unit that was silent for so long is gone, whatever its peers have noticed."""
+STORE_LOST_S = 5.0
+"""Unit 0 is gone when the store that it serves was away for so long."""
+_PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": ALIVE_S + 1.0})
+"""How long a failure of a kind that may have a cause elsewhere waits for it."""
+_WATCH_S = 5.0
+_TELL_EVERY_S = 5.0  # between two signs of life in the registry
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The keys of this start of the job, those of the job, and its entry among all jobs (id, in the whole store)."""
+
+    run: Store
+    shared: Store
+    registry: Registry
+    id: str
+
+
+class Company:
+    """See `running.Company`.
+
+    Args:
+        stores: what to watch.
+        rank: of this unit.
+        hosts: where all units are.
+    """
+
+    def __init__(self, stores: Stores, rank: int, hosts: Hosts) -> None:
+        self._stores, self._rank, self._hosts = stores, rank, hosts
+        self._told, self._teller = socket.socketpair()
+        self._lock = threading.Lock()
+        self._cause: Failed | None = None
+        self._closed = threading.Event()
+        self._decided = threading.Event()
+        self.end: End | None = None
+        self.reports: dict[int, list[Event]] = {}
+        self._silent: dict[int, float] = {}
+        self._beaten = 0.0
+        self._answered = time.monotonic()
+        for work in (self._watch, self._look):
+            self._start(work)
+
+    def fileno(self) -> int:
+        """See `running.Company`."""
+        return self._told.fileno()
+
+    @property
+    def over(self) -> bool:
+        """See `running.Company`."""
+        return self.end is not None
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._decided.set()
+        with self._lock:
+            self._told.close()
+            self._teller.close()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    @property
+    def _name(self) -> str:
+        return self._hosts.names[self._rank]
+
+    # --- how it ends
+
+    def tell(self, cause: Failed) -> None:
+        """See `running.Company`."""
+        with self._lock:
+            first, self._cause = self._cause is None, cause
+        if first:
+            self._start(self._explain)
+
+    def signalled(self, number: int) -> None:
+        """See `running.Company`."""
+        name = "SIGINT" if number == 2 else "SIGTERM" if number == 15 else f"signal {number}"
+        end = End(128 + number, self._rank, self._name, text=f"ended by {name} to unit {self._rank} on {self._name}")
+        self._start(lambda: self._decide(end))
+
+    def wait(self, seconds: float) -> End | None:
+        """The end, if it is decided in time."""
+        self._decided.wait(seconds)
+        return self.end
+
+    def _explain(self) -> None:
+        """Wait as long as the cause deserves for one that explains it, then make it the job's."""
+        began = time.monotonic()
+        while not self._decided.is_set():
+            assert self._cause is not None
+            cause = self._cause
+            gone = self._gone() if cause.kind == "peer" else None
+            if gone is not None:
+                self._decide(End.of(self._vanished(gone), gone, self._hosts.names[gone]))
+                return
+            if time.monotonic() - began >= _PATIENCE_S.get(cause.kind, 0.0):
+                self._decide(End.of(cause, self._rank, self._name))
+                return
+            self._decided.wait(_LOOK_S)
+
+    def _gone(self) -> int | None:
+        """A unit that gives no sign of life; with the store that it served, unit 0."""
+        try:
+            living = set(self._stores.run.keys("alive/"))
+        except StoreError:
+            return 0 if self._hosts.served and self._rank else None
+        return next((rank for rank in range(len(self._hosts.names)) if f"alive/{rank}" not in living), None)
+
+    def _vanished(self, rank: int) -> Failed:
+        with_store = ", and the store with it" if self._hosts.served and rank == 0 else ""
+        text = f"unit {rank} on {self._hosts.names[rank]} vanished without a word{with_store}"
+        return Failed(f"unit {rank}", "died", text, "")
+
+    def _decide(self, end: End) -> None:
+        """Make it the end of the job, if it has none yet."""
+        try:
+            if self._stores.run.compare_and_set("end", None, end.dumped()):
+                self._deliver(end)
+            else:
+                self._deliver(End.loaded(self._stores.run.get("end") or b""))
+        except StoreError:
+            self._deliver(end)  # nobody else can be asked
+
+    def _deliver(self, end: End) -> None:
+        with self._lock:
+            if self.end is None and not self._closed.is_set():
+                self.end = end
+                self._teller.send(b"!")
+        self._decided.set()
+
+    # --- watching
+
+    def _watch(self) -> None:
+        while not self._decided.is_set():
+            try:
+                self._deliver(End.loaded(self._stores.run.watch("end", _WATCH_S)))
+            except TimeoutError:
+                continue
+            except StoreError:
+                self._decided.wait(BEAT_S)
+
+    def _look(self) -> None:
+        """Unit 0 looks after everybody and hears the user; the others look after unit 0."""
+        while not self._decided.wait(BEAT_S):
+            try:
+                if self._rank == 0:
+                    self._listen()
+                self._look_after(range(len(self._hosts.names)) if self._rank == 0 else (0,))
+                self._answered = time.monotonic()
+            except StoreError:
+                if self._rank and self._hosts.served and time.monotonic() - self._answered > STORE_LOST_S:
+                    self._deliver(End.of(self._vanished(0), 0, self._hosts.names[0]))
+
+    def _look_after(self, ranks: Sequence[int]) -> None:
+        now = time.monotonic()
+        for rank in ranks:
+            if rank == self._rank or self._stores.run.get(f"alive/{rank}") is not None:
+                self._silent.pop(rank, None)
+            elif now - self._silent.setdefault(rank, now) > LOST_S:
+                self._decide(End.of(self._vanished(rank), rank, self._hosts.names[rank]))
+
+    def _listen(self) -> None:
+        if self._stores.shared.get("stop") is not None:
+            self._decide(End(130, text="stopped by `topotrain jobs stop`"))
+        if time.monotonic() - self._beaten > _TELL_EVERY_S:
+            self._stores.registry.beat(self._stores.id)
+            self._beaten = time.monotonic()
+
+    # --- a good end
+
+    def finish(self, events: Sequence[Event]) -> None:
+        """This unit's part ended well. When all have, unit 0 ends the job; does not wait."""
+        self.reports[self._rank] = list(events)
+        self._start(self._collect if self._rank == 0 else self._report)
+
+    def _report(self) -> None:
+        raw = json.dumps([to_json(event) for event in self.reports[self._rank]]).encode()
+        while not self._decided.is_set():
+            try:
+                self._stores.run.set(f"report/{self._rank}", raw)
+                return
+            except StoreError:
+                self._decided.wait(BEAT_S)
+
+    def _collect(self) -> None:
+        for rank in range(1, len(self._hosts.names)):
+            while rank not in self.reports:
+                if self._decided.is_set():
+                    return
+                try:
+                    raw = self._stores.run.watch(f"report/{rank}", BEAT_S)
+                    self.reports[rank] = [from_json(line) for line in json.loads(raw)]
+                except TimeoutError:
+                    continue
+                except StoreError:
+                    self._decided.wait(BEAT_S)
+        self._decide(End(0))
+
+    def leave(self, state: str) -> None:
+        """By unit 0: note in the registry how the job ended. Raises StoreError."""
+        self._stores.registry.end(self._stores.id, state)
+
+
+class Notes:
+    """Keeps what a report needs of one unit's events: the last of what repeats, and all that does not."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], Event] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        if isinstance(event, Started | Serving | StepDone | Finished | Metrics | Final):
+            self._last[(type(event).__name__, getattr(event, "who", ""))] = event
+
+    @property
+    def events(self) -> list[Event]:
+        """In an order in which they may have happened."""
+        return list(self._last.values())

@@ -1,0 +1,114 @@
+"""A job whose units all run here, and which the user wants to see in a store all the same (`rendezvous:`).
+
+Rule: its processes meet in that store, it stands in the store's list of jobs, and `topotrain jobs stop` ends it. When
+the store is away, training goes on.
+"""
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+
+from topotrain.events import Failed
+from topotrain.job import ConfigError, Job
+from topotrain.launch import Outcome
+from topotrain.launch.introduction import with_job
+from topotrain.launch.meeting import BEAT_S, forget
+from topotrain.launch.submission import job_id
+from topotrain.rendezvous import Store, StoreError, host_store, open_store, within
+from topotrain.rendezvous.registry import JobRecord, Registry, UnknownJob
+from topotrain.rendezvous.secret import load_secret
+from topotrain.rendezvous.url import parse
+
+_BEAT_EVERY_S = 5.0
+
+
+class Listed:
+    """See `running.Company`; nobody else has a say in how this job ends.
+
+    Args:
+        root: the whole store.
+        id: the job's name in it.
+        url: where the job's processes meet.
+    """
+
+    def __init__(self, root: Store, id: str, url: str) -> None:
+        self.url, self.stopped = url, False
+        self._root, self._id = root, id
+        self._registry = Registry(root)
+        self._told, self._teller = socket.socketpair()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        threading.Thread(target=self._watch, name="listed", daemon=True).start()
+
+    def fileno(self) -> int:
+        """See `running.Company`."""
+        return self._told.fileno()
+
+    @property
+    def over(self) -> bool:
+        """See `running.Company`."""
+        return self.stopped
+
+    def tell(self, cause: Failed) -> None:
+        """See `running.Company`."""
+        self._teller.send(b"!")
+
+    def signalled(self, number: int) -> None:
+        """See `running.Company`."""
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            try:
+                with suppress(UnknownJob):  # somebody has cleared the list; the job may still be told to end
+                    self._registry.beat(self._id)
+                self._root.watch(f"jobs/{self._id}/stop", _BEAT_EVERY_S)
+            except TimeoutError:
+                continue
+            except StoreError:
+                self._closed.wait(BEAT_S)
+                continue
+            with self._lock:
+                if not self._closed.is_set():
+                    self.stopped = True
+                    self._teller.send(b"!")
+            return
+
+    def ended(self, outcome: Outcome) -> None:
+        """Note how the job ended."""
+        state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
+        with suppress(StoreError):
+            self._registry.end(self._id, state)
+
+    def close(self) -> None:
+        """Stop watching, and take away what the job's processes have said to each other."""
+        with self._lock:  # the thread may be waiting for the store, and is not waited for
+            self._closed.set()
+            self._told.close()
+            self._teller.close()
+        with suppress(StoreError):
+            forget(within(self._root, f"jobs/{parse(self.url).job}"))
+        self._root.close()
+
+
+@contextmanager
+def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[Listed | None]:
+    """The job's place in the store of its `rendezvous`; None for a job that names none. Raises ConfigError."""
+    if not job.rendezvous:
+        yield None
+        return
+    with ExitStack() as stack:
+        try:
+            url, secret = parse(job.rendezvous), load_secret(environ)
+            served = host_store(job.rendezvous, secret, environ)
+            if served is not None:
+                stack.callback(served.close)
+            root = open_store(with_job(job.rendezvous, ""), secret)
+            id = url.job or job_id(job)
+            Registry(root).add(JobRecord(id, job.name, units=1, hosts=(socket.gethostname(),)))
+        except StoreError as error:
+            raise ConfigError("rendezvous", None, str(error)) from None
+        place = Listed(root, id, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"))
+        stack.callback(place.close)
+        yield place

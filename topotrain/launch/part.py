@@ -1,0 +1,252 @@
+"""The life of one unit that somebody else has started: it meets the others, runs its part, and ends with them.
+
+Rule: every unit ends with the same code and the same cause. The folder of its run is private and goes with it.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+
+from topotrain.events import Event, Notice
+from topotrain.job import ConfigError, Job
+from topotrain.launch import OnEvent, Outcome, Place
+from topotrain.launch.children import Calls
+from topotrain.launch.company import Company, Notes, Stores
+from topotrain.launch.introduction import End, Hosts, Over, with_job
+from topotrain.launch.meeting import Hall, Restarted, forget, outlast
+from topotrain.launch.running import DECIDE_S, Grounds, Run, Signals, signals
+from topotrain.launch.tables import DEFAULT_ID, Start
+from topotrain.launch.tool import Interrupted, interruptible
+from topotrain.launch.workspace import LOGS, claimed_by_unit, furnish
+from topotrain.rendezvous import Served, Store, StoreError, host_store, open_store
+from topotrain.rendezvous.registry import JobRecord, Registry, UnknownJob
+from topotrain.rendezvous.secret import job_key, load_secret
+from topotrain.rendezvous.url import parse
+from topotrain.topology import Topology, layout
+
+STORE_S = 3.0
+"""Seconds for which an operation tries to reach a store that is away, before it is asked again later."""
+_OPEN = "{} neither encrypts nor asks who is there: between hosts use it on a network of your own only"
+
+Watching = Callable[[Job, Topology, Topology], AbstractContextManager[OnEvent]]
+"""Opens the windows of a unit: on its job, the whole layout, and the part of it that runs here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the job ended for one unit. outcome: its code is every unit's, its cause the first one."""
+
+    outcome: Outcome
+    end: End
+    job: Job | None = None
+    topology: Topology | None = None
+    rank: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """One unit of a job on this machine.
+
+    start: which, and where all meet. given: the job, if this unit was handed one. watching: its windows. environ: where
+    secrets are looked for. calls: what a child runs; only tests change it. forkserver: as for `LocalLauncher`.
+    """
+
+    start: Start
+    given: Job | None
+    watching: Watching
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    calls: Calls = field(default_factory=Calls)
+    forkserver: str = ""
+
+    def live(self) -> Ended:
+        """Run the unit to its end; no process of it is left on return.
+
+        Raises:
+            ConfigError, StoreError: something is set up wrongly, or the others were not found; nothing was started.
+        """
+        url = parse(self.start.rendezvous)
+        rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
+        secret = load_secret(self.environ)
+        with ExitStack() as stack:
+            served: Served | None = None
+            if rank == 0:
+                served = host_store(self.start.rendezvous, secret, self.environ)
+                if served is not None:
+                    stack.callback(served.close)
+            root = self._open(secret)
+            stack.callback(root.close)
+            hall = Hall(root, name, rank, self.start.nprocs, secret, self.start.patience)
+            stack.callback(hall.close)
+            try:
+                with interruptible():
+                    job, hosts, workspace = self._meet(hall, root, served, stack)
+            except Over as over:
+                return Ended(Outcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
+            except Interrupted as came:
+                text = f"ended by signal {came.number} to unit {rank}"
+                return self._give_up(hall, End(128 + came.number, rank, text=text))
+            except ConfigError as error:
+                self._give_up(hall, End(2, rank, text=f"unit {rank} refused the job: {error}"))
+                raise
+            key = job_key(secret, "unit", hall.run_id)
+            return self._run(hall, root, job, hosts, workspace, key)
+
+    def _open(self, secret: bytes) -> Store:
+        """The whole store."""
+        return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
+
+    # --- before
+
+    def _meet(self, hall: Hall, root: Store, served: Served | None, stack: ExitStack) -> tuple[Job, Hosts, Path]:
+        rank = self.start.rank
+        while True:
+            try:
+                hall.enter(hall.introduce(self.start.host, self.start.rendezvous))
+                job = hall.bring(self.given) if rank == 0 else hall.take(self.given)
+                hall.check(job)
+                _check_program(job)
+                workspace = stack.enter_context(claimed_by_unit(job, rank))
+                if rank:
+                    return job, hall.learn(), workspace
+                hosts = hall.gather(self._shown(served), served is not None)
+                self._register(root, hall.id, job, hosts)
+                return job, hosts, workspace
+            except Restarted:
+                hall.close()
+
+    def _shown(self, served: Served | None) -> str:
+        """The store's URL, where the units were told nothing but env://."""
+        if parse(self.start.rendezvous).scheme != "env":
+            return ""
+        named = self.environ.get("TOPOTRAIN_RENDEZVOUS", "")
+        return served.url if served is not None else named or "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**self.environ)
+
+    def _register(self, root: Store, id: str, job: Job, hosts: Hosts) -> None:
+        registry = Registry(root)
+        with suppress(UnknownJob):
+            registry.end(id, "failed")  # of an earlier start, whose units are all gone, as we know here
+        registry.add(JobRecord(id, job.name, units=self.start.nprocs, hosts=tuple(dict.fromkeys(hosts.addresses))))
+
+    def _give_up(self, hall: Hall, end: End) -> Ended:
+        """Before anything was started: let the others know."""
+        if hall.pulse is not None:  # one that was not let in has no say
+            with suppress(StoreError):
+                hall.run.compare_and_set("end", None, end.dumped())
+            if self.start.rank == 0:
+                outlast(hall.run)  # the store may go with us
+        return Ended(Outcome(end.code, 0.0), end, rank=self.start.rank)
+
+    # --- meanwhile
+
+    def _run(self, hall: Hall, root: Store, job: Job, hosts: Hosts, workspace: Path, key: bytes) -> Ended:
+        rank, topology = self.start.rank, layout(job.cluster, hosts.numbers)
+        here = replace(topology, units=(topology.units[rank],))
+        stores = Stores(hall.run, hall.shared, Registry(root), hall.id)
+        with ExitStack() as stack:
+            run_dir = stack.enter_context(_private_folder())
+            furnish(run_dir, job, key)
+            sockets = stack.enter_context(_shared_folder(key))
+            company = stack.enter_context(closing(Company(stores, rank, hosts)))
+            heard = stack.enter_context(signals())
+            on_event = stack.enter_context(self.watching(job, topology, here))
+            notes = Notes()
+            numbers, url = ",".join(map(str, hosts.numbers)), with_job(hosts.url or self.start.rendezvous, hall.run_id)
+            place = Place(rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets))
+            logs = workspace / LOGS
+            grounds = Grounds(workspace / f"processes-{rank}.json", logs, logs / f"forkserver-unit-{rank}.log")
+
+            def hear(event: Event) -> None:
+                notes(event)
+                on_event(event)
+
+            if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
+                hear(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
+            began = time.monotonic()
+            run = Run(job, here, hear, grounds, heard, self.forkserver, company)
+            try:
+                run.begin(self.calls, [place])
+                outcome = run.watch()
+            except BaseException as error:
+                end = End(1, rank, hosts.names[rank], text=f"unit {rank} on {hosts.names[rank]} failed: {error!r}")
+                self._give_up(hall, end)
+                raise
+            finally:
+                run.destroy()
+            end = _agree(company, outcome, notes, heard)
+            for other, events in sorted(company.reports.items()):
+                for event in events if other != rank else ():
+                    on_event(event)
+            self._leave(hall, company, end)
+            whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
+            return Ended(whole, end, job, topology, rank)
+
+    def _leave(self, hall: Hall, company: Company, end: End) -> None:
+        """The last words: unit 0 tidies up when nobody needs the store any more."""
+        if self.start.rank:
+            return
+        outlast(hall.run)
+        with suppress(StoreError):
+            company.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
+            hall.close()
+            if end.code:  # whoever has submitted the job may ask why it failed
+                forget(hall.run, but="end")
+            else:
+                forget(hall.run)
+                hall.shared.delete("run")
+
+
+def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals) -> End:
+    """Wait until all agree how the job has ended; a signal ends it."""
+    if outcome.code == 0 and not company.over:
+        company.finish(notes.events)
+        with DefaultSelector() as selector:
+            selector.register(company.fileno(), EVENT_READ)
+            selector.register(heard.woken, EVENT_READ)
+            while not company.over and not heard.came:
+                selector.select()
+        if heard.came and not company.over:
+            company.signalled(heard.came[0])
+    elif outcome.cause is not None and not company.over:
+        company.tell(outcome.cause)
+    return company.wait(DECIDE_S) or End(outcome.code or 1, failed=outcome.cause, text="nobody agreed on the end")
+
+
+def _check_program(job: Job) -> None:
+    if not Path(job.program).is_file():
+        where = f"on {os.uname().nodename}, looked for from {os.getcwd()}"
+        raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
+
+
+def _base() -> str:
+    """Unix sockets live below it, whose paths may have 107 bytes."""
+    return "/tmp" if len(tempfile.gettempdir()) > 60 else tempfile.gettempdir()
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="topotrain-", dir=_base()))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _shared_folder(key: bytes) -> Iterator[Path]:
+    """The folder of this start that its units on this machine have in common. Raises ConfigError."""
+    path = Path(_base()) / f"topotrain-{hashlib.sha256(b'folder' + key).hexdigest()[:16]}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    info = path.lstat()
+    if info.st_uid != os.geteuid() or info.st_mode & 0o077 or not path.is_dir():
+        raise ConfigError("folder", str(path), "must belong to this user, with mode 0700")
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,50 @@
+"""What a program started and left behind: found by the mark in its environment, and killed."""
+
+import os
+import selectors
+import signal
+import time
+from pathlib import Path
+
+from topotrain.launch import RUN_VARIABLE
+
+SWEEP_S = 1.0
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with TOPOTRAIN_RUN=`mark` in their environment, and their forks."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _is_marked(int(name), mark)]
+
+
+def _is_marked(pid: int, mark: str) -> bool:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie, refused for a stranger's process
+    except OSError:
+        return False
+    return f"{RUN_VARIABLE}={mark}".encode() in environ.split(b"\0")
+
+
+def sweep(mark: str) -> None:
+    """Kill what carries the mark: whatever a program started and left behind, in a process group of its own."""
+    deadline = time.monotonic() + SWEEP_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        for pid in left:
+            _kill_marked(pid, mark)
+
+
+def _kill_marked(pid: int, mark: str) -> None:
+    """Kill, holding on to the process while we look again whether it is still the one that was found."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _is_marked(pid, mark):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            with selectors.DefaultSelector() as selector:
+                selector.register(pidfd, selectors.EVENT_READ)
+                selector.select(SWEEP_S)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(pidfd)
