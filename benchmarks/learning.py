@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.sides import Refused, Sides, refusal
 
 LEARNER = Path(__file__).parent / "programs" / "learner.py"
-LIMIT_S = 90
+LIMIT_S = 180
 
 
 @dataclass(frozen=True, slots=True)
