@@ -362,7 +362,7 @@ def rows(size: int, found: dict[Way, list[tuple[float, list[int]]]]) -> list[Row
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4, 6, 8])
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8])
     work = [(4.5, 1024), (40.0, 1024)]
     parser.add_argument("--work", type=megabytes_in_kib, nargs="+", default=work, metavar="MB:KIB", help="data:bucket")
     parser.add_argument("--rounds", type=int, default=ROUNDS)

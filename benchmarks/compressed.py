@@ -20,7 +20,8 @@ LINK = f"link {{ bandwidth: {MBIT} }}"
 RATIO = 0.01
 SHARES = {"kFp16": 1 / 2, "kBf16": 1 / 2, "kInt8": 1 / 4 + 1 / 512, "kTopK": 2 * RATIO}  # of float32's bytes
 HIDDEN = "grads: kHidden"
-WHERE = {f"{MBIT} Mbit/s": LINK, "loopback TCP": "road: kTcp"}
+WHERE = {f"{MBIT} Mbit/s": (LINK, 1), "loopback TCP": ("road: kTcp", 8)}
+"""Place -> what the cluster block says of it, and steps per turn: seconds each on the link, 40 ms on loopback."""
 
 
 def steps(where: str, inside: str, rounds: int, count: int) -> list[Row]:
@@ -45,11 +46,15 @@ def steps(where: str, inside: str, rounds: int, count: int) -> list[Row]:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=2, help="per turn")
+    parser.add_argument("--steps", type=int, default=0, help="per turn; 0: as many as the place needs")
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:
-    return [found for where, inside in WHERE.items() for found in steps(where, inside, options.rounds, options.steps)]
+    return [
+        found
+        for where, (inside, count) in WHERE.items()
+        for found in steps(where, inside, options.rounds, options.steps or count)
+    ]
 
 
 if __name__ == "__main__":

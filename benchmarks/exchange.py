@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import ROUNDS, Row, Samples, absent, interleave, row
+from benchmarks.harness import Row, Samples, absent, interleave, row
 from benchmarks.programs.pusher import MOMENTUM, RATE, SLOPE
 from benchmarks.record import run_table, say
 from benchmarks.sides import Side, Sides, attempt, cluster
@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace) -> Sequence[Row]:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=2 * ROUNDS + 1)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="*", default=[], help="only the all-reduce, with so many ranks")
 
 

@@ -97,24 +97,28 @@ def holds(figure: float, bound: str) -> bool | None:
 
 
 def interleave(
-    sides: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, warm: Callable[[str], object] | None = None
+    sides: Mapping[str, Callable[[], float]],
+    rounds: int = ROUNDS,
+    warm: Callable[[str], object] | None = None,
+    spare: int = 1,
 ) -> dict[str, Samples]:
-    """Measure all sides in turn, `rounds` times over, after one round that does not count.
+    """Measure all sides in turn, `rounds` times over, after `spare` rounds that do not count.
 
     Args:
         sides: what each side is called, and a call that measures it once (seconds, say).
         rounds: at least ROUNDS. Raises ValueError for fewer.
         warm: called with a side's name before each of its turns; for what the turn before has driven from the caches.
+        spare: 0 where every turn starts its own processes and times them from their first step on.
     """
     if rounds < ROUNDS:
         raise ValueError(f"rounds = {rounds}: must be >= {ROUNDS}, for the median to mean something")
     found: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds + 1):
+    for number in range(spare + rounds):
         for name, measure in sides.items():
             if warm is not None:
                 warm(name)
             value = measure()
-            if number:
+            if number >= spare:
                 found[name].append(value)
     return {name: Samples(tuple(values)) for name, values in found.items()}
 

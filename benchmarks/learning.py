@@ -32,14 +32,19 @@ def job(sides: Sides, name: str, conf: str, *args: str) -> list[Point]:
     (folder / "job.conf").write_text(conf)
     command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--forkserver", sides.serve()]
     command += ["--set", f"cluster.workspace={folder / 'work'}", str(folder / "job.conf"), str(LEARNER)]
-    return _run(sides, folder, [[*command, "--out", str(folder / "points"), *args]], [{}])
+    return _run(sides, folder, [[*command, *_files(folder), *args]], [{}])
 
 
 def ddp(sides: Sides, name: str, size: int, *args: str) -> list[Point]:
     """Run DDP to its end. Raises Refused."""
     folder = sides.room(name)
-    command = [sys.executable, str(LEARNER), "--peer", "ddp", "--out", str(folder / "points"), *args]
+    command = [sys.executable, str(LEARNER), "--peer", "ddp", *_files(folder), *args]
     return _run(sides, folder, [command] * size, sides.meeting(size))
+
+
+def _files(folder: Path) -> tuple[str, ...]:
+    """Where a run writes, and where all runs of the same sides keep their digits."""
+    return "--out", str(folder / "points"), "--digits", str(folder.parent / "digits.pt")
 
 
 def _run(

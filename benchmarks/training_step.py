@@ -167,14 +167,14 @@ def _why(arrangement: Arrangement, mode: str, reason: str) -> str:
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", default=list(models.TRAINED), choices=models.TRAINED)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=0, help="per turn; 0: about half a second's")
+    parser.add_argument("--steps", type=int, default=0, help="per turn; 0: some 0.3 to 0.5 seconds'")
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:
     rows: list[Row] = []
     for model in options.models:
         say(f"  {model}")
-        rows += measure_model(model, options.rounds, options.steps or {"mlp": 6, "gpt": 3, "cnn": 5}[model])
+        rows += measure_model(model, options.rounds, options.steps or {"mlp": 4, "gpt": 2, "cnn": 4}[model])
     return rows
 
 

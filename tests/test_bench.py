@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.balance import MODELS
+from benchmarks.downpour import compared
 from benchmarks.harness import Figure, Row, absent, holds, interleave, row
 from benchmarks.markdown import anchor, results, section
 from benchmarks.record import Table, load, machine, save
@@ -30,6 +31,7 @@ def test_sides_take_turns_and_the_first_round_does_not_count() -> None:
 
     found = interleave({"a": side("a"), "b": side("b")}, 5, lambda name: order.append(f"warm {name}"))
     assert order == ["warm a", "a", "warm b", "b"] * 6
+    assert interleave({"a": lambda: 7.0}, 5, spare=0)["a"].values == (7.0,) * 5
     assert found["a"].values == (1, 2, 3, 4, 5)
     assert found["b"].over(found["a"]) == Figure(2.0, 2.0, 8.0)
     assert found["b"].figure == Figure(6.0, 2.0, 40.0)
@@ -102,6 +104,30 @@ def test_tables_say_of_themselves_what_the_list_says(name: str) -> None:
     module = import_module(f"benchmarks.{name}")
     if hasattr(module, "GOALS"):
         assert (name, bench.TABLES[name]) == (module.NAME, module.GOALS)
+
+
+def test_all_tables_fit_into_the_budget_with_room_to_spare() -> None:
+    assert bench.MINUTES.keys() == bench.TABLES.keys()
+    assert sum(bench.MINUTES.values()) <= 27
+    assert 60 * (sum(bench.MINUTES.values()) + bench.TENSORFLOW_MINUTES) + bench.ENDING_S <= bench.BUDGET_S
+    goals = [bool(goals) for goals in bench.TABLES.values()]
+    assert goals == sorted(goals, reverse=True), "what has a goal comes first, for the rest may be left out"
+
+
+def test_a_table_that_does_not_fit_is_left_out_and_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = bench.run_all(["core", "growth"], False, 31.0)
+    assert (outcome.failed, outcome.skipped) == ([], ["core", "growth"])
+    assert "growth: left out, it takes 1.9 min and 0.0 of 0.5" in capsys.readouterr().err
+    last = bench.told(2, 45.0, 31.0, outcome)
+    assert (
+        last
+        == "0 tables took 0.8 min, NOT within 0.516667 min; left out: core, growth (python -m benchmarks core growth)"
+    )
+    assert bench.told(2, 30.0, 1800.0, bench.Outcome()) == "2 tables took 0.5 min, within 30 min"
+
+
+def test_the_multiples_of_two_systems_are_compared_with_their_whole_spread() -> None:
+    assert compared(Figure(1.8, 1.6, 2.0), Figure(0.9, 0.8, 1.0)) == Figure(2.0, 1.6, 2.5)
 
 
 def test_words_choose_tables() -> None:

@@ -8,11 +8,10 @@ import argparse
 import json
 import os
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,11 +19,25 @@ import topotrain as tt
 from benchmarks.models import mlp
 
 
-def digits(wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def images(kept: Path) -> list[Tensor]:
+    """Images to learn from and images held out, then their labels; kept in a file, to spare others scikit-learn."""
+    if kept.exists():
+        return list(torch.load(kept))
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    found, labels = load_digits(return_X_y=True)
+    parts = train_test_split(found, labels, test_size=360, random_state=1, stratify=labels)
+    tensors = [torch.from_numpy(part) for part in parts]
+    own = kept.with_suffix(f".{os.getpid()}")  # several processes may be here at once
+    torch.save(tensors, own)
+    own.replace(kept)
+    return tensors
+
+
+def digits(wide: bool, kept: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1,437 images to learn from and 360 held out, as rows of 64 numbers, or of 1,024 where each pixel is 4 x 4."""
-    images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(images, labels, test_size=360, random_state=1, stratify=labels)
-    train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in parts)
+    train_x, test_x, train_y, test_y = images(kept)
 
     def rows(x: Tensor) -> Tensor:
         x = ((x - 4.9) / 6.0).float().view(-1, 1, 8, 8)
@@ -47,6 +60,7 @@ def own_seconds(model: nn.Module, x: Tensor, y: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
+    parser.add_argument("--digits", type=Path, required=True, help="where they are kept, once somebody has loaded them")
     parser.add_argument("--model", choices=("small", "mlp"), default="small")
     parser.add_argument("--peer", choices=("job", "ddp"), default="job")
     parser.add_argument("--steps", type=int, default=100)
@@ -63,7 +77,7 @@ def main() -> None:
     rank = tt.rank() if options.peer == "job" else int(os.environ["RANK"])
     slow = rank == options.slow
     torch.manual_seed(options.seed)
-    train_x, train_y, test_x, test_y = digits(options.model == "mlp")
+    train_x, train_y, test_x, test_y = digits(options.model == "mlp", options.digits)
     model: nn.Module = mlp() if options.model == "mlp" else nn.Sequential(
         nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
     )  # fmt: skip
