@@ -4,10 +4,13 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; child processes inherit it
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+import warm
 from hypothesis import HealthCheck, settings
 
 # A shared machine is slow at times; a failing example is printed in a form that can be run again.
@@ -15,11 +18,26 @@ settings.register_profile("topotrain", deadline=None, print_blob=True, suppress_
 settings.load_profile("topotrain")
 
 
-@pytest.fixture(scope="session")
-def served_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The socket of a forkserver, with torch loaded once for all the jobs of all tests."""
-    from topotrain.launch import forkserver  # here, for most tests start no job
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with whole jobs come first: they take longest, and all who run files shall end at about the same time."""
+    long = {item.path for item in items if item.get_closest_marker("journey")}
+    items.sort(key=lambda item: item.path not in long)
 
-    log = tmp_path_factory.mktemp("forkserver") / "forkserver.log"
-    with closing(forkserver.start(log)) as served:
-        yield served.path
+
+@pytest.fixture(scope="session")
+def warmed() -> Iterator[warm.Warm]:
+    """What has imported torch once for the processes of all tests."""
+    with tempfile.TemporaryDirectory(prefix="tt-") as folder, closing(warm.start(Path(folder) / "warm")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served_at(warmed: warm.Warm) -> str:
+    """The socket of a forkserver, for jobs."""
+    return warmed.served
+
+
+@pytest.fixture(scope="session")
+def warm_at(warmed: warm.Warm) -> str:
+    """The socket of who makes the processes of users' shells."""
+    return warmed.path

@@ -20,13 +20,14 @@ from shop import PROGRAMS, Shop
 UNIT = (sys.executable, "-m", "topotrain", "unit")
 TOKEN = "a" * 64
 # A forkserver makes its processes where it is itself, so each host has one.
-FORKSERVER = """
+WARM = """
 import sys
 from contextlib import closing
 from pathlib import Path
-from topotrain.launch import forkserver
-with closing(forkserver.start(Path(sys.argv[1]))) as served:
-    print(served.path, flush=True)
+sys.path.insert(0, sys.argv[2])
+import warm
+with closing(warm.start(Path(sys.argv[1]))) as running:
+    print(running.served, running.path, flush=True)
     sys.stdin.read()
 """
 
@@ -141,12 +142,13 @@ class Town:
     """Two hosts with an address each, joined by a cable: network namespaces, and a forkserver on each."""
 
     def __init__(self, folder: Path) -> None:
+        """`folder` has a short path."""
         self._folder = folder
         tag, net = f"tthosts{os.getpid()}", os.getpid() % 250
         self.names = [f"{tag}h{number}" for number in range(2)]
         self.addresses = [f"10.93.{net}.{number + 1}" for number in range(2)]
         self._served: list[subprocess.Popen[str]] = []
-        self._paths: list[str] = []
+        self._paths: list[list[str]] = []
 
     def build(self) -> None:
         for name in self.names:
@@ -158,12 +160,13 @@ class Town:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
         for number in range(2):
-            words = [*self.enter(number), sys.executable, "-c", FORKSERVER, str(self._folder / f"{number}.log")]
+            words = [*self.enter(number), sys.executable, "-c", WARM]
+            words += [str(self._folder / str(number)), str(Path(__file__).parent)]
             pipe = subprocess.PIPE
             self._served.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
         for served in self._served:
             assert served.stdout is not None
-            self._paths.append(served.stdout.readline().strip())
+            self._paths.append(served.stdout.readline().split())
 
     def pull_down(self) -> None:
         for served in self._served:
@@ -176,7 +179,11 @@ class Town:
         return ["ip", "netns", "exec", self.names[number]]
 
     def served_at(self, number: int) -> str:
-        return self._paths[number]
+        return self._paths[number][0]
+
+    def warm_at(self, number: int) -> str:
+        """Who makes processes on a host that are as those of a shell there (warm.py)."""
+        return self._paths[number][1]
 
     def listening(self, number: int) -> "Listening":
         """Who listens on a host; its forkserver is there for as long as the town is."""

@@ -2,47 +2,39 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PYTHON = sys.executable
-PATIENCE_S = 110.0
+from warm import Forked as Shell
 
-Shell = subprocess.Popen[str]
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 110.0
 
 
 class Shells:
-    """Shells in one folder, with one token."""
+    """Shells in one folder, with one token. Python runs in them, forked by who listens at `warm_at` (warm.py)."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, warm_at: str) -> None:
+        self.folder, self.warm_at = folder, warm_at
         token = {"TOPOTRAIN_TOKEN": "ab" * 32, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self.environ = {**os.environ, **token}
         self.all: list[Shell] = []
 
-    def start(self, *words: str) -> Shell:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        shell = subprocess.Popen(words, cwd=self.folder, env=self.environ, start_new_session=True, **pipes)
+    def python(self, *words: str) -> Shell:
+        shell = Shell(self.warm_at, words, self.folder, self.environ)
         self.all.append(shell)
         return shell
 
-    def python(self, *words: str) -> Shell:
-        return self.start(PYTHON, *words)
-
 
 @contextmanager
-def open_shells(folder: Path) -> Iterator[Shells]:
+def open_shells(folder: Path, warm_at: str) -> Iterator[Shells]:
     """Whoever still runs at the end is killed, with its group."""
-    opened = Shells(folder)
+    opened = Shells(folder, warm_at)
     try:
         yield opened
     finally:
         for shell in opened.all:
-            assert shell.stdout is not None
             shell.stdout.close()
             try:
                 os.killpg(shell.pid, signal.SIGKILL)

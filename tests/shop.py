@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from warm import client
 
 PROGRAMS = Path(__file__).parent / "programs"
 SANDBLASTER = "nworkers_per_group: 3 nservers_per_group: 2 server_worker_separate: true"
@@ -38,10 +39,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Shop:
-    """Runs jobs in a folder of their own."""
+    """Runs jobs in a folder of their own. `warm_at`: who makes the processes of its commands (warm.py), if anybody."""
 
     folder: Path
     served_at: str
+    warm_at: str = ""
 
     def command(
         self, cluster: str, program: str, *args: str, extra: str = "", name: str = "job", options: Sequence[str] = ()
@@ -65,6 +67,8 @@ class Shop:
     ) -> Ended:
         """Run a job to its end; its exit code must be `code`. `options` are those of `topotrain run`."""
         command = self.command(cluster, program, *args, extra=extra, name=name, options=options)
+        if self.warm_at:
+            command = [*client(self.warm_at), *command[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self.folder)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         report = self.folder / f"{name}.json"

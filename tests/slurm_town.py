@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PATIENCE_S = 30.0
+GONE_S = 5.0  # what the product promises
 FIRST = "hostname localhost && ip link set lo up && ip address add 10.77.0.1/32 dev lo && echo up"
 KINDS = ("net", "uts", "pid", "ipc", "mount")
 SLURM = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
@@ -76,6 +77,18 @@ class Town:
         # nsenter would go to the first process's folder, that of the whole town
         words = self.words(["env", f"--chdir={cwd or self.folder}", *command])
         return subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
+
+    def left(self, *words: str) -> str:
+        """Who still runs with one of `words` in the command line, after some patience; the town's forkserver is not
+        meant, but who was forked by it: such a process has its part in a job as its name."""
+        until = time.monotonic() + GONE_S
+        while True:
+            lines = self.run("ps", "-ww", "-eo", "stat,comm,args").stdout.splitlines()
+            lives = [line for line in lines if line[0] != "Z" and any(word in line for word in words)]
+            found = [line for line in lives if "forkserver" not in line or not line.split()[1].startswith("python")]
+            if not found or time.monotonic() > until:
+                return "\n".join(found)
+            time.sleep(0.05)
 
     def wait_for(self, what: str, ready: "list[str] | Path", says: str = "", patience: float = PATIENCE_S) -> None:
         """Until a file exists, or a command's output contains `says`."""

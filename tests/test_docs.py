@@ -1,12 +1,14 @@
 """What the documents say is so: links lead somewhere, commands run, code compiles, the README shows the example's diff.
 
 Commands that start with `topotrain` or `python` run, each once, in a copy of examples/; with one epoch, whatever the
-page says, and with a forkserver that all of them share. What `make` would do is only looked up in the Makefile.
+page says, and forked from processes that have imported torch, as is everything in their jobs. What `make` would do is
+only looked up in the Makefile.
 """
 
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import client
 
 import topotrain
 
@@ -121,11 +124,11 @@ Ended = Callable[[Command], "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, served_at: str) -> Ended:
+def ended(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str) -> Ended:
     """Runs all of them, two at a time, for each waits for itself much of the time; then tells how each ended."""
     tools = tmp_path_factory.mktemp("bin")
     for name, words in {"python": "", "topotrain": " -m topotrain"}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
+        (tools / name).write_text(f'#!/bin/sh\nexec {shlex.join(client(warm_at))}{words} "$@"\n')
         (tools / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     environ["TOPOTRAIN_FORKSERVER"] = served_at  # every command that starts a job asks the one that is warm

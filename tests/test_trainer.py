@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import traceback
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_front import Here, loader, unfused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from warm import Warm, client
 
 import topotrain as tt
 from topotrain import events, textproto
@@ -467,11 +467,12 @@ tt.Trainer(nn.Linear(3, 2), nn.MSELoss(), loader, loader, metrics=metrics).fit()
 STEPS = {"train_steps": 30, "disp_freq": 10, "test_freq": 12, "checkpoint_freq": 10, "checkpoint_after": 20}
 
 
-def run(served_at: str, folder: Path, program: Path, *more: str, code: int = 0):
+def run(warmed: Warm, folder: Path, program: Path, *more: str, code: int = 0):
     """(the report, stdout, stderr) of a job in `folder`."""
     fields = {**STEPS, "cluster.workspace": folder / "w"}
     sets = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "topotrain", "run", f"--forkserver={served_at}", "--report", folder / "r.json"]
+    command = [*client(warmed.path), "-m", "topotrain", "run", f"--forkserver={warmed.served}"]
+    command += ["--report", folder / "r.json"]
     command += [ROOT / "examples/conf/trainer.conf", *sets, *more, program]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
@@ -488,11 +489,11 @@ def folders(tmp_path: Path, *names: str) -> list[Path]:
 
 
 @pytest.mark.journey
-def test_sandblaster_ends_with_the_bits_of_the_same_loop_by_hand(served_at, tmp_path):
+def test_sandblaster_ends_with_the_bits_of_the_same_loop_by_hand(warmed, tmp_path):
     ours, hand = folders(tmp_path, "ours", "hand")
-    report, out, _ = run(served_at, ours, ROOT / "examples" / "trainer.py")
+    report, out, _ = run(warmed, ours, ROOT / "examples" / "trainer.py")
     (hand / "hand.py").write_text(BY_HAND)
-    run(served_at, hand, hand / "hand.py")
+    run(warmed, hand, hand / "hand.py")
     expected = load_file(hand / "w" / "final.safetensors")
     assert same(load_file(ours / "w" / "final.safetensors"), expected)
     assert same(load_file(ours / "w" / "step-30.safetensors"), expected)
@@ -505,15 +506,15 @@ def test_sandblaster_ends_with_the_bits_of_the_same_loop_by_hand(served_at, tmp_
 
 
 @pytest.mark.journey
-def test_downpour_does_the_steps_in_every_group_and_fails_with_what_a_test_raised(served_at, tmp_path):
+def test_downpour_does_the_steps_in_every_group_and_fails_with_what_a_test_raised(warmed, tmp_path):
     well, badly = folders(tmp_path, "well", "badly")
     downpour = ("--set", "cluster.nworker_groups=2", "--set", "cluster.nworkers_per_group=1")
-    report, _, _ = run(served_at, well, ROOT / "examples" / "trainer.py", *downpour)
+    report, _, _ = run(warmed, well, ROOT / "examples" / "trainer.py", *downpour)
     assert report["framework"].startswith("Downpour")
     assert {entry["steps"] for entry in report["processes"] if entry["workers"]} == {30}
     assert report["tests"][-1]["step"] == 30
     broken = badly / "broken.py"
     broken.write_text(BROKEN)
-    report, _, err = run(served_at, badly, broken, *downpour, code=1)
+    report, _, err = run(warmed, badly, broken, *downpour, code=1)
     assert report["cause"]["who"] == "worker 0/0" and report["cause"]["kind"] == "program"
     assert "output.nothing" in err

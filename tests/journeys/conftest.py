@@ -1,4 +1,4 @@
-"""What journeys need: a shop that runs jobs, and shells. The forkserver that they share is the session's
+"""What journeys need: a shop that runs jobs, and shells. What forks their processes is the session's
 (../conftest.py)."""
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from shop import Shop
 
 
 @pytest.fixture
-def shop(tmp_path: Path, served_at: str) -> Shop:
-    return Shop(tmp_path, served_at)
+def shop(tmp_path: Path, served_at: str, warm_at: str) -> Shop:
+    return Shop(tmp_path, served_at, warm_at)
 
 
 @pytest.fixture
-def shells(tmp_path: Path) -> Iterator[Shells]:
-    with open_shells(tmp_path) as opened:
+def shells(tmp_path: Path, warm_at: str) -> Iterator[Shells]:
+    with open_shells(tmp_path, warm_at) as opened:
         yield opened

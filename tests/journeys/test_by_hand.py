@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from shells import PATIENCE_S, PYTHON, ROOT, Shell, Shells, ended
+from shells import PATIENCE_S, ROOT, Shell, Shells, ended
 from shop import PROGRAMS, Shop, free_ports
 
 pytestmark = pytest.mark.journey
@@ -96,12 +96,11 @@ def test_the_page_s_commands_train(shells: Shells, page: str, port: int, backwar
     found = commands(page)
     assert len(found) >= 3
     for command in reversed(found) if backwards else found:
-        words = []
-        for word in re.sub(r" --epochs[= ]\d+", "", command).split():
-            word = re.sub(r"\b(\d{4})\b", lambda n: str(ports[int(n[1]) - port]), word)
-            word = word.replace("examples/", f"{ROOT}/examples/")
-            words += {"topotrain": [PYTHON, "-m", "topotrain"], "python": [PYTHON]}.get(word, [word])
-        shells.start(*words, *(["--epochs=1"] if "examples/" in command else []))
+        tool, *words = re.sub(r" --epochs[= ]\d+", "", command).split()
+        words = [re.sub(r"\b(\d{4})\b", lambda n: str(ports[int(n[1]) - port]), word) for word in words]
+        words = [word.replace("examples/", f"{ROOT}/examples/") for word in words]
+        before = {"topotrain": ("-m", "topotrain"), "python": ()}[tool]
+        shells.python(*before, *words, *(["--epochs=1"] if "examples/" in command else []))
     said = ended(shells.all, [0] * len(found))
     assert sum("accuracy:" in text for text in said) == 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer.main
 from shop import Shop
+from warm import client
 
 from topotrain.cli import app
 from topotrain.textproto import loads
@@ -67,16 +68,16 @@ def conf(section: str) -> str:
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, served_at: str
+    tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str
 ) -> dict[str, "Future[subprocess.CompletedProcess[str]]"]:
     """All of them, two at a time."""
 
     def run(section: str) -> "subprocess.CompletedProcess[str]":
         folder = tmp_path_factory.mktemp("here")
         (folder / "train.py").write_text(BEFORE + fence(section, "python") + AFTER)
-        words = Shop(folder, served_at).command("", str(folder / "train.py"))
+        _, *words = Shop(folder, served_at).command("", str(folder / "train.py"))
         (folder / "job.conf").write_text(conf(section))
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+        return subprocess.run([*client(warm_at), *words], cwd=folder, capture_output=True, text=True, timeout=120)
 
     pool = ThreadPoolExecutor(2)
     found = {section: pool.submit(run, section) for section in SECTIONS}

@@ -6,27 +6,19 @@ TensorFlow's, tools that start units, `tt.Trainer`). Up to rounding: a KVStore s
 with kernels of its own, `Parallelize` adds with Gloo, and the plain script adds within the whole batch.
 """
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from programs import doors
 from safetensors.torch import load_file
+from shells import ended, open_shells
 from shop import PROGRAMS, Shop, free_ports
 
 pytestmark = pytest.mark.journey
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = str(PROGRAMS / "doors.py")
-TOKEN = {"TOPOTRAIN_TOKEN": "d0" * 32}
-PATIENCE_S = 90.0
 CLOSE = 1e-6  # of a tensor's norm
 
 APART = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
@@ -41,37 +33,18 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def here(at: Path, served_at: str) -> Shop:
-    return Shop(at, served_at)
-
-
-Shell = subprocess.Popen[str]
-
-
-def start(at: Path, *words: str, environ: Mapping[str, str] | None = None) -> Shell:
-    everything = {**os.environ, **TOKEN, "PYTHONPATH": str(ROOT), **(environ or {})}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, *words], cwd=at, env=everything, start_new_session=True, **pipes)
-
-
-def ended(shells: Sequence[Shell]) -> None:
-    """All have come to their end; whatever happens, nobody is left."""
-    try:
-        with ThreadPoolExecutor(len(shells)) as pool:
-            said = list(pool.map(lambda shell: shell.communicate(timeout=PATIENCE_S)[0], shells))
-    finally:
-        for shell in shells:
-            with suppress(ProcessLookupError):
-                os.killpg(shell.pid, signal.SIGKILL)
-            shell.wait()
-    assert [shell.returncode for shell in shells] == [0] * len(shells), "\n---\n".join(said)
+def here(at: Path, served_at: str, warm_at: str) -> Shop:
+    return Shop(at, served_at, warm_at)
 
 
 @pytest.fixture(scope="module")
-def by_hand(at: Path) -> Callable[[str], Values]:
+def by_hand(at: Path, warm_at: str) -> Callable[[str], Values]:
     """The result of a door whose processes are started by hand: each of them goes through all of these doors."""
     ports = [str(port) for port in free_ports(5)]
-    ended([start(at, PROGRAM, "--hand", who, "--ports", *ports) for who in ("1", "servers", "0")])
+    with open_shells(at, warm_at) as shells:
+        for who in ("1", "servers", "0"):
+            shells.python(PROGRAM, "--hand", who, "--ports", *ports)
+        ended(shells.all, [0, 0, 0])
     return lambda door: load_file(at / door / "final.safetensors")
 
 
@@ -101,13 +74,16 @@ def test_layouts_and_roads(here: Shop, expected: Values, cluster: str) -> None:
     the_same_bits(here.run(cluster, "doors.py", "prepare", name="layout").final, expected)
 
 
-def test_units_that_a_tool_starts(at: Path, served_at: str, expected: Values) -> None:
+def test_units_that_a_tool_starts(at: Path, served_at: str, warm_at: str, expected: Values) -> None:
     """With the variables of torchrun; its real processes, and those of others, are in test_launchers.py."""
     (at / "units.conf").write_text(f'name: "units" cluster {{ {BESIDE} workspace: "units" }}\n')
     words = ["-m", "topotrain", "unit", "units.conf", PROGRAM, "prepare"]
     variables = {"TOPOTRAIN_RENDEZVOUS": f"file://{at}/meet", "TOPOTRAIN_FORKSERVER": served_at, "WORLD_SIZE": "2"}
-    units = [start(at, *words, environ={**variables, "RANK": str(rank)}) for rank in (1, 0)]
-    ended(units)
+    with open_shells(at, warm_at) as shells:
+        for rank in (1, 0):
+            shells.environ |= {**variables, "RANK": str(rank)}
+            shells.python(*words)
+        ended(shells.all, [0, 0])
     the_same_bits(load_file(at / "units" / "final.safetensors"), expected)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from hosts_town import TOKEN, UNIT, Job, Town, Unit, port
 from safetensors.torch import load_file
 from shop import PROGRAMS, Shop
+from warm import client
 
 pytestmark = pytest.mark.journey
 
@@ -130,23 +132,24 @@ def test_ctrl_c_at_one_unit_ends_all(shop: Shop, jobs: list[Job]) -> None:
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    built = Town(tmp_path_factory.mktemp("town"))
-    try:
-        built.build()
-    except (OSError, subprocess.CalledProcessError) as error:
-        built.pull_down()
-        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
-    try:
-        yield built
-    finally:
-        built.pull_down()
+def town() -> Iterator[Town]:
+    with tempfile.TemporaryDirectory(prefix="tt-hosts-") as folder:
+        built = Town(Path(folder))
+        try:
+            built.build()
+        except (OSError, subprocess.CalledProcessError) as error:
+            built.pull_down()
+            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
+        try:
+            yield built
+        finally:
+            built.pull_down()
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, served_at: str) -> dict[str, torch.Tensor]:
+def alone(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_at: str) -> dict[str, torch.Tensor]:
     """What ALLREDUCE comes to on one machine."""
-    return Shop(tmp_path_factory.mktemp("alone"), served_at).run(ALLREDUCE, "small.py").final
+    return Shop(tmp_path_factory.mktemp("alone"), served_at, warm_at).run(ALLREDUCE, "small.py").final
 
 
 def hosts_url(town: Town) -> str:
@@ -205,15 +208,15 @@ def test_doors_by_hand_on_two_hosts(shop: Shop, town: Town) -> None:
     far = town.addresses
     flags = f"num_of_gradient_servers=1;port=7164;pservers={far[0]}"
     cluster = f"{far[1]}:2222/{far[0]}:2223"
-    program = (sys.executable, str(PROGRAMS / "by_hand.py"), "--workspace")
+    program = (str(PROGRAMS / "by_hand.py"), "--workspace")
     words: list[tuple[int, Sequence[str]]] = [
         (1, (*program, "paddle", "--paddle", flags)),
-        (0, (sys.executable, "-m", "topotrain", "pserver", *(f"--{flag}" for flag in flags.split(";")))),
+        (0, ("-m", "topotrain", "pserver", *(f"--{flag}" for flag in flags.split(";")))),
         (1, (*program, "tf", "--tf", f"{cluster}/ps/0")),
         (0, (*program, "tf", "--tf", f"{cluster}/worker/0")),
     ]
     with town.listening(0) as first, town.listening(1) as second:
-        shells = [Unit([*town.enter(host), *command], shop.folder, TOKEN) for host, command in words]
+        shells = [Unit([*client(town.warm_at(host)), *command], shop.folder, TOKEN) for host, command in words]
         try:
             layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true road: kTcp"
             expected = shop.run(layout, "by_hand.py").final

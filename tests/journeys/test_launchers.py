@@ -72,9 +72,7 @@ class Street:
 
     def left(self) -> str:
         """What of a job still runs in the town."""
-        done = self.place.run("ps", "-eo", "stat,args")
-        lines = [line for line in done.stdout.splitlines() if not line.startswith("Z")]
-        return "\n".join(line for line in lines if "topotrain" in line and "forkserver" not in line)
+        return self.place.left("topotrain")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shop import PROGRAMS, Shop
-from slurm_town import Missing, Town, town
+from slurm_town import Missing, Town, add_forkserver, town
 
 pytestmark = pytest.mark.journey
 
@@ -23,7 +23,12 @@ ROOT = Path(__file__).parents[2]
 THREE = "nworkers_per_group: 2 server_worker_separate: true"
 TWO = "nworkers_per_group: 2 nservers_per_group: 2"
 QUICK = {f"RAY_health_check_{what}": number for what, number in [("period_ms", "500"), ("failure_threshold", "4")]}
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "TOPOTRAIN_TOKEN": "5e" * 32, "PYTHONPATH": str(ROOT)}
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "TOPOTRAIN_TOKEN": "5e" * 32,
+    "PYTHONPATH": str(ROOT),
+}
 WHERE = re.compile(r"unit (\d) is on \S+ \(Ray node (\w+)\)")
 
 
@@ -35,6 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     try:
         with town(folder) as here:
             here.environ.update(QUIET | QUICK, RAY_TMPDIR=str(ours))
+            add_forkserver(here)  # the actors' units hear of it
             here.spawn(sys.executable, str(ROOT / "tests" / "ray_town.py"), str(folder), log="ray")
             here.wait_for("Ray", folder / "address", patience=120)
             yield here
@@ -63,9 +69,7 @@ def started(place: Town, command: list[str]) -> Iterator["subprocess.Popen[str]"
 
 def left(place: Town) -> str:
     """What of a job still runs in the town; Ray calls an actor by its name."""
-    done = place.run("ps", "-eo", "stat,args")
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("Z")]
-    return "\n".join(line for line in lines if "topotrain" in line or "Seat" in line)
+    return place.left("topotrain", "Seat")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from shop import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, Shop
+from warm import client
 
 pytestmark = pytest.mark.journey
 
@@ -109,7 +110,7 @@ def test_the_final_file_loads_in_plain_pytorch(shop: Shop) -> None:
 def test_yaml_and_python_give_the_same_job(shop: Shop) -> None:
     from topotrain import Cluster, Job, textproto
 
-    shop.run("nworkers_per_group: 2", "small.py")
+    shop.command("nworkers_per_group: 2", "small.py")
     yaml = shop.folder / "job.yaml"
     yaml.write_text(f"name: job\ncluster:\n  nworkers_per_group: 2\n  workspace: {shop.folder / 'job'}\n")
     built = Job(name="job", cluster=Cluster(nworkers_per_group=2, workspace=str(shop.folder / "job")))
@@ -120,7 +121,7 @@ def test_yaml_and_python_give_the_same_job(shop: Shop) -> None:
 
 def test_plan_with_a_program_shows_slices_and_memory(shop: Shop) -> None:
     shop.command(SANDBLASTER, "small.py")
-    command = [sys.executable, "-m", "topotrain", "plan", "--json", str(shop.folder / "job.conf")]
+    command = [*client(shop.warm_at), "-m", "topotrain", "plan", "--json", str(shop.folder / "job.conf")]
     done = subprocess.run([*command, str(PROGRAMS / "small.py")], capture_output=True, text=True, check=True)
     plan = json.loads(done.stdout)
     assert plan["nprocs"] == 5
@@ -128,12 +129,14 @@ def test_plan_with_a_program_shows_slices_and_memory(shop: Shop) -> None:
     assert str(plan).count("elements") >= 2
 
 
-def test_the_four_frameworks_learn_to_read_digits(tmp_path: Path) -> None:
+def test_the_four_frameworks_learn_to_read_digits(tmp_path: Path, served_at: str, warm_at: str) -> None:
     """What `make run` shows: the exact cluster blocks, real processes, at least 95 % on held-out digits."""
     examples = Path(__file__).parent.parent.parent / "examples"
     confs = [str(examples / "conf" / f"{name}.conf") for name in ("sandblaster", "allreduce", "downpour", "hogwild")]
-    command = [sys.executable, "-m", "topotrain", "compare", "--out", str(tmp_path), *confs]
-    done = subprocess.run([*command, str(examples / "digits.py")], capture_output=True, text=True, cwd=examples.parent)
+    command = [*client(warm_at), "-m", "topotrain", "compare", f"--forkserver={served_at}", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *confs, str(examples / "digits.py")], capture_output=True, text=True, cwd=examples.parent
+    )
     assert done.returncode == 0, done.stderr
     jobs = json.loads((tmp_path / "compare.json").read_text())["jobs"]
     assert [job["layout"]["nprocs"] for job in jobs] == [5, 3, 6, 3]
