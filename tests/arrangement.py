@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from topotrain.buffers import describe_model
+from topotrain.buffers import ModelParts, describe_model
 from topotrain.exchange import Exchange
 from topotrain.feeds import STATIC
 from topotrain.gateway import make_server
@@ -310,7 +310,16 @@ class _Crew:
             self.failed(me, error)
 
 
-def run_local(job: Job, build: Build, script: Script, shared: bool = False) -> Result:
+Describe = Callable[[Address, nn.Module, torch.optim.Optimizer], ModelParts]
+"""Takes a worker's model apart; a split model's is changed on the way."""
+
+
+def whole(me: Address, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelParts:
+    """Every worker has the whole model."""
+    return describe_model(model)
+
+
+def run_local(job: Job, build: Build, script: Script, shared: bool = False, describing: Describe = whole) -> Result:
     """Run a script as a job on the in-process road. Raises what went wrong first.
 
     shared: residents see each other's buffers, as on a host's shared memory; else everything travels.
@@ -333,7 +342,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False) -> R
         for server in dict.fromkeys((*exchange.servers, exchange.desk)):
             wire.connect(me, server, "local:")
         crew.exchanges[me] = exchange
-        handles.append(_enlist(job, topology, me, build, exchange, _zeros, crew))
+        handles.append(_enlist(job, topology, me, build, exchange, _zeros, describing))
     try:
         _train(crew, [h for h in handles if h is not None], script)
     finally:
@@ -345,9 +354,19 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False) -> R
     return Result.of(handles[0].model, workers=handles, servers=list(servers.values()), traffic=wire.traffic())
 
 
-def run_hosted(job: Job, build: Build, script: Script, directory: Path) -> Result:
-    """Run a script with the code of real processes, in threads, over the road that `cluster.road` names."""
-    topology, crew = layout(job.cluster), _Crew()
+def run_hosted(
+    job: Job,
+    build: Build,
+    script: Script,
+    directory: Path,
+    hosts: Sequence[int] = (),
+    describing: Describe = whole,
+) -> Result:
+    """Run a script with the code of real processes, in threads, over the road that `cluster.road` names.
+
+    hosts: the host of each unit, as `layout` takes them. A worker's roads are in its handle's notes.
+    """
+    topology, crew = layout(job.cluster, hosts), _Crew()
     (directory / "store").mkdir(mode=0o700)
     url = (directory / "store").as_uri()
     sockets = Path(socket_directory())
@@ -373,7 +392,9 @@ def run_hosted(job: Job, build: Build, script: Script, directory: Path) -> Resul
         found = pool.map(lambda pair: WorkerRoads(place(100 + pair[0]), pair[1]), enumerate(workers))
         roads = dict(zip(workers, found, strict=True))
     crew.exchanges.update({me: road.exchange for me, road in roads.items()})
-    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me].allocate, crew) for me in workers]
+    handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me].allocate, describing) for me in workers]
+    for handle in handles:
+        handle.notes["roads"] = roads[handle.me]
     _train(crew, handles, script, lambda me: roads[me].close(finished=not crew.errors))
     for home in homes:
         home.join(PATIENCE_S if not crew.errors else 0.0)
@@ -395,12 +416,18 @@ def _enlist(
     build: Build,
     exchange: Exchange,
     allocate: Callable[[int, torch.dtype], torch.Tensor],
-    crew: _Crew,
+    describing: Describe,
 ) -> WorkerHandle:
     """Build a worker's model here, one after another: the seed is the process's."""
     model, optimizer, *more = _seeded(build)()
     worker = Worker(
-        me, job, topology, describe_model(model), optimizer, exchange, lambda m: FlatBuffers(m, None, allocate)
+        me,
+        job,
+        topology,
+        describing(me, model, optimizer),
+        optimizer,
+        exchange,
+        lambda m: FlatBuffers(m, None, allocate),
     )
     return WorkerHandle(me, topology, model, optimizer, tuple(more), exchange, worker)
 

@@ -171,13 +171,15 @@ def test_plan_needs_no_program_to_exist(ask: Ask, here: Path) -> None:
     assert ask("plan", "down.conf")[0] == 0
 
 
-def a_schema(program: str, args: Sequence[str]) -> tuple[tuple[Parameter, ...], float]:
+def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
     assert list(args) == ["--wide"]
-    return (Parameter("w", (100, 64), (64, 1), "float32", True),), 1.0
+    parameters = (Parameter("w", (100, 64), (64, 1), "float32", True),)
+    return SimpleNamespace(model=None, loader=None, parameters=lambda: parameters, state_factor=lambda: 1.0)
 
 
 def test_plan_with_a_program_adds_slices_and_memory(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(schema_of=a_schema))
+    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(look=a_look))
+    monkeypatch.setitem(sys.modules, "topotrain.front.cutting", SimpleNamespace(cut_of=lambda *_: None))
     monkeypatch.setitem(sys.modules, "topotrain.front", SimpleNamespace())
     code, out, _ = ask("plan", "down.conf", "--json", "train.py", "--wide")
     data = json.loads(out)
@@ -188,10 +190,10 @@ def test_plan_with_a_program_adds_slices_and_memory(ask: Ask, here: Path, monkey
 
 
 def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def schema_of(program: str, args: Sequence[str]) -> None:
+    def look(program: str, args: Sequence[str]) -> None:
         raise (ZeroDivisionError if args else ConfigError)("optimizer", "LBFGS", "is not element-wise")
 
-    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(schema_of=schema_of))
+    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(look=look))
     monkeypatch.setitem(sys.modules, "topotrain.front", SimpleNamespace())
     code, _, err = ask("plan", "down.conf", "train.py", "--wide")
     assert code == 1

@@ -253,7 +253,11 @@ def test_state_comes_in_parts_from_all_servers():
 
 def test_buffers_go_to_server_0_0_as_bytes():
     door = Door(nworker_groups=2, nserver_groups=2)
-    door.exchange.put_buffers([torch.tensor([[1.0, 2.0]]).t(), torch.tensor(3)])
+    buffers = [torch.tensor([[1.0, 2.0]]).t(), torch.tensor(3)]
+    door.exchange.put_buffers(buffers)
+    assert door.take() == [], "all workers of a group hold them: worker 0 speaks"
+    door.exchange.me = ME._replace(index=0)
+    door.exchange.put_buffers(buffers)
     sent = door.take(m.BufferPut)
     assert {to for to, _ in sent} == {SERVERS[0]}
     assert [(p.group, p.index) for _, p in sent] == [(0, 0), (0, 1), (0, -1)]
@@ -286,12 +290,52 @@ def test_a_monitor_wakes_who_waits():
     assert seen == [0, 1, 2, "woken"]
 
 
+def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
+    door = Door()
+    door.exchange.left_early(3, 0)
+    door.exchange.free(0, 0, 0)  # said while the iterator is collected
+    door.take(m.LeaseFree)
+    door.exchange.tell(SERVERS[1], m.Finish(3))
+    left = m.LeftEarly(1, 3, 0)
+    assert door.take() == [(SERVERS[0], left), (SERVERS[1], left), (SERVERS[1], m.Finish(3))]
+    door.exchange.tell(SERVERS[0], m.Finish(3))
+    door.take(m.Finish)
+
+
 def test_a_script_that_an_error_ends_does_not_say_that_it_left_its_loop():
     """The others would be told of the exit, and take it for the cause."""
     for fail in (lambda door: door.exchange.lost(SERVERS[0], "gone"), lambda door: door.exchange.leave()):
         door = Door()
-        door.exchange.left_early(3, 0)
-        assert len(door.take(m.LeftEarly)) == len(SERVERS)
         fail(door)
         door.exchange.left_early(4, 0)
-        assert door.take() == []
+        door.exchange.tell(SERVERS[0], m.Finish(4))
+        door.take(m.Finish)
+    door = Door()
+    door.exchange.left_early(3, 0)  # its error unwinds the loop first, and is known later
+    door.exchange.give_up("ValueError: boom")
+    assert door.take() == [(server, m.Fail("ValueError: boom", cause=True)) for server in SERVERS]
+
+
+def test_a_cause_explains_what_was_heard_before_it():
+    door = Door()
+    exchange = door.exchange
+    exchange.handle(SERVERS[0], m.Fail("left early"))
+    door.hears(1, m.Fail("left early"))
+    door.hears(1, m.Fail("stopped", cause=True))
+    assert exchange.hear_out(lambda: False) == "stopped"
+    exchange.handle(SERVERS[0], m.Fail("gone"))
+    assert exchange.hear_out(lambda: False) == "stopped"
+    assert str(exchange.failure) == "left early"
+
+
+def test_who_hears_of_no_cause_goes_by_what_came_first():
+    late, gone, silent = Door().exchange, Door().exchange, Door().exchange
+    late.handle(SERVERS[0], m.Fail("first"))
+    late.handle(SERVERS[1], m.Fail("second"))
+    assert late.hear_out(lambda: True) == "first"
+    for server in SERVERS:
+        gone.handle(server, m.Fail(f"{server} goes"))
+        gone.lost(server, "closed")
+        silent.lost(server, "closed")
+    assert gone.hear_out(lambda: False) == f"{SERVERS[0]} goes"
+    assert silent.hear_out(lambda: False) == ""

@@ -24,9 +24,9 @@ FLOORS = (
     "message handling codecs compression reduction given collective consistency schedule "
     "update neighbor leases shard encoding windows model readers ending "
     "tables tablerows tablerules tablemodes tablebook server gateway",
-    "wire torchdist rendezvous torchurl",
-    "exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer sampling feeds streams data roads "
-    "host",
+    "jitter wire torchdist rendezvous torchurl",
+    "exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split sampling feeds streams data "
+    "roads host",
     "launch plan",
     "watch front cli",
 )
@@ -49,7 +49,7 @@ SHELVES = {
     "rich": ("cli.py", "watch/*"),
     "google.protobuf": ("protofile.py", "textproto.py"),
     "yaml": ("textproto.py", "launch/kubernetes.py"),
-    "matplotlib": ("watch/plot.py",),
+    "matplotlib": ("watch/plot.py", "watch/cutplot.py"),
     "safetensors": ("*",),
     "redis": ("rendezvous/redis.py",),
     "cryptography": ("wire/tls.py",),

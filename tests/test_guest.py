@@ -4,9 +4,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from test_floors import PACKAGE, SHELVES, read
 
-from topotrain.front import context, guest
+from topotrain.data import ShardedLoader
+from topotrain.front import api, context, guest
+from topotrain.job import Cluster, ConfigError, Job, Shard
+from topotrain.rendezvous import open_store
+from topotrain.roads import Place
+from topotrain.topology import Address, Role
 
 LIBRARIES = {
     "accelerate": ("accelerate", "transformers"),
@@ -62,6 +68,38 @@ def test_a_batch_counts_when_it_is_handed_on():
     handing.left_early(0, 2)
     assert handing.hand_on() == 0.0
     assert book.told[1:] == [("left_early", 0, 2)]
+
+
+@pytest.fixture
+def tied(tmp_path, monkeypatch):
+    """Tie a loader of `batches` batches in a worker of two groups; the job's roads are left out."""
+
+    def tie(batches, shard=Shard.kAuto, group=1, **how):
+        job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))
+        place = Place.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
+        here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, print)
+        monkeypatch.setattr(context, "_current", here)
+        monkeypatch.setattr(
+            api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, api._data_plan(here, m), None, Book()))
+        )
+        return guest.tie(torch.nn.Linear(1, 1), None, torch.utils.data.DataLoader(range(batches)), **how)[0]
+
+    return tie
+
+
+def test_a_loop_that_goes_by_the_number_of_batches_gets_just_so_many(tied):
+    for group, part in enumerate(([0, 2, 4], [1, 3])):
+        for shard in (Shard.kAuto, Shard.kStatic):
+            share = tied(5, shard, group, counted=True)
+            assert len(share) == len(list(share)) == len(part)
+    assert tied(5)._plan.mode == "lease"
+
+
+def test_what_a_counted_loop_cannot_go_by_is_refused(tied):
+    with pytest.raises(ConfigError, match="shard = 'kLease': must be kAuto or kStatic"):
+        tied(5, Shard.kLease, counted=True)
+    with pytest.raises(ConfigError, match="at least 2 batches, one for each worker group"):
+        tied(1, counted=True)
 
 
 def test_outside_a_job_nothing_is_hidden_or_refused(monkeypatch):

@@ -23,6 +23,7 @@ from topotrain.job import (
     LRGen,
     OnFailure,
     Param,
+    Partition,
     Pull,
     Reduce,
     RMSProp,
@@ -67,6 +68,13 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         (lambda: Updater(param=(Param(match="("),)), "updater.param.match = '\\(': must be a regular expression"),
         (lambda: RMSProp(rho=1.0), "updater.rmsprop_conf.rho = 1.0: must be a number >= 0 and < 1"),
         (lambda: LRGen(base_lr=-0.1), "updater.learning_rate.base_lr = -0.1: must be"),
+        (lambda: Partition(partition_dim=2), "partition.partition_dim = 2: must be a whole number, -1 to 1"),
+        (lambda: Partition(match="*"), "partition.match = '\\*': must be a regular expression"),
+        (lambda: Job(microbatches=0), "microbatches = 0: must be a whole number >= 1"),
+        (
+            lambda: Job(**SPLIT, cluster=RING),  # type: ignore[arg-type]
+            "cluster.algorithm = kRing: must be kAuto, straight to each home, where one model is split",
+        ),
     ],
 )
 def test_a_value_that_cannot_be(make: Any, message: str) -> None:
@@ -79,6 +87,8 @@ UNSHARED = dataclasses.replace(IN_MEMORY, share_memory=False)
 PAIR = {"nworkers_per_group": 2, "nservers_per_group": 2}
 RING = Cluster(algorithm="kRing", **PAIR)  # type: ignore[arg-type]
 ON_ARRIVAL = {"apply": "kOnArrival", "grads": "kHidden"}
+SPLIT = {"partition": (Partition(match="fc", partition_dim=1),)}
+AT_1 = {"partition": (Partition(partition_dim=-1, location=1),)}
 
 # Of each row of COMBINATIONS, in order: the class, a refused combination, and a neighbor of it that is allowed.
 EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
@@ -113,6 +123,14 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (FixedStep, {}, {"step": (0,), "step_lr": (1.0,)}),
     (FixedStep, {"step": (5, 5), "step_lr": (1, 1)}, {"step": (5, 6), "step_lr": (1, 1)}),
     (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}),
+    (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
+    (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
+    (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),
+    (Job, SPLIT | {"pull": "kLazy"}, {"pull": "kLazy"}),
+    (Job, SPLIT | {"cluster": Cluster(n_push=2)}, SPLIT),
+    (Job, {"placement": "kAuto", "cluster": Cluster(n_fetch=2)}, {"placement": "kAuto"}),
+    (Job, SPLIT | {"cluster": Cluster(engine="kGloo", **PAIR)}, SPLIT | {"cluster": Cluster(engine="kOwn", **PAIR)}),  # type: ignore[arg-type]
+    (Job, SPLIT | {"cluster": RING}, SPLIT | {"cluster": Cluster(**PAIR)}),
 ]
 
 
@@ -149,7 +167,7 @@ def test_more_of_what_is_excluded(cls: type, refused: dict[str, Any], field: str
 
 
 def test_every_row_belongs_to_a_block() -> None:
-    tables = [cls.TABLE for cls in (Job, Cluster, Updater, FixedStep)]
+    tables = [cls.TABLE for cls in (Job, Cluster, Updater, FixedStep, Partition)]
     assert sorted(row.field for table in tables for row in table) == sorted(row.field for row in COMBINATIONS)
 
 
@@ -211,6 +229,11 @@ OTHER = [
     Job(cluster=Cluster(slicing=Slicing.kTensor)),
     Job(cluster=Cluster(agreement=Agreement.kRingAverage)),
     Job(cluster=Cluster(max_staleness=0)),
+    Job(partition=(Partition(match="fc"),)),
+    Job(partition=(Partition(match="fc", partition_dim=-1),)),
+    Job(placement="kAuto"),  # type: ignore[arg-type]
+    Job(microbatches=2),
+    Job(schedule="k1F1B"),  # type: ignore[arg-type]
 ]
 
 
@@ -223,6 +246,23 @@ def test_the_digest_is_the_same_in_another_process() -> None:
     code = "from topotrain.job import Job; print(Job(seed=1).digest())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == Job(seed=1).digest()
+
+
+def test_a_job_that_is_not_split_has_the_digest_that_it_had_before_splitting() -> None:
+    assert Job().digest() == "c5a0bca33a3934f68d9ed048d193d399ee84cdb2fe74dbaaabc28f874f77dddd"
+
+
+@pytest.mark.parametrize(
+    ("job", "splits"),
+    [
+        (Job(), False),
+        (Job(microbatches=4), False),
+        (Job(partition=(Partition(),)), True),
+        (Job(placement="kAuto"), True),  # type: ignore[arg-type]
+    ],
+)
+def test_a_job_is_split_by_a_partition_block_or_by_kauto(job: Job, splits: bool) -> None:
+    assert job.splits is splits
 
 
 def test_every_enum_value_is_its_name() -> None:

@@ -98,6 +98,17 @@ def test_a_worker_that_gives_up_ends_the_job_with_its_words():
         first.close(finished=False)
 
 
+def test_a_cause_outranks_what_follows_from_it():
+    """Worker 0 hears what follows from worker 1's end, and gives up first."""
+    with served(name=lambda address: f"trainer {address.index}") as (store, serving):
+        first, second = call(store), call(store, SECOND)
+        first.exchange.give_up("it was left alone", cause=False)
+        second.exchange.give_up("it was stopped")
+        assert first.exchange.hear_out(lambda: False) == serving.ended() == "trainer 1 failed: it was stopped"
+        second.close(finished=False)
+        first.close(finished=False)
+
+
 def test_who_does_not_come_in_time_is_named():
     with served(patience_s=0.2) as (_, serving):
         assert serving.ended() == "worker 0/0, worker 0/1 did not come within 0.2 s"
@@ -105,8 +116,10 @@ def test_who_does_not_come_in_time_is_named():
 
 
 def test_a_server_that_does_not_come_in_time_is_named():
+    before = threading.enumerate()
     with pytest.raises(WireError, match=r"server 0/0 was not there within 0.2 s: cannot reach"):
         call(StaticStore([free()]), terms=Terms(patience_s=0.2))
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
 
 
 def test_a_port_that_is_taken_is_an_error():

@@ -31,6 +31,7 @@ def test_it_is_listed_with_how_it_ended(tmp_path, url, act, code, state):
     (record,) = Registry(open_store(url)).list()
     assert record.state == state
     assert open_store(url).keys("jobs/") == []
+    assert "listed" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_it_can_be_stopped(tmp_path, url):

@@ -7,6 +7,7 @@ happens on a real one is in test_cuda.py.
 import threading
 from collections.abc import Callable
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import test_worker
@@ -350,9 +351,11 @@ def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
 
 
 def test_the_choice_is_the_parameters():
-    cpu, meta = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
+    cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
+    far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)
     assert isinstance(buffers.mirror_for([cpu], None, None), HostMirror)
-    assert isinstance(buffers.mirror_for([cpu, meta], None, None), DeviceMirror)
+    assert isinstance(buffers.mirror_for([elsewhere, cpu], None, None), HostMirror), "another worker holds it"
+    assert isinstance(buffers.mirror_for([cpu, far], None, None), DeviceMirror)
 
 
 # --- pinned memory -----------------------------------------------------------------------------------------------

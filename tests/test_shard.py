@@ -1,6 +1,7 @@
 """The model's description as it travels, and flat buffers with their views."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,19 @@ def test_a_description_survives_its_parts_in_any_order():
     assert found == [None] * (len(parts) - 1) + [whole]
 
 
+def test_what_only_some_workers_hold_is_described_and_told():
+    mine = schema(replace(parameter(), owners=(1,)), buffers=[Buffer("b", "int64", 1, (0, 2)), Buffer("c", "int64", 1)])
+    assert parse_schema(mine.text()) == mine
+    assert [buffer.speaker for buffer in mine.buffers] == [0, 0]
+    theirs = replace(mine, buffers=(Buffer("b", "int64", 1, (2,)), mine.buffers[1]))
+    assert (
+        "me has b with 1 elements of int64, held by workers 0 and 2, you has b with 1 elements of int64, held by "
+        in (difference(mine, theirs, "me", "you"))
+    )
+    plain = schema(buffers=[Buffer("b", "int64", 1)])
+    assert plain.text().endswith('[["b", "int64", 1]], "{\\"lr\\":1}", "d"]')
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "7", "[[],[],1]", '["[]",[["b","nonsense",1]],"o","d"]', '["[]",[1],"o","d"]', '["[[1]]",[],"o","d"]'],
@@ -64,6 +78,7 @@ def test_parts_that_cannot_be_are_refused(part, parts):
         (schema(parameter("v")), "worker 0/1 has v of shape"),
         (schema(parameter(), parameter("v")), "worker 0/1 has 2 parameters, worker 0/0 has 1"),
         (schema(buffers=[Buffer("b", "int64", 1)]), "worker 0/1 has 1 buffers, worker 0/0 has 0"),
+        (schema(replace(parameter(), owners=(0, 1))), "worker 0/1 has w of .*float32, held by workers 0 and 1$"),
         (schema(optimizer='{"lr":2}'), 'the optimizers differ: worker 0/0 has {"lr":1}, worker 0/1 has {"lr":2}'),
         (schema(digest="e"), "cuts into slices differ between worker 0/0 and worker 0/1"),
         (schema(), "^$"),

@@ -257,6 +257,10 @@ def test_defect_3_no_server_is_home_to_more_than_its_share(model, elements):
         ({"shape": (3, 3)}, "stride = "),
         ({"shape": (1 << 30, 1 << 30), "stride": (1, 1)}, "more than"),
         ({"dtype": "object"}, "must be one of bool"),
+        ({"owners": (1, 0)}, "owners = .*ascending"),
+        ({"owners": (0, 0)}, "owners = .*ascending"),
+        ({"owners": (-1,)}, "owners = .*workers' numbers"),
+        ({"owners": (True,)}, "owners = .*workers' numbers"),
     ],
 )
 def test_a_parameter_that_cannot_be_is_refused(change, message):
@@ -268,6 +272,58 @@ def test_names_are_used_once():
     for other in (parameter("a", 1), parameter("b", 1, aliases=["a"])):
         with pytest.raises(SchemaError, match="'a' is used twice"):
             cut([parameter("a", 3), other], 2)
+
+
+def owned(name: str, count: int, *owners: int, dtype: str = "float32") -> Parameter:
+    return replace(parameter(name, count, dtype=dtype), owners=owners)
+
+
+SPLIT = (
+    owned("a", 100, 0),
+    owned("b", 700, 1),
+    parameter("c", 50),
+    owned("d", 300, 0, 2),
+    owned("e", 65, 1, dtype="float64"),
+    owned("f", 40, 0),
+)
+
+
+@pytest.mark.parametrize("slicing", list(Slicing))
+def test_a_space_has_parameters_of_the_same_owners(slicing):
+    m = cut(SPLIT, 2, slicing=slicing)
+    kinds = [(s.dtype, s.owners, s.length) for s in m.spaces]
+    assert kinds == [
+        ("float32", (0,), 192),
+        ("float32", (1,), 704),
+        ("float32", (), 64),
+        ("float32", (0, 2), 320),
+        ("float64", (1,), 128),
+    ]
+    assert all(m.spaces[space].owners == p.owners for p, (space, _) in zip(SPLIT, m.offsets, strict=True))
+    check_parameters_lie_apart(m)
+    assert [space.speaker for space in m.spaces] == [0, 1, 0, 0, 1]
+    held = [{m.spaces[bucket.space].owners for bucket in m.buckets_on(worker)} for worker in range(4)]
+    assert held == [{(0,), (), (0, 2)}, {(1,), ()}, {(), (0, 2)}, {()}]
+
+
+def test_what_a_home_wants_holds_also_where_workers_own_parts():
+    m = cut([*SPLIT, replace(owned("g", 10, 1), home=1)], 2)
+    assert [m.segments[s.id].shard for s in m.segments_of_parameter(6)] == [1]
+    assert all(len({s.shard for s in m.segments_of_parameter(index)}) == 1 for index in range(7))
+
+
+def test_owners_survive_the_description_and_are_part_of_the_digest():
+    assert parse(describe(SPLIT)) == SPLIT
+    whole = [replace(p, owners=()) for p in SPLIT]
+    assert cut(SPLIT, 2).digest != cut(whole, 2).digest
+    assert "owners" not in describe(whole) and parse(describe(whole)) == tuple(whole)
+    homes = (replace(SPLIT[0], home=1), replace(whole[1], home=0))
+    assert parse(describe(homes)) == homes
+
+
+def test_a_model_that_is_not_split_has_the_digest_that_it_had_before_splitting():
+    schema = [parameter("a", 100), parameter("b", 1000, dtype="bfloat16", trainable=False, aliases=["c"])]
+    assert cut(schema, 3, 2).digest == "9a57d10586de5246f0cd16d90cb8dab36fc08fcf43b677397f56d56fd469c453"
 
 
 @pytest.mark.parametrize("counts", [{"shards": 0}, {"shards": 1, "groups": 0}, {"shards": 1, "bucket_bytes": 255}])
@@ -292,6 +348,10 @@ def test_counts_that_cannot_be_are_refused(counts):
         '[["a",[1e400],[1],"float32",true,[]]]',
         '[["a",[%s],[1],"float32",true,[]]]' % ("9" * 5000),
         '[["a",[3],[1],"float32",true,[]],["a",[3],[1],"float32",true,[]]]',
+        '[["a",[3],[1],"float32",true,[],[0]]]',
+        '[["a",[3],[1],"float32",true,[],-1,[1,0]]]',
+        '[["a",[3],[1],"float32",true,[],-1,["0"]]]',
+        '[["a",[3],[1],"float32",true,[],-1,[0],0]]',
     ],
 )
 def test_a_schema_from_a_peer_is_checked(text):

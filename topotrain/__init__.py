@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from topotrain.front import caffe2 as data_parallel
     from topotrain.front import kvstore
     from topotrain.front import tf as train
-    from topotrain.front.api import clip_grad_norm_, device, epochs, is_main, local, prepare, rank, report, weight
+    from topotrain.front.api import (
+        clip_grad_norm_,
+        device,
+        epochs,
+        is_main,
+        local,
+        place,
+        prepare,
+        rank,
+        report,
+        weight,
+    )
     from topotrain.front.embedding import Embedding
     from topotrain.front.joining import leave
     from topotrain.front.paddle import init
@@ -31,7 +42,7 @@ _announce()  # so that torch knows redis:// as an init_method, without importing
 
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.front.api"),
-    **dict.fromkeys(("clip_grad_norm_", "device"), "topotrain.front.api"),
+    **dict.fromkeys(("clip_grad_norm_", "device", "place"), "topotrain.front.api"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.job"),
     "Embedding": "topotrain.front.embedding",
     "init": "topotrain.front.paddle",
@@ -60,6 +71,7 @@ __all__ = [
     "kvstore",
     "leave",
     "local",
+    "place",
     "prepare",
     "rank",
     "report",

@@ -6,15 +6,19 @@ It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(
 `load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
 """
 
+import mmap
+import os
+import tempfile
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from topotrain.job import ConfigError
 from topotrain.mirror import mirror_for
-from topotrain.shard import Buffer, FlatBuffers
+from topotrain.shard import Allocate, Buffer, FlatBuffers
 from topotrain.slices import Parameter, SliceMap
 
 DEVICES = ("cpu", "cuda")
@@ -27,8 +31,9 @@ _COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it 
 class ModelParts:
     """A model's unique parameters (tied weights once, in definition order) and its buffers, with their descriptions.
 
-    Buffers that a state_dict leaves out are left out here, too. `owners` are the places in the modules that hold the
-    parameters: a module's own table, the name there, and which parameter it is.
+    Buffers that a state_dict leaves out are left out here, too. A tensor on the meta device is not here: another worker
+    holds it. `owners` are the places in the modules that hold the parameters: a module's own table, the name there, and
+    which parameter it is.
     """
 
     tensors: tuple[nn.Parameter, ...]
@@ -142,7 +147,8 @@ class ModelBuffers:
     def copy_from_model(self, name: str) -> None:
         """Write the parameters' values into a flat buffer."""
         for index, tensor in enumerate(self._parts.tensors):
-            self.view(name, index).copy_(tensor.detach())
+            if not tensor.is_meta:
+                self.view(name, index).copy_(tensor.detach())
 
     def move_model(self) -> None:
         """What stands in "params" becomes the parameters' value; there they live, or are copied from."""
@@ -176,7 +182,7 @@ class ModelBuffers:
                 )
         for index, parameter in enumerate(names):
             tensor = self._parts.tensors[index]
-            if tensor.data_ptr() != self.mirror.address(index) and parameter.count:
+            if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
                 raise RuntimeError(
                     f"parameter {parameter.name} no longer lives where topotrain put it: "
                     f".to() and p.data = … must come before tt.prepare"
@@ -186,6 +192,28 @@ class ModelBuffers:
                     f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
                     f"so the change would be lost; load or edit parameters before tt.prepare"
                 )
+
+
+def in_file(folder: Path) -> Allocate:
+    """Memory over nameless files of a folder, zeroed.
+
+    The system can write it out, so it may be more than a process may have. What is returned raises ConfigError where
+    the disk has no room.
+    """
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # a page that found no room later would end the process
+                memory = mmap.mmap(file.fileno(), nbytes)
+        except OSError as error:
+            raise ConfigError("workspace", str(folder), f"has no room for {nbytes:,} bytes more: {error}") from None
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    return allocate
 
 
 def _own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, cast, get_args, get_origin
 
 INT32 = 2**31 - 1
@@ -156,16 +157,17 @@ class Combination:
     """Fields of one block that exclude each other.
 
     field: the path of the one that is complained about. refused: whether a block has the combination, looking at that
-    block and those inside it. accepted: what would be accepted.
+    block and those inside it. accepted: what would be accepted. inside: the path of that block; None: the field's own.
     """
 
     field: str
     refused: Callable[[Any], object]
     accepted: str
+    inside: str | None = None
 
     @property
     def block(self) -> str:
-        return self.field.rpartition(".")[0]
+        return self.field.rpartition(".")[0] if self.inside is None else self.inside
 
 
 class Checked:
@@ -182,4 +184,4 @@ class Checked:
             object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
         for row in self.TABLE:
             if row.refused(self):
-                raise ConfigError(row.field, getattr(self, row.field.removeprefix(prefix)), row.accepted)
+                raise ConfigError(row.field, attrgetter(row.field.removeprefix(prefix))(self), row.accepted)

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from topotrain.plan import Schema
     from topotrain.topology import Topology
     from topotrain.watch.compare import Result
+    from topotrain.watch.cut import CutPlan
 
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
 VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step"}) | frozenset(
     {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
-    | {"--image", "--namespace", "--format", "--output", "--max-restarts"}
+    | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
 )
 """Options that are followed by a value, of all commands."""
 
@@ -201,19 +202,46 @@ def plan(
     args: Args = None,
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="SIZES", help="Of a forward's argument, if no loader tells: 32x64:int64."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (PNG).")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
+    ] = False,
 ) -> None:
     """Show who would live where; nothing is started.
 
-    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`.
+    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`; and, where one model is split
+    over the workers of a group, the cut graph.
     """
     with _refusing():
         from topotrain.plan import plan as rehearse
 
         job = _load(conf, sets, program, args, needs_program=False)
         found = rehearse(job)
-        if program is not None:
-            found = rehearse(job, _schema(job))
-        print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+        if program is None:
+            if plot or measure or inputs:
+                raise BadInput("--input, --plot and --measure are about a model: give a PROGRAM")
+            print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+            return
+        _drawable(plot)
+        schema, cut = _seen(job, inputs or (), measure)
+        found = rehearse(job, schema)
+        if cut is None and (plot or measure or inputs):
+            raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
+        if as_json:
+            more = {} if cut is None else {"cut": cut.as_data()}
+            print(json.dumps(found.as_data() | more, indent=2))
+        else:
+            print("\n\n".join([found.explain(), *([] if cut is None else [cut.explain()])]))
+        if cut is not None and plot is not None:
+            from topotrain.watch import cutplot
+
+            cutplot.draw(cut.bill, plot, job.name)
 
 
 @app.command("launch", epilog=LAUNCH_EXAMPLE)
@@ -305,6 +333,10 @@ def compare(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
     ] = False,
+    running: Annotated[
+        str,
+        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+    ] = "",
 ) -> None:
     """Train one program under several job files, in turn.
 
@@ -327,10 +359,12 @@ def compare(
 
         def train(entry: side_by_side.Entry) -> "Result":
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            return _train(entry.job, entry.topology, terminal, False, not as_json, served.path)
+            return _train(entry.job, entry.topology, terminal, False, not as_json, served_at)
 
         out.mkdir(parents=True, exist_ok=True)
-        with closing(forkserver.start(out / "forkserver.log")) as served:  # torch is loaded once for all of them
+        with ExitStack() as stack:  # torch is loaded once for all of them
+            own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
+            served_at = own.path if own else running
             code, rows = side_by_side.compare(jobs, out, train)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
@@ -463,19 +497,35 @@ def _linked(job: Job, emulate: str) -> Job:
     return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
 
 
-def _schema(job: Job) -> "Schema":
-    """What the script hands to `tt.prepare`; the script's own exception is shown as it is, with exit code 1."""
-    from topotrain.front.planning import schema_of
+def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[Schema, CutPlan | None]":
+    """What the script hands to `tt.prepare`, and how it would be cut; the script's own exception gives exit code 1."""
+    from topotrain.front.planning import look
     from topotrain.plan import Schema
 
     try:
-        parameters, state_factor = schema_of(job.program, job.args)
+        seen = look(job.program, job.args)
     except ConfigError:
         raise
     except Exception:
         _complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
         raise typer.Exit(1) from None
-    return Schema(parameters, state_factor)
+    if job.cluster.nworkers_per_group > 1:
+        from topotrain.front.cutting import cut_of
+
+        cut = cut_of(job, seen.model, seen.loader, inputs, measure)
+        if cut is not None:
+            return Schema(cut.parameters, seen.state_factor()), cut.plan
+    return Schema(seen.parameters(), seen.state_factor()), None
+
+
+def _drawable(file: Path | None) -> None:
+    """Find out before the script runs whether a picture can be drawn."""
+    from topotrain.watch import plot
+
+    if file is not None:
+        if not plot.available():
+            raise BadInput(plot.MISSING)
+        _writable("--plot", file)
 
 
 def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:

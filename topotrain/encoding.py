@@ -98,11 +98,20 @@ class WorkerEncoding:
         slice_map: the map.
         flats: the worker's buffers; values are decoded into "params" in place, means into "mean".
         adds: every push of a step counts (each backward is a reduction of its own); else the last one of a bucket.
+        held: the buckets that the worker pushes and is sent; None: all.
     """
 
-    def __init__(self, cluster: Cluster, slice_map: SliceMap, flats: FlatBuffers, adds: bool) -> None:
-        self._out = _Codecs(cluster, slice_map, slice_map.buckets, flats)
-        self._in = _Codecs(cluster, slice_map, slice_map.buckets, flats)  # its scratch is another thread's
+    def __init__(
+        self,
+        cluster: Cluster,
+        slice_map: SliceMap,
+        flats: FlatBuffers,
+        adds: bool,
+        held: Sequence[Bucket] | None = None,
+    ) -> None:
+        buckets = slice_map.buckets if held is None else held
+        self._out = _Codecs(cluster, slice_map, buckets, flats)
+        self._in = _Codecs(cluster, slice_map, buckets, flats)  # its scratch is another thread's
         self._flats = flats
         self._adds = adds
         self._differences = _differences(cluster)

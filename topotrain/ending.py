@@ -4,7 +4,7 @@ The result of a job is the master view after the drain. A server that has applie
 same shard of the other groups, but only when all it sent was answered, so nothing is under way once all have said it.
 Then each master's value of a bucket is final and goes to server group 0 (with ring averaging every group's value goes
 there and the mean is final). The model's buffers (BatchNorm statistics) take the same road: worker 0 of each group
-leaves them at server (0,0) and worker (0,0) collects them.
+leaves them at server (0,0), or the first worker that has them, and worker (0,0) collects them.
 """
 
 from collections.abc import Callable, Sequence

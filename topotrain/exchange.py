@@ -49,6 +49,22 @@ class Waiter(Protocol):
         ...
 
 
+class Crossing(Protocol):
+    """Who deals with what the other workers of the group send, where one model is split over them."""
+
+    def place(self, sender: Address, message: m.Activation) -> torch.Tensor:
+        """As `wire.Resident.place`; never a view."""
+        ...
+
+    def come(self, sender: Address, message: m.Activation | m.Greeting) -> None:
+        """A message, under the waiter's exclusive access."""
+        ...
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """A worker's connection ended, under the waiter's exclusive access: whether that is too early is not known."""
+        ...
+
+
 class Tables(Protocol):
     """Who deals with what servers say about tables."""
 
@@ -126,7 +142,7 @@ class Exchange:
         self._lazy = False
         self._unsettled: tuple[int, StepEnd, Callable[[Outcome], None]] | None = None
         self._windows: dict[int, m.Window] = {}
-        self._send = send
+        self._say = send
         self._waiter = waiter
         self._failure: Exception | None = None
         self._round: int | None = None  # the values that are awaited; a road may say others twice
@@ -142,15 +158,18 @@ class Exchange:
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._buffers_done = False
         self._exits = 0
+        self._unsaid: list[m.LeftEarly] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
         self._leaving = False
-        self.reasons: list[str] = []  # why the servers cannot go on, as they learned it
+        self._reasons: list[m.Fail] = []  # why the servers cannot go on, as they learned it
+        self._gone: set[Address] = set()
         self.before_values: Callable[[], None] = lambda: None  # "params" is about to be written
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
         self.tables: Tables | None = None
+        self.crossing: Crossing | None = None
 
     def open(
         self,
@@ -167,7 +186,12 @@ class Exchange:
         adds: every backward is reduced by itself, so that all pushes of a step count.
         lazy: `pull: kLazy`, the servers tell of each bucket when it is new.
         """
-        self._encoding = WorkerEncoding(self._topology.cluster, slice_map, flats, adds)
+        held = slice_map.buckets_on(self.me.index)
+        self._encoding = WorkerEncoding(self._topology.cluster, slice_map, flats, adds, held)
+        self._held: dict[int, list[int]] = {server.index: [] for server in self.servers}
+        for bucket in held:
+            self._held[bucket.shard].append(bucket.id)
+        self._count = self._awaited = len(held)
         self._streams = streams and (lazy or not self.windowed)
         self._lazy = lazy
         self.schema = schema
@@ -186,12 +210,12 @@ class Exchange:
         """Let a server see, and write, its part of a flat buffer."""
         for space in self.map.spaces:
             lo, hi = self.map.ranges[space.index][server.index]
-            if hi > lo:
+            if hi > lo and space.on(self.me.index):
                 self._send(server, m.Window(name, space.index, body=self.flats.flat(name, space.index)[lo:hi]))
 
     def take_windows(self) -> None:
         """Wait for the memory that the parameters are to live in; it becomes the flat buffer "params"."""
-        spaces = [space.index for space in self.map.spaces if space.length]
+        spaces = [space.index for space in self.map.spaces if space.length and space.on(self.me.index)]
         self._wait(lambda: self._windows.keys() >= set(spaces))
         for space in spaces:
             self.flats.put("params", space, windows.seen(self._windows[space], self.map, None))
@@ -219,6 +243,8 @@ class Exchange:
             bucket = self._bucket(sender, message.bucket)
             coded = self._encoding.is_coded(message, bucket)
             return self._encoding.landing(message, bucket) if coded else self.flats.view("mean", bucket)
+        if isinstance(message, m.Activation) and self.crossing is not None:
+            return self.crossing.place(sender, message)
         return None
 
     def _bucket(self, sender: Address, number: int) -> Bucket:
@@ -228,7 +254,7 @@ class Exchange:
         return self.map.buckets[number]
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Take a server's answer."""
+        """Take a server's answer, or what another worker sends."""
         with self._waiter.update():
             if isinstance(message, m.Values):
                 with self.spans.span("pull", round=message.round, bucket=message.bucket):
@@ -243,7 +269,7 @@ class Exchange:
                 if known is None or known.step < message.step:
                     self._applied[sender] = message
             elif isinstance(message, m.Fail):
-                self.reasons.append(message.text)
+                self._reasons.append(message)
                 self._failure = self._failure or JobError(message.text, message.config)
             elif isinstance(message, m.StatePart):
                 if message.round == self._rounds:
@@ -255,6 +281,9 @@ class Exchange:
             elif isinstance(message, m.TABLE_ANSWERS):
                 if self.tables is not None:
                     self.tables.take(sender, message)
+            elif isinstance(message, m.Activation | m.Greeting):
+                if self.crossing is not None:
+                    self.crossing.come(sender, message)
             elif self._answers(message):
                 self._replies.append(message)
 
@@ -274,7 +303,7 @@ class Exchange:
         if message.round != self._round:
             return
         if message.bucket < 0:
-            self._values.update(bucket.id for bucket in self.map.buckets_of(sender.index))
+            self._values.update(self._held[sender.index])
             return
         if message.body is None and self.windowed:
             self._values.add(self._bucket(sender, message.bucket).id)
@@ -294,7 +323,10 @@ class Exchange:
     def lost(self, peer: Address, reason: str) -> None:
         """A connection ended."""
         with self._waiter.update():
-            if not self._leaving:
+            self._gone.add(peer)
+            if self.crossing is not None and peer.role is Role.WORKER:
+                self.crossing.lost(peer, reason)
+            elif not self._leaving:
                 self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def _wait(self, ready: Callable[[], bool]) -> None:
@@ -302,14 +334,14 @@ class Exchange:
         if self._failure is not None:
             raise self._failure
 
-    # --- for tables ----------------------------------------------------------------------------------------------
+    # --- for tables, and for a split model -----------------------------------------------------------------------
 
     def tell(self, to: Address, message: m.Message) -> None:
         """Send a message about tables."""
         self._send(to, message)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for what `tables` is told. Raises JobError, PeerLost."""
+        """Wait for what `tables` or `crossing` is told. Raises JobError, PeerLost."""
         self._wait(ready)
 
     @property
@@ -320,13 +352,16 @@ class Exchange:
     # --- values --------------------------------------------------------------------------------------------------
 
     def give_initial(self, buffer: str) -> None:
-        """Worker (0,0): the values that everybody starts from, out of the flat buffer of that name."""
-        for server in self.servers:
-            for bucket in self.map.buckets_of(server.index):
-                self._send(server, m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
+        """Group 0: the values that everybody starts from, out of the flat buffer of that name.
+
+        Of each space one worker says them, which is worker 0 where all hold it.
+        """
+        for bucket in self.map.buckets:
+            if self.map.spaces[bucket.space].speaker == self.me.index:
+                self._send(self._home(bucket), m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
 
     def fetch(self) -> None:
-        """Wait for current values of all slices; they land in the flat buffer "params"."""
+        """Wait for current values of all slices that this worker holds; they land in the flat buffer "params"."""
         self.settle()
         self._fetches += 1
         self.before_values()
@@ -343,7 +378,7 @@ class Exchange:
 
     def _wait_values(self) -> None:
         with self.spans.span("wait for values"):
-            self._wait(lambda: len(self._values) == len(self.map.buckets))
+            self._wait(lambda: len(self._values) == self._awaited)
         self._round = None
 
     # --- gradients -----------------------------------------------------------------------------------------------
@@ -393,18 +428,27 @@ class Exchange:
     def left_early(self, step: int, backwards: int) -> None:
         """The script left a loop over the loader before its end, after so many backwards of a step; never waits.
 
-        A script that an error ends leaves its loops, too: that explains nothing, so it is not said.
+        The servers hear of it with whatever this worker says next. A script that an error ends leaves its loops before
+        anybody here knows of the error; it says nothing more, and so nobody takes that exit for the cause.
         """
         if self._leaving or self._failure is not None:
             return
         self._exits += 1
-        for server in self.servers if self.group_size > 1 else ():
-            self._mention(server, m.LeftEarly(self._exits, step, backwards))
+        if self.group_size > 1:
+            self._unsaid.append(m.LeftEarly(self._exits, step, backwards))
+
+    def _send(self, to: Address, message: m.Message) -> None:
+        """Send a message, after what is still unsaid."""
+        while self._unsaid:
+            left = self._unsaid.pop(0)
+            for server in self.servers:
+                self._mention(server, left)
+        self._say(to, message)
 
     def _mention(self, to: Address, message: m.Message) -> None:
         """Send what may be said while an iterator is collected: with the job over, there is nobody to tell."""
         with suppress(WireError):
-            self._send(to, message)
+            self._say(to, message)
 
     def _bucket_range(self, server: Address) -> tuple[int, int]:
         """First and number of the buckets whose sums a server tells this worker."""
@@ -530,11 +574,13 @@ class Exchange:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def put_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Worker 0 of a group: leave the model's buffers (any shapes) at server (0,0)."""
+        """Leave those of the model's buffers (any shapes) at server (0,0) that this worker has to: in most jobs 0."""
         for index, buffer in enumerate(buffers):
-            body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
-            self._send(self.desk, m.BufferPut(self.me.group, index, body=body))
-        self._send(self.desk, m.BufferPut(self.me.group, -1))
+            if self.schema.buffers[index].speaker == self.me.index:
+                body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+                self._send(self.desk, m.BufferPut(self.me.group, index, body=body))
+        if self.me.index == 0:
+            self._send(self.desk, m.BufferPut(self.me.group, -1))
 
     def finish(self, steps: int) -> None:
         """The script ended."""
@@ -544,13 +590,15 @@ class Exchange:
         self._leaving = self.me.index != 0 or self.me.group != 0
 
     def final_values(self) -> None:
-        """Worker (0,0): wait for the master view after the drain; it lands in "params"."""
+        """Worker (0,0): wait for the master view after the drain, also of what others hold; it lands in "params"."""
         self._fetches += 1
+        self._awaited = len(self.map.buckets)
         self.before_values()
         self._await_values(-1 - self._fetches)
         for server in self.servers:
             self._send(server, m.FinalAsk(-1 - self._fetches))
         self._wait_values()
+        self._awaited = self._count
         self.after_values()
 
     def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
@@ -568,11 +616,20 @@ class Exchange:
         """What this worker was told or saw first that ends the job."""
         return self._failure
 
-    def give_up(self, text: str) -> None:
-        """Tell the servers that this worker cannot go on, and why."""
+    def hear_out(self, late: Callable[[], bool]) -> str:
+        """Why the job cannot go on: what a server knows to be the cause, else what was heard first; "": nothing was.
+
+        Waits for the former until it is `late`, or nobody is left who could tell it.
+        """
+        tellers = {*self.servers, self.desk}
+        self._waiter.wait(lambda: any(told.cause for told in self._reasons) or self._gone >= tellers or late())
+        known = [told for told in self._reasons if told.cause]
+        return next((told.text for told in (*known, *self._reasons)), "")
+
+    def give_up(self, text: str, cause: bool = True) -> None:
+        """Tell the servers that this worker cannot go on, and why; cause: as in `message.Fail`."""
         for server in self.servers:
-            with suppress(WireError):
-                self._send(server, m.Fail(text))
+            self._mention(server, m.Fail(text, cause=cause))
         self.leave()
 
     def leave(self) -> None:

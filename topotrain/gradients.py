@@ -79,7 +79,7 @@ class _Hooks:
         self._hooked: set[int] = set()
         self._turn = threading.Lock()
         for index, tensor in enumerate(parts.tensors):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_meta:  # else another worker holds it
                 self._hooked.add(index)
                 self._hook(index, tensor)
 
@@ -434,6 +434,12 @@ class PushPath(_Hooks):
         self._pushes = [0] * len(slice_map.buckets)  # in this step, which is what numbers the revisions
         self._versions: dict[int, tuple[int, int]] = {}
         super().__init__(parts, buffers, exchange, slice_map, weight)
+
+    def begin(self) -> None:
+        """A backward has begun, and it may end without a gradient for any parameter that is here (a split model)."""
+        with self._turn:
+            if not self.private and self._arm():
+                self._arrived = [0] * len(self._arrived)
 
     def _after(self, index: int, tensor: torch.Tensor) -> None:
         if self.private or tensor.grad is None:

@@ -18,13 +18,16 @@ from topotrain.engine import EngineExchange
 from topotrain.exchange import Exchange
 from topotrain.gateway import make_server
 from topotrain.handling import sending
+from topotrain.job import ConfigError
 from topotrain.message import Fail, Message
 from topotrain.rendezvous import within
+from topotrain.rendezvous.static import StaticStore
 from topotrain.rendezvous.torchstore import TorchStore
 from topotrain.roads import Place, Roads
 from topotrain.server import Server
 from topotrain.shard import Allocate
 from topotrain.spans import SILENT, Recorder
+from topotrain.split.crossing import Crossing
 from topotrain.topology import Address, Role, Topology
 from topotrain.wire import WireError
 from topotrain.wire.pump import Pump
@@ -53,7 +56,7 @@ class Attendant(Protocol):
         """A worker said its first word."""
         ...
 
-    def gives_up(self, server: Server, worker: Address, text: str) -> None:
+    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
         """A worker says that it cannot go on, and why."""
         ...
 
@@ -91,7 +94,7 @@ class _ServerResident:
             if self.attendant is not None:
                 self.attendant.came(self.server, sender)
         if isinstance(message, Fail) and sender.role is Role.WORKER and self.attendant is not None:
-            self.attendant.gives_up(self.server, sender, message.text)
+            self.attendant.gives_up(self.server, sender, message)
             return
         try:
             with self._lock:
@@ -247,6 +250,9 @@ class Monitor:
             finally:
                 self._ready = None
 
+    def look(self) -> None:
+        """Take in what has come. Here the roads' readers do so by themselves."""
+
 
 class Turns(Monitor):
     """How a worker waits that is home to a server: by doing the server's work, and reading for both."""
@@ -263,6 +269,12 @@ class Turns(Monitor):
                 return
             self._roads.turn(self._poll_s)
         super().wait(ready)
+
+    def look(self) -> None:
+        """Take in what has come, and do what it asks of the server."""
+        if not self._pump.released:
+            self._roads.deliver()
+            self._roads.turn(0.0)
 
 
 class WorkerRoads:
@@ -287,10 +299,11 @@ class WorkerRoads:
         self.me = me
         self.memory = Memory()
         self._shared = place.shared
+        self._place = place
         pump = Pump() if place.topology.inline else None
         self._roads = Roads(place, self.memory, pump)
         poll_s = place.job.cluster.poll_time / 1000
-        monitor = Monitor(poll_s) if pump is None else Turns(poll_s, self._roads, pump)
+        monitor = self._monitor = Monitor(poll_s) if pump is None else Turns(poll_s, self._roads, pump)
         # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
         send = partial(self._roads.send, me, wait=pump is None)
         self.exchange = self._door(place, send, monitor)
@@ -299,13 +312,21 @@ class WorkerRoads:
             beside = Address(Role.SERVER, 0, me.index)
             self._beside = Servers(place, self._roads, self.allocate, [beside], trouble, recorder)
             self._beside.residents[beside].flushes = True
+        try:
+            self._connect(serving)
+        except BaseException:  # nobody could leave what was never made
+            self.close(finished=False)
+            raise
+
+    def _connect(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
+        if self._beside is not None:
             self._beside.open(serving)
-        self._roads.attach(me, self.exchange, dial_only=True, inside=self._beside is not None)
+        self._urls = self._roads.attach(self.me, self.exchange, dial_only=True, inside=self._beside is not None)
         for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
             if self._beside is not None and server in self._beside.residents:
-                self._roads.connect_inside(me, server)
+                self._roads.connect_inside(self.me, server)
             else:
-                self._roads.connect(me, server, "server")
+                self._roads.connect(self.me, server, "server")
 
     def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
         if not place.topology.foreign:
@@ -318,6 +339,32 @@ class WorkerRoads:
             store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
             address = ""
         return EngineExchange(self.me, place.topology, send, monitor, place.shared, place.job, store, address)
+
+    def meet_group(self) -> Crossing:
+        """Open the ways to the other workers of the group, which all do this, too: one model is split over them.
+
+        A worker calls on those before it, and waits for those after it. To be called once, and after the exchange has
+        said which model this is: whoever has another one hears of it here.
+
+        Raises:
+            ConfigError: the job's processes have no store in which workers could find each other.
+            WireError, JobError, PeerLost: somebody was not there in time, or is gone.
+        """
+        if isinstance(self._place.store, StaticStore):
+            raise ConfigError(
+                "split model",
+                None,
+                "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
+                "a list of addresses names servers only",
+            )
+        crossing = Crossing(self.exchange, partial(self._roads.send, self.me), self._monitor.look)
+        self._roads.publish("worker", self.me, self._urls)
+        workers = self._place.topology.workers(self.me.group)
+        for peer in workers[: self.me.index]:
+            self._roads.connect(self.me, peer, "worker")
+            crossing.greet(peer.index)
+        crossing.await_greetings(range(self.me.index + 1, len(workers)))
+        return crossing
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros, in memory that the road can show."""

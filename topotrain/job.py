@@ -7,6 +7,7 @@ check it again. Whether the counts of a cluster divide each other is the layout'
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any
@@ -68,6 +69,16 @@ class OnFailure(str, Enum):
     kContinue = "kContinue"
 
 
+class Placement(str, Enum):
+    kManual = "kManual"
+    kAuto = "kAuto"
+
+
+class Schedule(str, Enum):
+    kGPipe = "kGPipe"
+    k1F1B = "k1F1B"
+
+
 class Slicing(str, Enum):
     kElement = "kElement"
     kTensor = "kTensor"
@@ -117,6 +128,7 @@ Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
 Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
+Dimension = Annotated[int, whole(-1, 1)]
 Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 Connections = Annotated[int, whole(1, 16)]
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
@@ -143,6 +155,11 @@ def _one_unit(c: "Cluster") -> bool:
 
 def _clips(u: "Updater | None") -> bool:
     return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
+
+
+def _refused_where_split(field: str, refused: Callable[["Job"], object], accepted: str) -> Combination:
+    why = "where one model is split over the workers of a group (partition, placement)"
+    return Combination(field, lambda j: j.splits and refused(j), f"{accepted} {why}", inside="")
 
 
 _FOREIGN = (Engine.kGloo, Engine.kNccl)
@@ -230,6 +247,26 @@ COMBINATIONS = (
     Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
     Combination(f"{_FIXED_STEP}.step", lambda c: list(c.step) != sorted(set(c.step)), "must rise from entry to entry"),
     Combination(f"{_FIXED_STEP}.step_lr", lambda c: len(c.step_lr) != len(c.step), "must have as many entries as step"),
+    Combination(
+        "partition.location",
+        lambda p: p.location is not None and p.partition_dim != -1,
+        "needs partition_dim: -1, a whole module on one worker",
+    ),
+    Combination(
+        "partition",
+        lambda j: any(p.location is not None and p.location >= j.cluster.nworkers_per_group for p in j.partition),
+        "location must be the number of a worker of a group, below nworkers_per_group",
+    ),
+    _refused_where_split("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
+    _refused_where_split("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
+    _refused_where_split("cluster.n_push", lambda j: j.cluster.n_push > 1, "must be 1"),
+    _refused_where_split("cluster.n_fetch", lambda j: j.cluster.n_fetch > 1, "must be 1"),
+    _refused_where_split("cluster.engine", lambda j: j.cluster.engine in _FOREIGN, "must be kAuto or kOwn"),
+    _refused_where_split(
+        "cluster.algorithm",
+        lambda j: j.cluster.algorithm is not Algorithm.kAuto,
+        "must be kAuto, straight to each home,",
+    ),
 )
 
 
@@ -354,6 +391,20 @@ class Updater(Checked):
 
 
 @dataclass(frozen=True, slots=True)
+class Partition(Checked):
+    """How the modules are split whose name the regular expression `match` is found in; the first such block counts.
+
+    partition_dim: 0 samples, 1 features, -1 the whole module on one worker of the group: `location`, or any.
+    """
+
+    PATH = "partition"
+    TABLE = _rows(PATH)
+    match: Pattern = ""
+    partition_dim: Dimension = 0
+    location: Steps | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Link(Checked):
     """A network that is pretended between the units: Mbit/s each way per unit, milliseconds one way, share lost."""
 
@@ -435,6 +486,15 @@ class Job(Checked):
     import_: str = ""
     on_failure: OnFailureNow = OnFailure.kStop
     rendezvous: str = ""
+    partition: tuple[Partition, ...] = ()
+    placement: Placement = Placement.kManual
+    microbatches: Count = 1
+    schedule: Schedule = Schedule.kGPipe
+
+    @property
+    def splits(self) -> bool:
+        """Each worker group is to share one model among its workers. A script may ask for it, too, by what it tags."""
+        return bool(self.partition) or self.placement is Placement.kAuto
 
     @property
     def workspace(self) -> str:
@@ -443,7 +503,8 @@ class Job(Checked):
 
     def digest(self) -> str:
         """SHA-256 (hex) of the fields that decide results; processes of one job must agree on it."""
-        text = json.dumps(_plain(self, _NO_RESULT), sort_keys=True, separators=(",", ":"))
+        unset = {f.name for f in fields(self) if f.name in _SPLITTING and getattr(self, f.name) == f.default}
+        text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -465,6 +526,10 @@ _NO_RESULT = frozenset(
     ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )
+
+
+# Fields that count only where they are set: jobs without them keep the digest that they had before there were any.
+_SPLITTING = frozenset(["partition", "placement", "microbatches", "schedule"])
 
 
 def _plain(value: Any, without: frozenset[str]) -> Any:

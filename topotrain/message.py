@@ -205,10 +205,14 @@ class Values(Message):
 @_message(5)
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
-    """The sender cannot go on with the job, and why, in the user's words; config: the job itself is wrong."""
+    """The sender cannot go on with the job, and why, in the user's words; config: the job itself is wrong.
+
+    cause: the sender knows that nothing else explains it; otherwise it may be what follows from something else.
+    """
 
     text: str
     config: bool = False
+    cause: bool = False
 
 
 @_message(6)
@@ -489,7 +493,10 @@ class Final(Message):
 @_message(40)
 @dataclass(frozen=True, slots=True)
 class BufferPut(Message):
-    """Model buffer number `index` of a worker group (BatchNorm statistics), as raw bytes; index -1: that was all."""
+    """Model buffer number `index` of a worker group (BatchNorm statistics), as raw bytes.
+
+    Worker -> server (0,0): index -1: that was all of worker 0's. Where a model is split, others have some, too.
+    """
 
     group: int
     index: int
@@ -770,6 +777,37 @@ class TableIds(Message):
 
     round: int
     ids: bytes
+
+
+# --- between the workers of a group that share one model (see `split`) -----------------------------------------------
+
+
+@_message(96)
+@dataclass(frozen=True, slots=True)
+class Activation(Message):
+    """Worker -> worker: a part of a value of the model's forward, or of the gradient of one on its way back.
+
+    forward, micro, edge, backward: which one (`split.passage.Key`). grad: the sender wants its gradient back. The body
+    is part number `part` of `parts`, in order, of the `nbytes` bytes of a contiguous tensor of `sizes` and `dtype`
+    (torch's name without "torch."); there is none where nbytes is 0. It is a view that nobody writes any more.
+    """
+
+    forward: int
+    micro: int
+    edge: int
+    backward: bool
+    grad: bool
+    part: int
+    parts: int
+    nbytes: int
+    sizes: tuple[int, ...]
+    dtype: str
+
+
+@_message(97)
+@dataclass(frozen=True, slots=True)
+class Greeting(Message):
+    """Worker -> worker of its group: the first word on the way that the sender has opened between the two."""
 
 
 TABLE_ANSWERS = (TableOpen, TableRows, TableStats, TableBarrier, TableIds)

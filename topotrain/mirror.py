@@ -3,6 +3,8 @@
 The flat buffers are what servers read and write, and they are always the host's memory. `HostMirror`: the parameters
 live in them, nothing is copied. `DeviceMirror`: the parameters live on a device; new values are copied there when a
 step is applied, gradients are copied to the host while backward still runs.
+
+Where a model is split, a tensor on the meta device is a parameter that another worker holds: nothing happens to it.
 """
 
 from collections import deque
@@ -90,7 +92,8 @@ class HostMirror:
     def move(self) -> None:
         """Each parameter gets memory in "params"."""
         for index, tensor in enumerate(self._tensors):
-            tensor.data = self._own("params", index)
+            if not tensor.is_meta:
+                tensor.data = self._own("params", index)
 
     def address(self, index: int) -> int:
         """In "params"."""
@@ -173,8 +176,9 @@ class DeviceMirror:
         ferries_for: Callable[[Iterable[torch.device]], dict[torch.device, Ferry]] = ferries,
     ) -> None:
         self._tensors, self._view = tensors, view
-        self._ferries = ferries_for(tensor.device for tensor in tensors)
-        self._ferry = [self._ferries[tensor.device] for tensor in tensors]
+        self._here = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_meta}
+        self._ferries = ferries_for(tensor.device for tensor in self._here.values())
+        self._ferry = {index: self._ferries[tensor.device] for index, tensor in self._here.items()}
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._places: dict[tuple[str, int], torch.Tensor] = {}
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
@@ -183,7 +187,7 @@ class DeviceMirror:
 
     def move(self) -> None:
         """Copy; a parameter that does not fill its memory just once gets new memory."""
-        for index, tensor in enumerate(self._tensors):
+        for index, tensor in self._here.items():
             if tensor.stride() != self._view("params", index).stride():
                 tensor.data = self._like("params", index)
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
@@ -195,7 +199,7 @@ class DeviceMirror:
 
     def renew(self) -> None:
         """Copy all values to the devices; their work from now on sees them."""
-        self._out("params", {index: tensor.data for index, tensor in enumerate(self._tensors)})
+        self._out("params", {index: tensor.data for index, tensor in self._here.items()})
 
     def settle(self) -> None:
         """The devices have read what they were to read."""
@@ -298,7 +302,7 @@ class DeviceMirror:
 
 def mirror_for(tensors: Sequence[nn.Parameter], view: View, own: View) -> Mirror:
     """How these parameters meet the flat buffers: copied if any is on a device, where they are if none is."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         return DeviceMirror(tensors, view)
     return HostMirror(tensors, view, own)
 

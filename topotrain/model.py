@@ -17,7 +17,7 @@ from topotrain.job import Agreement as AgreementKind
 from topotrain.job import Apply, Grads, Job, Reduce, Slicing
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
 from topotrain.reduction import Staging
-from topotrain.shard import Allocate, FlatBuffers, Schema, typed
+from topotrain.shard import Allocate, FlatBuffers, Schema, effective, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import OptimizerSpec, SliceUpdate, clip_bounds
@@ -60,11 +60,16 @@ class OptimizerState:
         self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
         self._loading: dict[tuple[int, int, str], torch.Tensor] = {}
 
-    def tell(self, number: int) -> Iterator[m.Message]:
-        """Every entry, in answer to request `number`; the last part says how many there were."""
+    def tell(self, number: int, worker: int) -> Iterator[m.Message]:
+        """Every entry of what a worker of this index holds, in answer to its request `number`.
+
+        The last part says how many there were.
+        """
         parts = 0
         for unit in self._units:
             for key, name, value in unit.update.state():
+                if not self._map.spaces[self._map.segments[key].space].on(worker):
+                    continue
                 whole = isinstance(value, torch.Tensor) and value.dim() > 0
                 if isinstance(value, torch.Tensor) and whole and value.numel() != unit.places[key][-1].hi:
                     yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
@@ -238,6 +243,7 @@ def open_model(
 
     Raises what the optimizer's class raises for settings that it does not take.
     """
+    job = effective(job, schema.parameters)
     flats = FlatBuffers(slice_map, me.index, allocate)
     for (name, space), flat in windows.items():
         flats.put(name, space, flat)

@@ -91,23 +91,23 @@ class Plan:
 
     def _slices(self, slices: SliceMap) -> list[str]:
         rows = [
-            (str(share.server), str(share.unit), str(share.slices), f"{share.elements:,}", _mb(share.value_bytes))
+            (str(share.server), str(share.unit), str(share.slices), f"{share.elements:,}", mb(share.value_bytes))
             for share in self.shares
         ]
         homes = sum(parameter.home >= 0 for parameter in slices.parameters)
         how = f"kept whole, {homes} where the script wants them" if homes else "cut over the servers of each group"
         return [
             f"{len(slices.parameters)} tensors, {how} (imbalance {slices.imbalance:.1%}):",
-            *_columns(("server", "unit", "slices", "elements", "values MB"), rows),
+            *columns(("server", "unit", "slices", "elements", "values MB"), rows),
         ]
 
     def _memory(self) -> list[str]:
         rows = [
-            (str(m.resident), str(m.unit), *map(_mb, (m.values, m.gradients, m.staging, m.state, m.total)))
+            (str(m.resident), str(m.unit), *map(mb, (m.values, m.gradients, m.staging, m.state, m.total)))
             for m in self.memory
         ]
         header = ("process", "unit", "values MB", "gradients MB", "staging MB", "state MB", "total MB")
-        return ["training state in memory, an estimate without activations:", *_columns(header, rows)]
+        return ["training state in memory, an estimate without activations:", *columns(header, rows)]
 
 
 def plan(job: Job, schema: Schema | None = None) -> Plan:
@@ -131,9 +131,11 @@ def _share(slices: SliceMap, topology: Topology, server: Address) -> Share:
 
 
 def _worker(job: Job, schema: Schema, topology: Topology, who: Address) -> Memory:
-    values = sum(_bytes(parameter) for parameter in schema.parameters)
-    trained = sum(_bytes(parameter) for parameter in schema.parameters if parameter.trainable)
-    copies = 2 if job.grads is Grads.kVisible else 1
+    held = [parameter for parameter in schema.parameters if not parameter.owners or who.index in parameter.owners]
+    values = sum(_bytes(parameter) for parameter in held)
+    trained = sum(_bytes(parameter) for parameter in held if parameter.trainable)
+    split = job.splits or any(parameter.owners for parameter in schema.parameters)
+    copies = 2 if job.grads is Grads.kVisible and not split else 1
     return Memory(who, topology.unit_of(who), values, trained, copies * trained, 0)
 
 
@@ -186,11 +188,12 @@ def _memory_data(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _mb(size: int) -> str:
+def mb(size: int) -> str:
+    """Bytes as a reader wants them, in MB."""
     return f"{size / MB:,.2f}"
 
 
-def _columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Text columns two spaces apart: the first to the left, numbers to the right."""
     table = [tuple(header), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]

@@ -2,7 +2,8 @@
 
 A reply waits until its group may go on (`consistency.Clocks`). All workers of a group are shown one and the same
 moment, however far apart they are served: where values change between two of its steps, from a snapshot. Workers
-that live in a parameter buffer of their host find the values there (see `windows`), and are told so.
+that live in a parameter buffer of their host find the values there (see `windows`), and are told so. A worker is sent
+the buckets that it holds, which in a job whose model is not split are all.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ class Readers:
     ) -> None:
         self._lazy = lazy
         self._workers = workers
+        self._everybody = tuple(range(workers))
         self._private = private
         self._buffers = buffers
         self.pulled = dict.fromkeys(groups, 0)  # version that each group was shown last
@@ -95,13 +97,17 @@ class Readers:
         buckets.add(bucket.id)
         if group in self._buffers:
             self._fill(model, self._buffers[group], bucket)
-            for index in range(self._workers):
+            for index in self._owners(model, bucket):
                 yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
             return
         model.encoding.show(group, bucket, model.values(bucket.id), anew=False)
         values = self._message(model, group, bucket, step, version, new=True)
-        for index in range(self._workers):
+        for index in self._owners(model, bucket):
             yield Address(Role.WORKER, group, index), values
+
+    def _owners(self, model: Model, bucket: Bucket) -> Sequence[int]:
+        """The workers of a group that hold a bucket."""
+        return model.map.spaces[bucket.space].owners or self._everybody
 
     def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
         """A parameter buffer may be written only while all workers of the group wait."""
@@ -122,7 +128,10 @@ class Readers:
                 continue
             if new:
                 model.encoding.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
-            yield held.worker, self._message(model, group, bucket, held.round, self.pulled[group], new)
+            # The first of a group has everything shown, for the others too: their moment is this one.
+            values = self._message(model, group, bucket, held.round, self.pulled[group], new)
+            if held.worker.index in self._owners(model, bucket):
+                yield held.worker, values
 
     def _message(self, model: Model, group: int, bucket: Bucket, number: int, version: int, new: bool) -> Values:
         """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""

@@ -1,6 +1,5 @@
 """The roads of one process: which there are, who lives at them, and which of them leads to whom."""
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from topotrain.jitter import spread
 from topotrain.job import Job, Road
 from topotrain.message import Message
 from topotrain.rendezvous import Store
@@ -126,7 +126,7 @@ class Roads:
                 if time.monotonic() + pause > until:
                     raise WireError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
                 self._meeting.waiting(peer, str(error))
-            time.sleep(pause * random.uniform(0.5, 1.5))  # else all would knock at the same moment
+            time.sleep(spread(pause))  # else all would knock at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
 
     def _connect(self, me: Address, peer: Address, kind: str, seconds: float) -> None:

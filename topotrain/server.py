@@ -206,8 +206,12 @@ class Server:
 
     def _show_buffers(self, worker: Address) -> None:
         for (name, space), flat in self._whole.items():
-            if name == self._buffers[worker.group]:
+            if name == self._buffers[worker.group] and self._holds(worker, space):
                 self._send(worker, m.Window(name, space, body=flat))
+
+    def _holds(self, worker: Address, space: int) -> bool:
+        assert self._map is not None
+        return self._map.spaces[space].on(worker.index)
 
     def _window(self, sender: Address, message: m.Window) -> None:
         if sender.role is Role.SERVER:
@@ -625,7 +629,7 @@ class Server:
         if isinstance(message, m.StatePart):
             self._known.state.load(message)
             return
-        for part in self._known.state.tell(message.round):
+        for part in self._known.state.tell(message.round, sender.index):
             self._send(sender, part)
 
 

@@ -6,12 +6,12 @@ lie (ordinary memory, or memory shared with the workers of the host) is decided 
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from topotrain.job import Slicing
+from topotrain.job import Grads, Job, Slicing
 from topotrain.message import MAX_TEXT, ProtocolError, SchemaPart
 from topotrain.slices import Bucket, Parameter, SchemaError, Segment, SliceMap, cut, describe, parse
 from topotrain.topology import Topology
@@ -30,16 +30,25 @@ come back: on a slow link, where a megabyte takes a tenth of a second, that wait
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A model buffer that is no parameter (BatchNorm statistics): `count` elements of `dtype` (torch's name)."""
+    """A model buffer that is no parameter (BatchNorm statistics): `count` elements of `dtype` (torch's name).
+
+    `owners` as in `slices.Parameter`: the workers of each group that hold it; empty: all do.
+    """
 
     name: str
     dtype: str
     count: int
+    owners: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.count * torch_dtype(self.dtype).itemsize
+
+    @property
+    def speaker(self) -> int:
+        """The worker of a group who leaves it at the servers."""
+        return self.owners[0] if self.owners else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Schema:
 
     def text(self) -> str:
         """One JSON text."""
-        buffers = [[b.name, b.dtype, b.count] for b in self.buffers]
+        buffers = [[b.name, b.dtype, b.count, *([list(b.owners)] if b.owners else [])] for b in self.buffers]
         return json.dumps([describe(self.parameters), buffers, self.optimizer, self.digest])
 
 
@@ -67,12 +76,16 @@ def parse_schema(text: str) -> Schema:
     """The inverse of `Schema.text`. Raises ProtocolError."""
     try:
         parameters, buffers, optimizer, digest = json.loads(text)
-        known = tuple(Buffer(str(n), str(d), int(c)) for n, d, c in buffers)
+        known = tuple(_buffer(*row) for row in buffers)
         for buffer in known:
             torch_dtype(buffer.dtype)
         return Schema(parse(parameters), known, str(optimizer), str(digest))
     except (ValueError, TypeError, SchemaError) as error:
         raise ProtocolError(f"not the description of a model: {error}") from error
+
+
+def _buffer(name: object, dtype: object, count: Any, owners: Sequence[Any] = ()) -> Buffer:
+    return Buffer(str(name), str(dtype), int(count), tuple(map(int, owners)))
 
 
 def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
@@ -96,9 +109,15 @@ def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
 
 def _words(item: Parameter | Buffer) -> str:
     if isinstance(item, Buffer):
-        return f"{item.name} with {item.count} elements of {item.dtype}"
+        return f"{item.name} with {item.count} elements of {item.dtype}{_held(item.owners)}"
     more = ("" if item.trainable else ", frozen") + (f", at home on server {item.home}" if item.home >= 0 else "")
-    return f"{item.name} of shape {item.shape}, {item.dtype}{more}"
+    return f"{item.name} of shape {item.shape}, {item.dtype}{more}{_held(item.owners)}"
+
+
+def _held(owners: tuple[int, ...]) -> str:
+    if not owners:
+        return ""
+    return f", held by worker{'s' * (len(owners) > 1)} {' and '.join(map(str, owners))}"
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -199,11 +218,30 @@ def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceMap:
     """The map of a job's model: workers and servers must compute the same, so both ask here.
 
-    What travels is cut finer than what is only named: a pipeline wants many pieces, a processor few calls.
+    What travels is cut finer than what is only named: a pipeline wants many pieces, a processor few calls. Raises
+    SchemaError as `cut` does, and for an owner that no group has.
     """
+    _check_owners(parameters, topology.workers_per_group)
     groups = topology.server_groups if topology.synced else 1
     size = topology.cluster.slice_bytes or _slice_bytes(topology)
     return cut(parameters, topology.shards, groups, topology.cluster.slicing, bucket_bytes=size)
+
+
+def _check_owners(parameters: Sequence[Parameter], workers: int) -> None:
+    for parameter in parameters:
+        if parameter.owners and parameter.owners[-1] >= workers:
+            accepted = f"must be 0 to {workers - 1}: a group of the job has {workers} worker{'s' * (workers > 1)}"
+            raise SchemaError(f"parameter {parameter.name!r}: owners = {parameter.owners}: {accepted}")
+
+
+def effective(job: Job, parameters: Sequence[Parameter]) -> Job:
+    """The job as it is carried out on this model.
+
+    Where one model is split over the workers of a group, gradients are pushed home and stay there (`grads: kHidden`):
+    nobody could show a worker the mean of what it does not hold.
+    """
+    split = job.splits or any(parameter.owners for parameter in parameters)
+    return replace(job, grads=Grads.kHidden) if split and job.grads is Grads.kVisible else job
 
 
 def _slice_bytes(topology: Topology) -> int:

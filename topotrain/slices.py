@@ -4,6 +4,9 @@ Rule: a pure function of schema and counts, so every process computes the same m
 falls on a multiple of ALIGN elements from a parameter's start, and a kernel works on one segment: only then does a
 vectorized update of a slice give the bits of the update of the whole tensor. Frozen parameters have homes too, since
 a script may thaw them later; an empty parameter has no element and therefore no segment.
+
+Where one model is split over the workers of a group (`split`), a parameter has owners, the workers that hold it. A
+space has parameters of the same owners only, so that a worker needs memory, and messages, for its own spaces alone.
 """
 
 import heapq
@@ -11,7 +14,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
@@ -46,7 +49,8 @@ class Parameter:
     """One parameter of the schema; tied weights are one parameter, their other names are its `aliases`.
 
     `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
-    wants it whole on, -1: any. Raises SchemaError.
+    wants it whole on, -1: any. `owners` are the workers of each group that hold it, ascending; empty: all do. Raises
+    SchemaError.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Parameter:
     trainable: bool
     aliases: tuple[str, ...] = ()
     home: int = -1
+    owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for what, numbers in (("shape", self.shape), ("stride", self.stride)):
@@ -69,6 +74,8 @@ class Parameter:
             raise SchemaError(f"parameter {self.name!r}: dtype = {self.dtype}: must be one of {', '.join(ITEM_BYTES)}")
         if type(self.home) is not int or self.home < -1:
             raise SchemaError(f"parameter {self.name!r}: home = {self.home}: must be a shard's number, or -1 for any")
+        if not all(type(n) is int and n >= 0 for n in self.owners) or list(self.owners) != sorted(set(self.owners)):
+            raise SchemaError(f"parameter {self.name!r}: owners = {self.owners}: must be workers' numbers, ascending")
 
     @property
     def count(self) -> int:
@@ -78,12 +85,25 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All parameters of one dtype, end to end, each starting at a multiple of ALIGN; `length` elements with padding."""
+    """All parameters of one dtype and the same owners, end to end, each starting at a multiple of ALIGN.
+
+    `length` counts elements, with padding. `owners` as in `Parameter`.
+    """
 
     index: int
     dtype: str
     itemsize: int
     length: int
+    owners: tuple[int, ...] = ()
+
+    def on(self, worker: int) -> bool:
+        """Whether worker number `worker` of a group holds it."""
+        return not self.owners or worker in self.owners
+
+    @property
+    def speaker(self) -> int:
+        """The worker of a group who says of it what only one has to say."""
+        return self.owners[0] if self.owners else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +173,10 @@ class SliceMap:
         """The segments of one shard, consecutive ids."""
         return self._segments_by_shard[shard]
 
+    def buckets_on(self, worker: int) -> tuple[Bucket, ...]:
+        """The buckets of the spaces that worker number `worker` of a group holds, in order."""
+        return tuple(bucket for bucket in self.buckets if self.spaces[bucket.space].on(worker))
+
     def segments_of_parameter(self, parameter: int) -> tuple[Segment, ...]:
         """The segments of parameter number `parameter` in element order: none if it is empty."""
         return self._segments_by_parameter[parameter]
@@ -220,10 +244,10 @@ def cut(
     _check_counts(schema, shards, groups, bucket_bytes)
     _check_homes(schema, shards)
     whole = slicing is Slicing.kTensor or any(parameter.home >= 0 for parameter in schema)
-    owners = _lightest_first(schema, shards) if whole else [0] * len(schema)
-    spaces, offsets = _lay_out(schema, owners)
+    homes = _lightest_first(schema, shards) if whole else [0] * len(schema)
+    spaces, offsets = _lay_out(schema, homes)
     ranges = tuple(
-        _owned(space, schema, owners, shards) if whole else _even(0, space.length, shards) for space in spaces
+        _whole(space, schema, offsets, homes, shards) if whole else _even(0, space.length, shards) for space in spaces
     )
     segments: list[Segment] = []
     buckets: list[Bucket] = []
@@ -244,6 +268,8 @@ def describe(parameters: Iterable[Parameter]) -> str:
 
 def _row(p: Parameter) -> list[Any]:
     row = [p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)]
+    if p.owners:
+        return [*row, p.home, list(p.owners)]
     return [*row, p.home] if p.home >= 0 else row
 
 
@@ -262,12 +288,19 @@ def parse(text: str) -> tuple[Parameter, ...]:
 
 def _parameter(number: int, row: Any) -> Parameter:
     kinds = [str, list, list, str, bool, list]
-    if not isinstance(row, list) or [type(value) for value in row] not in (kinds, [*kinds, int]):
-        raise SchemaError(f"schema entry {number}: must be [name, shape, stride, dtype, trainable, aliases, home?]")
+    if not isinstance(row, list) or [type(value) for value in row] not in (
+        kinds,
+        [*kinds, int],
+        [*kinds, int, list],
+    ):
+        accepted = "must be [name, shape, stride, dtype, trainable, aliases, home?, owners?]"
+        raise SchemaError(f"schema entry {number}: {accepted}")
     name, shape, stride, dtype, trainable, aliases, *home = row
+    owners = home.pop() if len(home) > 1 else []
     if not all(type(alias) is str for alias in aliases):
         raise SchemaError(f"schema entry {number}: aliases must be names")
-    return Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases), *home)
+    made = Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases), *home)
+    return replace(made, owners=tuple(owners)) if owners else made
 
 
 def _check_names(parameters: Sequence[Parameter]) -> None:
@@ -305,7 +338,7 @@ def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
 def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
     """Shard of each parameter: its home, else the largest (in bytes) first, to the shard that is lightest then."""
     sizes = [parameter.count * ITEM_BYTES[parameter.dtype] for parameter in parameters]
-    owners = [max(parameter.home, 0) for parameter in parameters]
+    homes = [max(parameter.home, 0) for parameter in parameters]
     fixed = [0] * shards
     for parameter, size in zip(parameters, sizes, strict=True):
         if parameter.home >= 0:
@@ -314,35 +347,39 @@ def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
     heapq.heapify(loads)
     free = [index for index, parameter in enumerate(parameters) if parameter.home < 0]
     for index in sorted(free, key=lambda i: (-sizes[i], i)):
-        load, owners[index] = loads[0]
-        heapq.heapreplace(loads, (load + sizes[index], owners[index]))
-    return owners
+        load, homes[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], homes[index]))
+    return homes
 
 
 def _lay_out(
-    parameters: Sequence[Parameter], owners: Sequence[int]
+    parameters: Sequence[Parameter], homes: Sequence[int]
 ) -> tuple[tuple[Space, ...], tuple[tuple[int, int], ...]]:
-    """Spaces in order of first use of their dtype, and each parameter's (space, offset): by owner, then definition."""
-    dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
-    number = {dtype: index for index, dtype in enumerate(dtypes)}
-    lengths = [0] * len(dtypes)
+    """Spaces in order of first use, and each parameter's (space, offset): by home, then definition."""
+    kinds = list(dict.fromkeys((parameter.dtype, parameter.owners) for parameter in parameters))
+    number = {kind: index for index, kind in enumerate(kinds)}
+    lengths = [0] * len(kinds)
     offsets = [(0, 0)] * len(parameters)
-    for index in sorted(range(len(parameters)), key=owners.__getitem__):
-        space = number[parameters[index].dtype]
+    for index in sorted(range(len(parameters)), key=homes.__getitem__):
+        space = number[parameters[index].dtype, parameters[index].owners]
         offsets[index] = (space, lengths[space])
         lengths[space] += _padded(parameters[index].count)
-    spaces = (Space(n, dtype, ITEM_BYTES[dtype], lengths[n]) for n, dtype in enumerate(dtypes))
+    spaces = (Space(n, dtype, ITEM_BYTES[dtype], lengths[n], owners) for n, (dtype, owners) in enumerate(kinds))
     return tuple(spaces), tuple(offsets)
 
 
-def _owned(
-    space: Space, parameters: Sequence[Parameter], owners: Sequence[int], shards: int
+def _whole(
+    space: Space,
+    parameters: Sequence[Parameter],
+    offsets: Sequence[tuple[int, int]],
+    homes: Sequence[int],
+    shards: int,
 ) -> tuple[tuple[int, int], ...]:
     """Ranges of whole tensors: `_lay_out` has put each shard's tensors side by side."""
     sizes = [0] * shards
-    for parameter, owner in zip(parameters, owners, strict=True):
-        if parameter.dtype == space.dtype:
-            sizes[owner] += _padded(parameter.count)
+    for parameter, (where, _), home in zip(parameters, offsets, homes, strict=True):
+        if where == space.index:
+            sizes[home] += _padded(parameter.count)
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
@@ -350,7 +387,7 @@ def _placed(
     space: Space, parameters: Sequence[Parameter], offsets: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
     """(first element, end without padding, parameter) of the parameters that have elements in `space`, in order."""
-    here = (index for index, (owner, _) in enumerate(offsets) if owner == space.index and parameters[index].count)
+    here = (index for index, (where, _) in enumerate(offsets) if where == space.index and parameters[index].count)
     return sorted((offsets[index][1], offsets[index][1] + parameters[index].count, index) for index in here)
 
 

@@ -3,9 +3,9 @@
 A *window* is a part of a resident's flat buffer that another resident sees in its own address space. Two kinds:
 
 * parameters: one buffer for each worker group (several, where groups share their values), which all its workers live
-  in and its servers write. It is written only while all workers of the group wait in `step()` or for a fetch. Where
-  a single group uses a server group, that buffer is the servers' own copy of the values: an update then appears in the
-  workers' parameters without any copy.
+  in, where a model is split each in the spaces that it holds, and its servers write. It is written only while all
+  workers of the group wait in `step()` or for a fetch. Where a single group uses a server group, that buffer is the
+  servers' own copy of the values: an update then appears in the workers' parameters without any copy.
 * gradients: each worker's buffer "grad", into which the servers write a group's mean while the worker waits at the end
   of its backward, and from which they read at `step()` what the script made of it.
 

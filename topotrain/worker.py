@@ -8,15 +8,16 @@ server and returns when the new values stand in the model's parameters.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from topotrain.buffers import ModelBuffers, ModelParts
+from topotrain.buffers import ModelBuffers, ModelParts, in_file
 from topotrain.exchange import Exchange, Outcome, StepEnd
 from topotrain.gradients import ArrivalPath, GradientPath, MeanPath, PushPath
 from topotrain.job import Apply, Grads, Job, Pull
 from topotrain.mirror import HostMirror
-from topotrain.shard import FlatBuffers, Schema, slice_map_for, torch_dtype
+from topotrain.shard import FlatBuffers, Schema, effective, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import Hyper, OptimizerSpec, describe
@@ -84,7 +85,7 @@ class Worker:
         aside: Sequence[torch.nn.Parameter] = (),
     ) -> None:
         self.me = me
-        self.job = job
+        self.job = job = effective(job, parts.parameters)
         self.parts = parts
         self.optimizer = optimizer
         self.exchange = exchange
@@ -96,7 +97,7 @@ class Worker:
         self.mirror = self.buffers.mirror
         on_arrival = job.apply is Apply.kOnArrival
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
-        exchange.device = (*parts.tensors, *aside)[0].device
+        exchange.device = next((t.device for t in (*parts.tensors, *aside) if not t.is_meta), exchange.device)
         # To a device values are copied when all are here.
         self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostMirror)
         exchange.open(schema, self.map, self.buffers.flats, on_arrival, sees_means, self.lazy)
@@ -111,11 +112,13 @@ class Worker:
         self._own_steps = 0
         self._committed = 0
         self._accrued: set[int] = set()
-        first = topology.worker_groups_of(topology.server_group_of(me.group))[0]
-        self._speaks = me.index == 0 and me.group == first
+        self.final_buffers: list[torch.Tensor] = []
+        self._speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         self.path: GradientPath = self._make_path(topology.workers_per_group)
         self.before_commit: list[Callable[[int, StepEnd], None]] = []
         self.after_step: list[Callable[[Outcome | None], None]] = []
+        self.counts: Callable[[], float] = self.weight
+        """What this worker's gradients count on the servers."""
 
     def _make_path(self, group_size: int) -> GradientPath:
         args = (self.parts, self.buffers, self.exchange, self.map, self.weight)
@@ -126,8 +129,8 @@ class Worker:
         return PushPath(*args, compare=group_size == 1, eager=self.job.cluster.n_push == 1)
 
     def start(self) -> None:
-        """Take the job's initial values: worker (0,0)'s."""
-        if self.me.group == 0 and self.me.index == 0:
+        """Take the job's initial values: worker (0,0)'s, or those of the first worker of group 0 that holds them."""
+        if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
             self.exchange.give_initial("local")
         if self.exchange.windowed:
@@ -230,7 +233,7 @@ class Worker:
         text = self._hyper_now()
         end = StepEnd(
             backwards=self.path.backwards,
-            weight=self.weight(),
+            weight=self.counts(),
             fetch=fetch,
             hyper=b"" if text == self._hyper else text,
             marks=tuple(number for stream, mark in self._marks.items() for number in (stream, *mark)),
@@ -326,22 +329,31 @@ class Worker:
         """The script ended: push what is left, leave the buffers, say goodbye."""
         if self._accrued:
             self._push_accrued(fetch=False)
-        if self.me.index == 0:
-            self.exchange.put_buffers(self.parts.buffer_tensors)
+        self.exchange.put_buffers(self.parts.buffer_tensors)
         self.exchange.finish(self._committed)
 
-    def take_final(self) -> None:
+    def take_final(self, folder: Path | None = None) -> None:
         """Worker (0,0): the job's result goes into the model: the master view, and buffers averaged over the groups.
 
         Groups without servers each have a model of their own: group 0's is the result, and so are its buffers.
+
+        Where the model is split, what others hold comes, too: parameter i then is `buffers.view("params", i)`, and the
+        model's buffers are in `final_buffers`. folder: memory for the parameters that this worker does not hold is to
+        be in files there, since it may have no room for the whole model; None: ordinary memory.
         """
+        for space in self.map.spaces:
+            if folder is not None and not space.on(self.me.index):
+                room = in_file(folder)(space.length, torch_dtype(space.dtype))
+                self.buffers.flats.put("params", space.index, room)
         self.exchange.final_values()
         found = self.exchange.final_buffers()
         if self.job.cluster.nserver_groups == 0:
             found = {0: found.get(0, {})}
         for index, buffer in enumerate(self.parts.buffer_tensors):
             rows = [found[group][index].view(buffer.dtype).reshape(buffer.shape) for group in sorted(found)]
-            buffer.copy_(_averaged(rows))
+            self.final_buffers.append(_averaged(rows))
+            if not buffer.is_meta:
+                buffer.copy_(self.final_buffers[index])
         self.buffers.remember()
 
     # --- optimizer state -----------------------------------------------------------------------------------------
@@ -367,17 +379,23 @@ class Worker:
             at = segment.start + piece.lo - segment.lo
             flat[at : at + piece.hi - piece.lo] = part.body.view(flat.dtype)
         for tensor, key in whole:  # as in torch, numbers (a count of steps) stay on the CPU
-            held[tensor][key] = held[tensor][key].to(tensor.device)
+            if not tensor.is_meta:
+                held[tensor][key] = held[tensor][key].to(tensor.device)
         self.optimizer.state.clear()
         self.optimizer.state.update(held)
 
     def scatter_state(self) -> None:
-        """Hand `optimizer.state` to the servers (one worker of each server group's speaks), and forget it here."""
+        """Hand `optimizer.state` to the servers, and forget it here.
+
+        Of each parameter one worker of each server group's speaks.
+        """
         if self._speaks:
             index_of = {id(tensor): index for index, tensor in enumerate(self.parts.tensors)}
             for tensor, entry in self.optimizer.state.items():
-                for key, value in entry.items():
-                    self._put(index_of[id(tensor)], key, value)
+                space, _ = self.map.offsets[index_of[id(tensor)]]
+                if self.map.spaces[space].speaker == self.me.index:
+                    for key, value in entry.items():
+                        self._put(index_of[id(tensor)], key, value)
         self.optimizer.state.clear()
 
     def _put(self, index: int, key: str, value: object) -> None:

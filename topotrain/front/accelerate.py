@@ -73,10 +73,10 @@ class Accelerator(PlacedAccelerator):
         return tuple(found) if isinstance(made, tuple) else found[0]
 
 
-def divide(model: nn.Module, optimizer: Any, loader: Any) -> guest.Handing:
-    """Tie what accelerate has prepared to the job: from here on `loader` gives this worker's share."""
+def divide(model: nn.Module, optimizer: Any, loader: Any, counted: bool = False) -> guest.Handing:
+    """Tie what accelerate has prepared to the job: from here on `loader` gives this worker's share. See `guest.tie`."""
     # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
-    loader.base_dataloader, handing = guest.tie(model, optimizer.optimizer, loader.base_dataloader)
+    loader.base_dataloader, handing = guest.tie(model, optimizer.optimizer, loader.base_dataloader, counted)
     return handing
 
 

@@ -1,8 +1,8 @@
 """What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,15 +19,20 @@ from topotrain.front.gpu import device_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.losses import watch_losses
 from topotrain.front.progress import Telling
+from topotrain.front.scopes import scope
 from topotrain.front.sparse import RowPaths, find_sparse
+from topotrain.front.splitting import split
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError, Grads, Shard
 from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import adopt
 from topotrain.shard import FlatBuffers, torch_dtype
 from topotrain.slices import SliceMap
+from topotrain.split import devices
 from topotrain.update import build, follow_schedule
 from topotrain.worker import Worker
+
+Module = TypeVar("Module", bound=nn.Module)
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
 
@@ -56,7 +61,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
                 "tt.prepare", type(thing).__name__, "stateful arguments need state_dict and load_state_dict"
             )
     if process.planning():
-        raise process.Planning(model, optimizer)
+        raise process.Planning(model, optimizer, loader)
     if not isinstance(model, nn.Module):
         raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
     here = process.current()
@@ -85,13 +90,14 @@ def _build(here: Context, model: nn.Module) -> Optimizer:
 
 
 def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: object) -> Worker:
-    place, sparse = here.place, find_sparse(model, optimizer)
-    aside = [entry.weight for entry in sparse]
-    parts = describe_model(model, aside)
     if not isinstance(loader, DataLoader | None):
         raise ConfigError(
             "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
         )
+    place, cut = here.place, split(here, model, optimizer, loader)
+    sparse = find_sparse(model, optimizer)
+    aside = [entry.weight for entry in sparse]
+    parts = describe_model(model, aside) if cut is None else cut.parts
     roads = roads_of(here)
     rows = RowPaths(here, model, sparse, optimizer)
 
@@ -105,6 +111,9 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if loader is not None:
         here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker)
     worker.start()
+    if cut is not None:
+        cut.follow(worker, roads.meet_group())
+        here.split = cut
     if worker.lazy:
         wait_by_layer(model, worker)
     adopt(optimizer, worker)
@@ -131,7 +140,7 @@ def _share_values(roads: WorkerRoads, fd: int, slice_map: SliceMap, flats: FlatB
 def _data_plan(here: Context, model: nn.Module) -> DataPlan:
     job, topology = here.place.job, here.place.topology
     groups = topology.worker_groups
-    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1)
+    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not here.counted)
     return DataPlan(
         group=here.me.group,
         groups=groups,
@@ -186,15 +195,38 @@ def is_main() -> bool:
     return here is None or here.is_main
 
 
-def device() -> torch.device:
-    """Where this worker computes: the GPU that the job's `gpu` field gives it, or one of the machine's in turn.
+@overload
+def device() -> torch.device: ...
+@overload
+def device(name: str) -> AbstractContextManager[None]: ...
+def device(name: str | None = None) -> torch.device | AbstractContextManager[None]:
+    """Without a name: where this worker computes; with one: a scope, `with tt.device("/job:worker/task:1"):`.
 
-    The CPU where there is none. In an ordinary process the first GPU, or the CPU. Nothing is moved there by itself.
+    This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn; on the CPU
+    where there is none. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
+
+    Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
+    (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
+    a job, and where a group has one worker, a scope does nothing.
 
     Raises:
-        ConfigError: the `gpu` field names a GPU that this machine has not.
+        ConfigError: the `gpu` field names a GPU that this machine has not; the name is none.
     """
+    if name is not None:
+        return scope(name)
     return device_of(process.current(), torch.cuda.device_count())
+
+
+def place(module: Module, name: str) -> Module:
+    """Give a module, as one piece, to a worker of the group: tt.place(model.head, "/job:worker/task:1").
+
+    Its forward is not looked into. Returns the module. Outside a job this does nothing.
+
+    Raises:
+        ConfigError: it is no module; the name is none, or leaves open which task.
+    """
+    devices.place(module, name)
+    return module
 
 
 def weight(count: float) -> None:
@@ -203,6 +235,9 @@ def weight(count: float) -> None:
         raise ValueError(f"weight = {count}: must be >= 0")
     worker = _worker()
     if worker is not None:
+        here = process.current()
+        if here is not None and here.split is not None:
+            here.split.weight_said()
         worker.say_weight(float(count))
 
 
@@ -232,7 +267,7 @@ def clip_grad_norm_(
     if worker is None or worker.job.grads is Grads.kVisible:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     worker.clip(float(max_norm), float(norm_type))
-    return torch.tensor(worker.last_norm, device=worker.parts.tensors[0].device)
+    return torch.tensor(worker.last_norm, device=worker.exchange.device)
 
 
 def _worker() -> Worker | None:

@@ -13,6 +13,7 @@ from torch import nn
 from topotrain.buffers import ModelParts
 from topotrain.front.final import load_tensors, save_tensors, tensors_of
 from topotrain.job import ConfigError
+from topotrain.split.devices import PLACE
 
 _FIELD = "checkpoint_path"
 _SHOWN = 4  # names of a list that an error shows
@@ -85,6 +86,9 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
         if tensor.shape != places[name].shape:
             wanted, found = tuple(places[name].shape), tuple(tensor.shape)
             raise ConfigError(_FIELD, path, f"{name} must have the model's shape {wanted}, and has {found}")
+    for name in known:
+        if places[name].is_meta and not hasattr(places[name], PLACE):  # else the worker that has it takes it
+            raise ConfigError(_FIELD, path, f"needs a model with values: {name} is on the meta device")
     with torch.no_grad():
         for name, tensor in known.items():
             places[name].copy_(tensor)

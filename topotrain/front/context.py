@@ -38,11 +38,13 @@ class Context:
     roads: Closeable | None = None
     loader: Any = None
     tables: Any = None  # keeping.InJob, once the script has a table
+    split: Any = None  # splitting.Split, where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
     finishing: Callable[[], None] | None = None
     spans: Recorder = SILENT
     roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads
     gpus: bool = True  # `tt.device` may name one
+    counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     leave: Callable[[], None] | None = None  # set where the script itself may end its part
 
     @property
@@ -57,12 +59,13 @@ class Context:
 
 
 class Planning(BaseException):
-    """Carries the model out of a script that was run only up to `prepare` (topotrain plan)."""
+    """Carries what `prepare` got out of a script that was run only up to there (topotrain plan)."""
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
+    def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:
         super().__init__("planning")
         self.model = model
         self.optimizer = optimizer
+        self.loader = loader
 
 
 _current: Context | None = None

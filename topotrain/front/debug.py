@@ -19,6 +19,8 @@ class NormLog:
     def __call__(self, outcome: Outcome | None) -> None:
         norms = {}
         for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
+            if tensor.is_meta:  # another worker of the group holds it
+                continue
             gradient = None if tensor.grad is None else float(torch.linalg.vector_norm(tensor.grad))
             norms[described.name] = {"value": float(torch.linalg.vector_norm(tensor.detach())), "grad": gradient}
         self._file.write(json.dumps({"step": self._worker.tally.steps, "norms": norms}) + "\n")

@@ -68,7 +68,8 @@ class Objective:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             accepted = "gives batches that are no (input, target): make the loss a function of (model, batch)"
             raise ConfigError("tt.Trainer loss", type(self._loss).__name__, accepted)
-        device = next(model.parameters()).device
+        here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        device = next(here, torch.device("cpu"))  # of a split model nothing may be here
         given, target = (part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
         output = model(given)
         return {name: of(output, target) for name, of in wanted.items()}

@@ -8,7 +8,7 @@ other names stand in the file's metadata ("tied": JSON of name -> names).
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,21 +21,28 @@ from topotrain.job import ConfigError
 
 
 def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-    """Write parameters, `more` of them, and buffers, atomically."""
-    tensors, metadata = tensors_of(parts)
+    """Write parameters, `more` of them, and buffers, atomically; nothing that has its memory for itself is copied."""
+    tensors, metadata = tensors_of(parts, _apart)
     tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
     save_tensors(tensors, path, metadata)
 
 
-def tensors_of(parts: ModelParts) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Copies of parameters and buffers by name, and a file's metadata."""
+def tensors_of(
+    parts: ModelParts, take: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by name, contiguous and copied (or as `take` takes them), and a file's metadata."""
     tensors: dict[str, torch.Tensor] = {}
     for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
-        tensors[described.name] = tensor.detach().contiguous().clone()
+        tensors[described.name] = take(tensor.detach().contiguous())
     for buffer, content in zip(parts.buffers, parts.buffer_tensors, strict=True):
-        tensors[buffer.name] = content.detach().contiguous().clone()
+        tensors[buffer.name] = take(content.detach().contiguous())
     tied = {p.name: list(p.aliases) for p in parts.parameters if p.aliases}
     return tensors, {"format": "pt", "tied": json.dumps(tied)}
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The file's writer takes no tensors that share memory."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:

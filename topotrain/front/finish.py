@@ -2,12 +2,15 @@
 
 import time
 
+from topotrain.buffers import ModelParts
 from topotrain.events import Final, Finished, Metrics, Notice
 from topotrain.exchange import JobError, PeerLost
 from topotrain.front.context import Context
 from topotrain.front.final import save_final
 from topotrain.front.homecoming import bring_home, say_goodbye
+from topotrain.front.splitting import Split
 from topotrain.job import ConfigError
+from topotrain.worker import Worker
 
 
 def finish(here: Context) -> None:
@@ -27,13 +30,22 @@ def finish(here: Context) -> None:
         if not worker.tally.steps:
             here.emit(Notice(str(here.me), "the program never called optimizer.step(): nothing was trained"))
         started = time.monotonic()
-        worker.take_final()
+        parts = _whole(here, worker)
         path = here.workspace / "final.safetensors"
         _measure(here)
-        save_final(worker.parts, path, more)
+        save_final(parts, path, more)
         here.emit(Final(str(path), time.monotonic() - started))
     if here.finishing is not None:
         here.finishing()
+
+
+def _whole(here: Context, worker: Worker) -> ModelParts:
+    """The job's result stands in the model."""
+    if here.split is not None:
+        cut: Split = here.split
+        return cut.whole(worker)
+    worker.take_final()
+    return worker.parts
 
 
 def _measure(here: Context) -> None:

@@ -7,6 +7,7 @@ library has drawn it: many draw one batch more than they use, to know which is t
 import os
 from collections import deque
 from collections.abc import Callable
+from operator import length_hint
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from topotrain.data import Ledger, ShardedLoader
 from topotrain.front import api
 from topotrain.front import context as process
-from topotrain.job import ConfigError
+from topotrain.job import ConfigError, Shard
 
 # What torchrun, MPI and Slurm say of the processes that they have started; a worker is none of those.
 LAUNCHER_VARIABLES = (
@@ -71,13 +72,25 @@ class Handing:
         return weight
 
 
-def tie(model: nn.Module, optimizer: Optimizer, loader: Any) -> tuple[Any, Handing]:
+def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = False) -> tuple[Any, Handing]:
     """`topotrain.prepare`, for a library that reads ahead: (the worker's share of the loader, its handing).
 
-    Only in a job. Raises ConfigError as `prepare` does.
+    Only in a job. counted: the library takes `len(loader)` for what an epoch has, and validates, or ends, by it. A
+    group that got fewer batches than that, or none, would do neither; so each group gets a fixed part.
+
+    Raises ConfigError as `prepare` does; and with `counted` for leases, and for a group without a batch.
     """
+    here = process.current()
+    assert here is not None
+    groups = here.place.topology.worker_groups
+    if counted and groups > 1 and here.place.job.shard is Shard.kLease:
+        accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
+        raise ConfigError("shard", Shard.kLease.value, accepted)
+    here.counted = counted
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
+    if counted and length_hint(share, 1) == 0:  # a stream may have no length
+        raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
     return share, share.note_through(Handing)
 
 

@@ -181,18 +181,16 @@ class _Joined:
     def _give_up(self, error: BaseException) -> None:
         if isinstance(self._here.roads, WorkerRoads) and not self._said:
             self._said = True
-            self._here.roads.exchange.give_up(_words(error))
+            self._here.roads.exchange.give_up(
+                _words(error), cause=not isinstance(error, JobError | PeerLost | WireError)
+            )
 
     def _reason(self, error: JobError | PeerLost | WireError) -> str:
-        """The last reason that the servers give, which explains the first; else what was seen first."""
-        if not isinstance(self._here.roads, WorkerRoads):
+        """The cause, if a server knows it; else what was told or seen first."""
+        if not isinstance(self._here.roads, WorkerRoads) or (isinstance(error, JobError) and error.config):
             return str(error)
         exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
-        if isinstance(error, PeerLost) or (isinstance(error, JobError) and not error.config):
-            enough = 2 if isinstance(error, JobError) else 1
-            while len(exchange.reasons) < enough and time.monotonic() < until:
-                time.sleep(0.02)
-        return exchange.reasons[-1] if exchange.reasons else str(exchange.failure or error)
+        return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
 
     def _leaving(self, code: Any = None) -> None:
         if code not in (None, 0) and os.getpid() == self._pid:

@@ -74,7 +74,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
                 raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
             return dataloader
         self._check(trainer, dataloader)
-        share, self._handing = guest.tie(self.model, self.optimizers[0], dataloader)
+        share, self._handing = guest.tie(self.model, self.optimizers[0], dataloader, counted=True)
         return share
 
     def _check(self, trainer: Any, loader: object) -> None:

@@ -5,7 +5,9 @@ import inspect
 import runpy
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +18,28 @@ from topotrain.job import ConfigError
 from topotrain.slices import Parameter
 
 
-def schema_of(program: str, args: Sequence[str]) -> tuple[tuple[Parameter, ...], float]:
-    """The parameters a script would train, and its optimizer's state per element, in elements.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a script hands to `tt.prepare`."""
+
+    model: Any
+    optimizer: Any
+    loader: Any
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Those the servers would hold, apart from rows. Raises ConfigError."""
+        ours = isinstance(self.optimizer, torch.optim.Optimizer)
+        sparse = find_sparse(self.model, self.optimizer) if ours else []
+        aside = [entry.weight for entry in sparse]  # servers hold these row by row
+        return describe_model(self.model, aside).parameters
+
+    def state_factor(self) -> float:
+        """The optimizer's state per element, in elements."""
+        return _state_factor(self.optimizer)
+
+
+def look(program: str, args: Sequence[str]) -> Seen:
+    """Run a script up to `tt.prepare`.
 
     What the script prints goes to stderr. Raises ConfigError if it ends without calling `tt.prepare`.
     """
@@ -28,9 +50,7 @@ def schema_of(program: str, args: Sequence[str]) -> tuple[tuple[Parameter, ...],
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(program, run_name="__main__")
     except Planning as seen:
-        sparse = find_sparse(seen.model, seen.optimizer) if isinstance(seen.optimizer, torch.optim.Optimizer) else []
-        aside = [entry.weight for entry in sparse]  # servers hold these row by row
-        return describe_model(seen.model, aside).parameters, _state_factor(seen.optimizer)
+        return Seen(seen.model, seen.optimizer, seen.loader)
     except SystemExit as leaving:
         raise ConfigError("program", program, f"left with code {leaving.code} before tt.prepare") from leaving
     raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")

@@ -22,6 +22,7 @@ from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
 from topotrain.launch.child import Control, exit_code
 from topotrain.launch.workspace import TOKEN_FILE
+from topotrain.message import Fail
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
 from topotrain.server import Server
@@ -54,7 +55,7 @@ class Watchful:
     def came(self, server: Server, worker: Address) -> None:
         """Nothing to tell."""
 
-    def gives_up(self, server: Server, worker: Address, text: str) -> None:
+    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
         """The worker's own unit hears it, too."""
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:

@@ -31,6 +31,8 @@ from topotrain.wire.shm import Memory
 
 QUIET_S, REPEAT_S = 5.0, 30.0
 """Waiting is told after so many seconds, and then again every so many."""
+CAUSE_S = 1.0
+"""How long servers listen for the cause when they have only heard what may follow from it."""
 _MOST_WORDS = 40  # characters; the handshake has 64 for them and for a part of the digest
 _DIGEST_DIGITS = 20
 _TEXT = 500  # characters of somebody else's error
@@ -120,9 +122,8 @@ class Attendance:
     def __init__(self, topology: Topology, terms: Terms, groups: set[int]) -> None:
         workers = (worker for group in sorted(groups) for worker in topology.workers(group))
         self.missing = dict.fromkeys(workers)
-        self.failure: tuple[str, bool] | None = None  # why the job cannot go on; whether it was set up wrongly
+        self.failure: Fail | None = None  # why the job cannot go on
         self._name = terms.name
-        self._words: dict[Address, str] = {}
         self.change = threading.Condition()
 
     def came(self, server: Server, worker: Address) -> None:
@@ -130,10 +131,9 @@ class Attendance:
         with self.change:
             self.missing.pop(worker, None)
 
-    def gives_up(self, server: Server, worker: Address, text: str) -> None:
+    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
         """See `host.Attendant`."""
-        self._words[worker] = text[:_TEXT]
-        self.fail(f"{self._name(worker)} failed: {text[:_TEXT]}")
+        self.fail(f"{self._name(worker)} failed: {why.text[:_TEXT]}", cause=why.cause)
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
         """See `host.Attendant`."""
@@ -146,12 +146,13 @@ class Attendance:
             is_main = (peer.group, peer.index) == (0, 0)
             over = server.has_finished(peer) and (server.done or not is_main)
         if not over:
-            self.fail(f"{self._name(peer)} is gone, the job cannot go on: {reason}")
+            self.fail(f"{self._name(peer)} is gone, the job cannot go on: {reason}", cause=False)
 
-    def fail(self, text: str, config: bool = False) -> None:
-        """The job cannot go on; the first reason counts."""
+    def fail(self, text: str, cause: bool = True) -> None:
+        """The job cannot go on; the first cause counts, or what was heard first while none is known."""
         with self.change:
-            self.failure = self.failure or (text, config)
+            if self.failure is None or (cause and not self.failure.cause):
+                self.failure = Fail(text, cause=cause)
             self.change.notify_all()
 
     def trouble(self) -> None:
@@ -197,12 +198,12 @@ class House:
         """The job has no more use for these servers."""
         return all(resident.done for resident in self.servers.residents.values())
 
-    def tell(self, text: str, config: bool) -> None:
+    def tell(self, why: Fail) -> None:
         """Tell all workers that the job cannot go on."""
         for me, resident in self.servers.residents.items():
             for worker in sorted(resident.workers):
                 with suppress(WireError):
-                    self.roads.send(me, worker, Fail(text, config))
+                    self.roads.send(me, worker, why)
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -250,9 +251,8 @@ def serve(
         tell(f"{', '.join(map(terms.name, servers))}: ready")
         _stay(houses, attendance, terms)
     except BaseException as error:
-        text, config = _farewell(error)
         for house in houses:
-            house.tell(text, config)
+            house.tell(_farewell(error, attendance))
         if isinstance(error, WireError):
             raise understandable(error, terms) from error
         raise
@@ -282,22 +282,25 @@ def _houses(servers: Sequence[Address], store: Store, host: str, port: int) -> d
 def _stay(houses: Sequence[House], attendance: Attendance, terms: Terms) -> None:
     """Return when the job has no more use for the houses. Raises JobError."""
     waiting = Waiting(terms.name)
-    until = time.monotonic() + terms.patience_s
+    until, end = time.monotonic() + terms.patience_s, 0.0
     while not all(house.done for house in houses):
         with attendance.change:
             attendance.change.wait(0.1)
             failure, missing = attendance.failure, ", ".join(map(terms.name, attendance.missing))
         if failure is not None:
-            raise JobError(*failure)
+            now = time.monotonic()
+            end = end or now + CAUSE_S
+            if failure.cause or now >= end:
+                raise JobError(failure.text, failure.config)
         if missing and time.monotonic() > until:
             raise JobError(f"{missing} did not come within {terms.patience_s:g} s", True)
         if missing:
             waiting.say(missing)
 
 
-def _farewell(error: BaseException) -> tuple[str, bool]:
+def _farewell(error: BaseException, attendance: Attendance) -> Fail:
     if isinstance(error, JobError):
-        return str(error), error.config
+        return attendance.failure or Fail(str(error), error.config, cause=True)
     if isinstance(error, KeyboardInterrupt | SystemExit):
-        return "the servers were stopped", False
-    return f"the servers cannot go on: {error}", False
+        return Fail("the servers were stopped", cause=True)
+    return Fail(f"the servers cannot go on: {error}", cause=True)

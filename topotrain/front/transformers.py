@@ -56,7 +56,7 @@ class Trainer(transformers.Trainer):
         if self.is_in_train and process.current() is not None:
             # Wrapped before it is tied: wrapping sends the state through load_state_dict.
             self.optimizer = self.accelerator.prepare(self.create_optimizer())
-            self._handing = accelerate.divide(self.model, self.optimizer, loader)
+            self._handing = accelerate.divide(self.model, self.optimizer, loader, counted=True)
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

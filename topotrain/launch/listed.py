@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -18,11 +19,13 @@ from topotrain.launch.introduction import with_job
 from topotrain.launch.meeting import BEAT_S, forget
 from topotrain.launch.submission import job_id
 from topotrain.rendezvous import Store, StoreError, host_store, open_store, within
-from topotrain.rendezvous.registry import JobRecord, Registry, UnknownJob
+from topotrain.rendezvous.registry import JobRecord, Registry, UnknownJob, stop_key
 from topotrain.rendezvous.secret import load_secret
 from topotrain.rendezvous.url import parse
 
 _BEAT_EVERY_S = 5.0
+_LOOK_S = 0.25
+_LEAVE_S = 1.0  # for the thread to see that the job is over; it may be waiting for a store that is away
 
 
 class Listed:
@@ -40,7 +43,8 @@ class Listed:
         self._registry = Registry(root)
         self._told, self._teller = socket.socketpair()
         self._closed, self._lock = threading.Event(), threading.Lock()
-        threading.Thread(target=self._watch, name="listed", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="listed", daemon=True)
+        self._thread.start()
 
     def fileno(self) -> int:
         """See `running.Company`."""
@@ -59,21 +63,24 @@ class Listed:
         """See `running.Company`."""
 
     def _watch(self) -> None:
-        while not self._closed.is_set():
+        due = 0.0
+        # No `watch` of the store: nothing would end it when the job ends.
+        while not self._closed.wait(_LOOK_S):
             try:
-                with suppress(UnknownJob):  # somebody has cleared the list; the job may still be told to end
-                    self._registry.beat(self._id)
-                self._root.watch(f"jobs/{self._id}/stop", _BEAT_EVERY_S)
-            except TimeoutError:
-                continue
+                if time.monotonic() >= due:
+                    due = time.monotonic() + _BEAT_EVERY_S
+                    with suppress(UnknownJob):  # somebody has cleared the list; the job may still be told to end
+                        self._registry.beat(self._id)
+                stop = self._root.get(stop_key(self._id)) is not None
             except StoreError:
                 self._closed.wait(BEAT_S)
                 continue
             with self._lock:
-                if not self._closed.is_set():
+                if stop and not self._closed.is_set():
                     self.stopped = True
                     self._teller.send(b"!")
-            return
+            if stop:
+                return
 
     def ended(self, outcome: Outcome) -> None:
         """Note how the job ended."""
@@ -83,10 +90,11 @@ class Listed:
 
     def close(self) -> None:
         """Stop watching, and take away what the job's processes have said to each other."""
-        with self._lock:  # the thread may be waiting for the store, and is not waited for
+        with self._lock:
             self._closed.set()
             self._told.close()
             self._teller.close()
+        self._thread.join(_LEAVE_S)
         with suppress(StoreError):
             forget(within(self._root, f"jobs/{parse(self.url).job}"))
         self._root.close()

@@ -17,7 +17,6 @@ system that stamps with the clock of each host is only right for ttl when these 
 
 import fcntl
 import os
-import random
 import struct
 import tempfile
 import time
@@ -25,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from topotrain.jitter import spread
 from topotrain.rendezvous.keys import StoreError, check_key, check_prefix, check_ttl, check_value
 
 LOCK_SECONDS = 10.0  # a writer holds the lock for microseconds; one that is stopped in there must not stop the job
@@ -193,5 +193,5 @@ def _looks(seconds: float) -> Iterator[None]:
         left = until - time.monotonic()
         if left <= 0:
             return
-        time.sleep(min(left, pause * random.uniform(0.5, 1.5)))
+        time.sleep(min(left, spread(pause)))
         pause = min(2 * pause, _LAST_PAUSE)

@@ -6,13 +6,13 @@ carries the number of the first attempt, by which the server knows what it has d
 """
 
 import os
-import random
 import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 
+from topotrain.jitter import spread
 from topotrain.rendezvous.frames import MAX_WAIT, Garbled, Op, Reply, Request, Status, receive_reply, send_request
 from topotrain.rendezvous.greeting import go_in, identity, resolve, shown
 from topotrain.rendezvous.keys import StoreError, check_key, check_prefix, check_ttl, check_value
@@ -115,7 +115,7 @@ class TcpStore:
                 if now + pause > end:
                     tried = f" (tried for {now - lost_at:.0f} s)" if now - lost_at >= 1 else ""
                     raise StoreError(f"store {self._url} cannot be reached{tried}: {error}") from error
-                time.sleep(pause * random.uniform(0.5, 1.0))
+                time.sleep(spread(pause, most=1))
                 pause = min(2 * pause, _LAST_PAUSE)
                 continue
             if reply.status is Status.REFUSED:

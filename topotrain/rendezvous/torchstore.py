@@ -6,7 +6,6 @@ key of ours, and no two become the same.
 
 import atexit
 import hashlib
-import random
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from torch import distributed
 from torch._C._distributed_c10d import Store as TorchStoreBase  # torch.distributed exports it, but not to mypy
 
+from topotrain.jitter import spread
 from topotrain.rendezvous import Store, StoreError, open_store, within
 from topotrain.rendezvous.rounds import join
 
@@ -83,7 +83,7 @@ class TorchStore(TorchStoreBase):
                     raise distributed.DistStoreError(f"add({key!r}): its value {seen!r} is no number") from None
                 if self._store.compare_and_set(whole, seen, str(total).encode(), self._ttl):
                     return total
-                time.sleep(random.uniform(0, pause))
+                time.sleep(spread(pause, 0, 1))
                 pause = min(2 * pause, _LAST_PAUSE)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -131,7 +131,7 @@ class TorchStore(TorchStoreBase):
                 seen = self._store.get(whole)
                 if self._store.compare_and_set(whole, seen, (seen or b"") + more, self._ttl):
                     return
-                time.sleep(random.uniform(0, _LAST_PAUSE))
+                time.sleep(spread(_LAST_PAUSE, 0, 1))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values, as soon as all are there."""

@@ -8,7 +8,6 @@ Of each pair one side connects and the other is connected to; a newer connection
 one, and a peer with a lower incarnation number than one seen before is refused (FENCED).
 """
 
-import random
 import secrets
 import socket
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
+from topotrain.jitter import spread
 from topotrain.message import Message
 from topotrain.topology import Address
 from topotrain.wire import Refused, Resident, Unreachable, WireError
@@ -123,7 +123,7 @@ class SocketWire:
                 busy = isinstance(error, TooSlow) or error.code == "FULL"
                 if not busy or time.monotonic() + pause > until:
                     raise
-            self._stop.wait(pause * random.uniform(0.5, 1.5))
+            self._stop.wait(spread(pause))
             pause = min(2 * pause, 0.5)
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:

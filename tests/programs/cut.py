@@ -1,0 +1,79 @@
+"""A small CNN for 12 steps; the script may say where its parts are to be."""
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topotrain as tt
+
+SAMPLES, BATCH, EPOCHS = 96, 24, 3
+
+
+class Net(nn.Module):
+    def __init__(self, tagged: bool = False, norm: bool = True) -> None:
+        super().__init__()
+        with tt.device("/job:worker/task:0" if tagged else "/job:worker"):
+            self.conv = nn.Conv2d(1, 4, 3)
+            self.norm = nn.BatchNorm2d(4) if norm else nn.Dropout(0.2)
+        with tt.device("/job:worker/task:1" if tagged else "/job:worker"):
+            self.fc = nn.Linear(4 * 36, 10)
+            self.out = nn.Linear(10, 5)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        maps = torch.relu(self.norm(self.conv(images)))
+        hidden = torch.relu(self.fc(maps.flatten(1)))
+        logits = self.out(hidden)
+        return logits if labels is None else nn.functional.cross_entropy(logits, labels)
+
+
+class Said(Net):
+    """The same, placed by its forward alone."""
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        with tt.device("/job:worker/task:0"):
+            maps = torch.relu(self.norm(self.conv(images)))
+        with tt.device("/job:worker/task:1"):
+            hidden = torch.relu(self.fc(maps.flatten(1)))
+            logits = self.out(hidden)
+        return logits if labels is None else nn.functional.cross_entropy(logits, labels)
+
+
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    model.eval()
+    with torch.no_grad():
+        return float((model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean())
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(SAMPLES, 1, 8, 8, generator=generator)
+    return TensorDataset(images, torch.randint(0, 5, (SAMPLES,), generator=generator))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tagged", action="store_true")
+    parser.add_argument("--said", action="store_true")
+    parser.add_argument("--meta", action="store_true")
+    parser.add_argument("--no-norm", action="store_true")
+    parser.add_argument("--loss", action="store_true")
+    parser.add_argument("--wrong", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(1)
+    with torch.device("meta" if options.meta else "cpu"):
+        model = (Said if options.said else Net)(options.tagged, not options.no_norm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train = data()
+    model, optimizer, loader = tt.prepare(model, optimizer, DataLoader(train, batch_size=BATCH, shuffle=True))
+    if options.wrong:
+        model.fc(torch.zeros(2, 4 * 36))
+    for _ in tt.epochs(EPOCHS):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = model(images, labels) if options.loss else nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            tt.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    tt.report(accuracy=lambda: accuracy(model, train))

@@ -1,0 +1,245 @@
+"""N workers of one group as threads of this process, the roads between them a dictionary; and graphs cut by hand."""
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.exchange import PeerLost
+from topotrain.split.assign import assignments
+from topotrain.split.capture import capture
+from topotrain.split.division import divide
+from topotrain.split.infer import program
+from topotrain.split.parts import localise
+from topotrain.split.passage import Key, Store
+from topotrain.split.program import Edge, Kind, Layout, Program, Ref, Shape, Step, Where
+from topotrain.split.run import Runner
+
+BATCH, SAME, OWN, WHOLE = Layout(Where.BATCH), Layout(Where.SAME), Layout(Where.OWN), Layout(Where.WHOLE)
+
+
+def at(worker: int) -> Layout:
+    return Layout(Where.AT, worker=worker)
+
+
+def feature(dim: int) -> Layout:
+    return Layout(Where.FEATURE, dim=dim)
+
+
+class Roads:
+    """What has come to whom. A worker that leaves with an error takes the others along, as a job does."""
+
+    def __init__(self, size: int) -> None:
+        self.stores, self.changed, self.lost = [Store() for _ in range(size)], threading.Condition(), False
+        self.sent: list[tuple[int, int, Key, int]] = []
+
+    def lose(self) -> None:
+        with self.changed:
+            self.lost = True
+            self.changed.notify_all()
+
+
+class Town:
+    """A passage."""
+
+    def __init__(self, roads: Roads, me: int) -> None:
+        self.roads, self.me, self.size = roads, me, len(roads.stores)
+
+    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
+        with self.roads.changed:
+            self.roads.stores[to].put(self.me, key, tensor.detach().clone(), grad)
+            self.roads.sent.append((self.me, to, key, tensor.numel()))
+            self.roads.changed.notify_all()
+
+    def here(self, source: int, key: Key) -> bool:
+        with self.roads.changed:
+            return self.roads.stores[self.me].here(source, key)
+
+    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+        self.wait_any([(source, key)])
+        with self.roads.changed:
+            return self.roads.stores[self.me].take(source, key)
+
+    def wait_any(self, wanted: Collection[tuple[int, Key]]) -> None:
+        assert wanted
+        mine = self.roads.stores[self.me]
+        with self.roads.changed:
+            came = self.roads.changed.wait_for(
+                lambda: self.roads.lost or any(mine.here(*one) for one in wanted), timeout=30
+            )
+            if self.roads.lost:
+                raise PeerLost("another worker is gone")
+            assert came, f"worker {self.me} waits for ever for {wanted}"
+
+
+def together(size: int, work: Callable[[Town], Any], roads: Roads | None = None) -> list[Any]:
+    """What each worker's `work` returns; raises the first error that is not a consequence of another's."""
+    roads = roads or Roads(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def live(me: int) -> None:
+        try:
+            results[me] = work(Town(roads, me))
+        except BaseException as error:
+            errors.append(error)
+            roads.lose()
+
+    threads = [threading.Thread(target=live, args=(me,), daemon=True) for me in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    causes = [error for error in errors if not isinstance(error, PeerLost)]
+    if errors:
+        raise (causes or errors)[0]
+    return results
+
+
+class Cut:
+    """Builds a graph by hand: steps in order, a move where an argument is asked for in another layout."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers, self.steps, self.edges = workers, list[Step](), dict[tuple[int, Layout], Edge]()
+
+    def step(self, kind: Kind, target: Any, layout: Layout, shape: Shape | None, *args: Any, **kwargs: Any) -> Ref:
+        number = len(self.steps)
+        random = kwargs.pop("random", False)
+        name = target if isinstance(target, str) else target.__name__
+        self.steps.append(Step(number, name, kind, target, layout, args, kwargs, shape, random, f"net.py:{number + 1}"))
+        return Ref(number)
+
+    def input(self, name: str, shape: Shape, layout: Layout = BATCH) -> Ref:
+        return self.step(Kind.INPUT, name, layout, shape)
+
+    def module(self, name: str, layout: Layout, shape: Shape, *args: Any, **kwargs: Any) -> Ref:
+        return self.step(Kind.MODULE, name, layout, shape, *args, **kwargs)
+
+    def call(self, function: Callable[..., Any], layout: Layout, shape: Shape | None, *args: Any, **kwargs: Any) -> Ref:
+        return self.step(Kind.FUNCTION, function, layout, shape, *args, **kwargs)
+
+    def move(self, ref: Ref, target: Layout) -> Ref:
+        step = self.steps[ref.number]
+        if step.layout == target:
+            return ref
+        edge = self.edges.setdefault(
+            (ref.number, target), Edge(len(self.edges), ref.number, step.layout, target, step.shape)
+        )
+        return replace(ref, edge=edge.number)
+
+    def program(self, output: Any) -> Program:
+        names = tuple(step.target for step in self.steps if step.kind is Kind.INPUT)
+        return Program(self.workers, tuple(self.steps), tuple(self.edges.values()), names, output)
+
+
+def rows(*sizes: int, dtype: str = "float32") -> Shape:
+    """One row of these sizes for each sample."""
+    return Shape((0, *sizes), dtype, 0)
+
+
+NUMBER = Shape((), "float32")
+
+
+def mean_gradients(models: Sequence[nn.Module], weights: Sequence[float]) -> dict[str, torch.Tensor | None]:
+    """As servers would: the weighted mean over the workers, no gradient counts as zero."""
+    found: dict[str, torch.Tensor | None] = {}
+    for name, parameter in models[0].named_parameters():
+        grads = [dict(model.named_parameters())[name].grad for model in models]
+        terms = [grad * weight for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+        found[name] = None if not terms else sum(terms[1:], terms[0]) / sum(weights)
+        assert parameter.requires_grad
+    return found
+
+
+@dataclass
+class Block:
+    """Of `partition` in a conf."""
+
+    match: str
+    partition_dim: int = -1
+    location: int | None = None
+
+
+@dataclass
+class Blocks:
+    """A conf."""
+
+    partition: Sequence[Block]
+
+
+class Group:
+    """A model cut by capture and inference; every worker holds its parts only, and servers are emulated.
+
+    Args:
+        shares: each worker's arguments.
+        kwargs: of the runners.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        shares: Sequence[tuple[Any, ...]],
+        lr: float = 0.1,
+        samples: Sequence[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        self.size, self.lr, self.shares, self.roads = len(shares), lr, shares, Roads(len(shares))
+        samples = samples or [len(share[0]) for share in shares]
+        self.weights = [float(count) for count in samples]
+        self.models, self.runners, self.parts, self.divisions = [], [], [], []
+        for me in range(self.size):
+            mine = copy.deepcopy(model)
+            captured = capture(mine)
+            assigned = assignments(mine, Blocks(blocks), self.size, captured)
+            division = divide(mine, assigned, self.size)
+            optimizer = torch.optim.SGD(mine.parameters(), lr=lr)
+            self.parts.append(localise(mine, optimizer, division, me).parts.tensors)
+            self.program = program(captured, assigned, mine, shares[0], {}, samples[0], self.size)
+            self.models.append(mine)
+            self.divisions.append(division)
+            chances = torch.Generator().manual_seed(7)
+            weight = partial(self.weights.__getitem__, me)
+            self.runners.append(Runner(self.program, mine, Town(self.roads, me), weight, generator=chances, **kwargs))
+
+    def step(self, loss: Callable[..., torch.Tensor]) -> float:
+        """The group's loss; afterwards all parameters have moved as servers move them."""
+
+        def work(town: Town) -> float:
+            value = loss(self.runners[town.me](*self.shares[town.me]), *self.shares[town.me])
+            value.backward()
+            return value.item()
+
+        told = together(self.size, work, self.roads)
+        assert not any(len(store) for store in self.roads.stores)  # all that was sent has been taken
+        counts = [runner.counts for runner in self.runners]
+        with torch.no_grad():
+            for entry in zip(*self.parts, strict=True):
+                grads = [
+                    (w, p.grad) for w, p in zip(counts, entry, strict=True) if not p.is_meta and p.grad is not None
+                ]
+                if not grads:
+                    continue
+                scaled = [grad if len(set(counts)) == 1 else w * grad for w, grad in grads]
+                total = self.size if len(set(counts)) == 1 else sum(counts)
+                gradient = sum(scaled[1:], scaled[0]) / total
+                for held in entry:
+                    if not held.is_meta:
+                        held.add_(gradient, alpha=-self.lr)
+                        held.grad = None
+        return sum(w * v for w, v in zip(self.weights, told, strict=True) if w) / sum(self.weights)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The whole model's, put together."""
+        found: dict[str, torch.Tensor] = {}
+        entries = zip(*self.parts, strict=True)
+        for whole in self.divisions[0].parameters:
+            held = [next(p for p in next(entries) if not p.is_meta).detach() for _ in whole.shares]
+            found[whole.names[0]] = held[0] if len(held) == 1 else torch.cat(held, whole.shares[0].dim)
+        return found

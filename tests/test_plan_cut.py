@@ -1,0 +1,318 @@
+"""`plan` of a model that is split over a group: shapes from the loader, the cut graph as text, data and picture."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from topotrain import cli
+from topotrain.front.autoplace import call_of, check_room, speeds_of
+from topotrain.front.cutting import Cut, cut_of
+from topotrain.front.inputs import inputs_of, parse_inputs
+from topotrain.front.planning import Seen
+from topotrain.job import Cluster, ConfigError, Job, Link, Partition, Placement, Schedule
+from topotrain.plan import Schema, plan
+from topotrain.split import room
+from topotrain.split.capture import capture
+from topotrain.split.division import divide
+from topotrain.textproto import load_with_warnings
+from topotrain.watch import cutplot
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.layers = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.relu(self.conv(x)).flatten(1)
+        return self.head(self.layers(y))  # type: ignore[no-any-return]
+
+
+def loader(batch: int = 32) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.rand(40, 1, 8, 8), torch.zeros(40, dtype=torch.int64)), batch, shuffle=True)
+
+
+def hybrid(workers: int = 2, **more: Any) -> Job:
+    """Krizhevsky (2014): convolutions by samples, fully connected layers by features."""
+    blocks = (Partition(match="layers", partition_dim=1), Partition(match="head", partition_dim=-1, location=1))
+    return Job(cluster=Cluster(nworkers_per_group=workers), partition=blocks, **more)
+
+
+def auto(**more: Any) -> Job:
+    return Job(cluster=Cluster(nworkers_per_group=2), placement=Placement.kAuto, **more)
+
+
+def cut(job: Job, said: Sequence[str] = (), measured: bool = False) -> Cut:
+    found = cut_of(job, Net(), loader(), said, measured)
+    assert found is not None
+    return found
+
+
+# --- what the forward is called with --------------------------------------------------------------------------------
+
+
+def test_shapes_come_from_one_sample_and_the_script_draws_what_it_would_have_drawn() -> None:
+    class Counted(TensorDataset):
+        asked = 0
+
+        def __getitem__(self, index: int) -> Any:
+            Counted.asked += 1
+            return torch.rand(3), index
+
+    model, state = nn.Linear(3, 1), torch.get_rng_state()
+    found = inputs_of(model, DataLoader(Counted(torch.zeros(100)), 25, shuffle=True))
+    assert [tuple(value.shape) for value in found.args] == [(25, 3)]
+    assert found.samples == 25
+    assert Counted.asked == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.told() == "25x3 float32 (from the loader's first batch)"
+
+
+class Named(nn.Module):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, labels: Any = None) -> torch.Tensor:
+        return ids
+
+
+def test_a_batch_with_names_gives_what_the_forward_has() -> None:
+    rows = [{"ids": torch.zeros(5), "labels": torch.zeros(5), "other": 1}] * 4
+    found = inputs_of(Named(), DataLoader(rows, 2))  # type: ignore[arg-type]
+    assert (found.args, sorted(found.kwargs)) == ((), ["ids", "labels"])
+
+
+def test_as_many_parts_as_the_forward_needs_or_all_where_it_computes_the_loss() -> None:
+    data = DataLoader(TensorDataset(torch.zeros(4, 5), torch.ones(4, 5)), 2)
+    assert len(inputs_of(Named(), data).args) == 1
+    assert len(inputs_of(Named(), data, everything=True).args) == 2
+
+
+def test_a_stream_and_a_batch_sampler() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.zeros(3)] * 9)
+
+    assert inputs_of(nn.Linear(3, 1), DataLoader(Stream(), 4)).args[0].shape == (4, 3)
+    listed = DataLoader(TensorDataset(torch.zeros(9, 3)), batch_sampler=[[1, 2, 3], [4]])
+    assert inputs_of(nn.Linear(3, 1), listed).args[0].shape == (3, 3)
+
+
+@pytest.mark.parametrize("given", [None, [1, 2], DataLoader(["text"], 1)])  # type: ignore[arg-type]
+def test_where_shapes_are_not_known_the_option_is_named(given: Any) -> None:
+    with pytest.raises(ConfigError, match="--input 32x1x8x8"):
+        inputs_of(nn.Linear(3, 1), given)
+
+
+def test_shapes_that_the_user_says() -> None:
+    found = parse_inputs(["4x3", "mask=4x2:bool", "4x7:int64"])
+    assert [(tuple(t.shape), t.dtype) for t in found.args] == [((4, 3), torch.float32), ((4, 7), torch.int64)]
+    assert found.kwargs["mask"].dtype == torch.bool
+    assert found.samples == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (["4xx3"], "4xx3.*sizes with the samples first"),
+        (["4x3:float31"], "float31.*dtype"),
+        (["4x0"], "at least 1"),
+        (["4x3", "5x3"], "same number of samples"),
+    ],
+)
+def test_shapes_that_cannot_be(said: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_inputs(said)
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_splits_nothing_has_no_cut() -> None:
+    assert cut_of(Job(cluster=Cluster(nworkers_per_group=2)), Net(), None) is None
+    assert cut_of(Job(placement=Placement.kAuto), Net(), None) is None
+
+
+def test_the_hybrid_job() -> None:
+    found = cut(hybrid(microbatches=2))
+    text, data = found.plan.explain(), found.plan.as_data()
+    assert json.loads(json.dumps(data)) == data
+    for words in ("2 workers", "32 samples per step (16, 16, in 2 micro-batches)", "features (dim 1)", "worker 1"):
+        assert words in text
+    assert "32x1x8x8 float32" in text
+    assert max(map(len, text.splitlines())) <= 120
+    gathered = next(edge for edge in data["edges"] if edge["target"]["where"] == "whole" and edge["shape"] == [32, 512])
+    assert gathered["forward"] == gathered["backward"] == 2 * 16 * 512 * 4
+    assert sum(edge["forward"] for edge in data["edges"]) == sum(memory["sent"][0] for memory in data["memory"])
+
+
+def test_memory_goes_by_owners() -> None:
+    found = cut(hybrid())
+    sizes = {p.name: 4 * p.count for p in found.parameters}
+    memory = found.plan.as_data()["memory"]
+    assert {name.split("@")[-1] for name in sizes if "@" in name} == {"0", "1"}
+    for worker in (0, 1):
+        own = sum(4 * p.count for p in found.parameters if not p.owners or worker in p.owners)
+        assert memory[worker]["parameters"] == own
+        assert memory[worker]["trained"] == 3 * own
+        assert plan(hybrid(), Schema(found.parameters)).memory[worker].values == own
+    assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
+
+
+def test_auto_places_what_nobody_has_placed() -> None:
+    head = Partition(match="head", partition_dim=-1, location=0)
+    found = cut(auto(partition=(head,)))
+    places = {step["target"]: step["layout"] for step in found.plan.as_data()["steps"] if step["kind"] == "module"}
+    assert places["head"] == {"where": "at", "worker": 0}
+    assert {place["where"] for place in places.values()} == {"at"}
+    assert {place["worker"] for place in places.values()} == {0, 1}
+    assert "placement kAuto: 4 modules" in found.plan.explain()
+    assert cut(auto(partition=(head,))).plan.explain() == found.plan.explain()
+
+
+def test_a_module_that_a_block_leaves_with_the_samples_stays_there() -> None:
+    found = cut(auto(partition=(Partition(match="conv"),)))
+    places = {step["target"]: step["layout"]["where"] for step in found.plan.as_data()["steps"]}
+    assert places["conv"] == "batch"
+    assert places["layers.0"] == "at"
+
+
+def test_what_was_measured_is_shown_as_blocks_that_give_the_same(tmp_path: Path) -> None:
+    model, data = Net(), loader()
+    found = cut_of(auto(), model, data, measured=True)
+    assert found is not None
+    text = found.plan.conf
+    assert text.count("partition {") == 4
+    assert text in found.plan.explain()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    (tmp_path / "job.conf").write_text(f'name: "mine"\ncluster {{ nworkers_per_group: 2 }}\n{text}\n')
+    job, _ = load_with_warnings(str(tmp_path / "job.conf"))
+    again = cut_of(job, model, data)
+    assert again is not None
+    assert again.plan.as_data()["steps"] == found.plan.as_data()["steps"]
+
+
+def test_shares_of_the_batch() -> None:
+    given = parse_inputs(["10x1x8x8"])
+    assert call_of(hybrid(3), Net(), given).shares == (3, 3, 4)
+    assert call_of(hybrid(2, per_worker_batch=True), Net(), given).shares == (10, 10)
+    assert sum(call_of(hybrid(2), nn.BatchNorm2d(1), parse_inputs(["3x1x8x8"])).shares) >= 3
+
+
+def test_a_pretended_link_counts() -> None:
+    speeds = speeds_of(Cluster(link=Link(bandwidth=100.0, delay=20.0)))
+    assert speeds.transfer(12_500_000) == pytest.approx(1.02, rel=1e-2)
+
+
+def test_a_model_that_returns_its_loss_reads_all_of_a_batch() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            out = self.two(self.one(x))
+            return out if y is None else nn.functional.cross_entropy(out, y)
+
+    data = DataLoader(TensorDataset(torch.zeros(9, 6), torch.zeros(9, dtype=torch.int64)), 8)
+    found = cut_of(auto(microbatches=4, schedule=Schedule.k1F1B), Loss(), data)
+    assert found is not None
+    assert "8x6 float32, 8 int64" in found.plan.inputs
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, job in enumerate((hybrid(), auto())):
+        cutplot.draw(cut(job).plan.bill, tmp_path / f"{number}.png")
+        assert (tmp_path / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_numbers", lambda file: {"MemAvailable": 200_000})
+    monkeypatch.setattr(room, "_group", lambda: None)
+    text = cut(hybrid()).plan.explain()
+    assert "warning: memory = 'worker 0'" in text
+    assert "does not fit" in text
+    job, model = hybrid(), Net()
+    with torch.device("meta"):
+        model.layers[0] = nn.Linear(512, 64)
+    division = divide(model, {}, 2)
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_room(job, model, division, 0)
+
+
+def test_a_bound_of_the_process_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_limit", lambda kind: room.ITSELF + 300_000)
+    with pytest.raises(ConfigError, match=r"no cut fits.*layers\.0"):
+        cut(auto())
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(argv)
+    out, err = capsys.readouterr()
+    return int(left.value.code or 0), out, err
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "auto.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 }\nplacement: kAuto\n')
+    (tmp_path / "plain.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 }\n')
+
+    def look(program: str, args: Sequence[str]) -> Seen:
+        model = Net()
+        return Seen(model, torch.optim.Adam(model.parameters()), None if list(args) == ["--bare"] else loader())
+
+    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(look=look))
+    return tmp_path
+
+
+def test_plan_shows_the_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, err = ask(capsys, "plan", "auto.conf", "--plot", "cut.png", "train.py")
+    assert (code, err) == (0, "")
+    assert "server 0/0" in out
+    assert "what travels per step" in out
+    assert (folder / "cut.png").stat().st_size > 1000
+    code, out, err = ask(capsys, "plan", "auto.conf", "--json", "--input", "6x1x8x8", "train.py", "--bare")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["cut"]["samples"] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["auto.conf", "train.py", "--bare"], "--input 32x1x8x8"),
+        (["auto.conf", "--input", "6x1"], "give a PROGRAM"),
+        (["plain.conf", "--input", "6x1", "train.py"], "splits none"),
+        (["auto.conf", "--plot", "train.py/x.png", "train.py"], "cannot be written"),
+    ],
+)
+def test_plan_refuses(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    code, out, err = ask(capsys, "plan", *argv)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_capturing_for_a_plan_leaves_the_model_alone() -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert capture(model, model.training).leaves
+    cut_of(auto(), model, loader())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

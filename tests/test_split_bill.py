@@ -1,0 +1,229 @@
+"""What a cut graph costs: bytes on edges against the layouts, memory against what autograd really keeps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from topotrain.job import ConfigError
+from topotrain.split.bill import Bill, bill, chunks, held_bytes
+from topotrain.split.division import divide
+from topotrain.split.program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
+from topotrain.split.room import Need, Room, check, room
+from topotrain.split.stretches import stretches, told
+
+BATCH, WHOLE = Layout(Where.BATCH), Layout(Where.WHOLE)
+AT0, AT1 = (Layout(Where.AT, worker=worker) for worker in (0, 1))
+SAMPLES = (3, 5)
+
+
+@dataclass(frozen=True)
+class Assigned:
+    dim: int = 0
+    location: int | None = None
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 16)
+        self.two = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(functional.relu(self.one(x)))  # type: ignore[no-any-return]
+
+
+def rows(*sizes: int) -> Shape:
+    return Shape((0, *sizes), "float32", 0)
+
+
+def small(one: Layout, two: Layout, edges: tuple[Edge, ...], reads: Mapping[int, int | None], workers: int) -> Program:
+    """The steps of Small; `reads`: step -> the edge that its argument comes over."""
+    steps = (
+        Step(0, "x", Kind.INPUT, "x", BATCH, shape=rows(6)),
+        Step(1, "one", Kind.MODULE, "one", one, (Ref(0, reads[1]),), shape=rows(16)),
+        Step(2, "relu", Kind.FUNCTION, functional.relu, one, (Ref(1),), shape=rows(16)),
+        Step(3, "two", Kind.MODULE, "two", two, (Ref(2, reads[3]),), shape=rows(4)),
+    )
+    return Program(workers, steps, edges, ("x",), Ref(3, reads[4]))
+
+
+def piped() -> Program:
+    edges = (
+        Edge(0, 0, BATCH, AT0, rows(6)),
+        Edge(1, 2, AT0, AT1, rows(16)),
+        Edge(2, 3, AT1, BATCH, rows(4)),
+    )
+    return small(AT0, AT1, edges, {1: 0, 3: 1, 4: 2}, 2)
+
+
+def alone() -> Program:
+    return small(BATCH, BATCH, (), {1: None, 3: None, 4: None}, 1)
+
+
+def piped_bill(microbatches: int = 1) -> Bill:
+    model = Small()
+    return bill(piped(), model, divide(model, PIPED, 2), SAMPLES, microbatches)
+
+
+PIPED = {"one": Assigned(-1, 0), "two": Assigned(-1, 1)}
+
+
+def test_bytes_per_edge_and_pair() -> None:
+    found = piped_bill()
+    assert [dict(edge.forward) for edge in found.edges] == [{(1, 0): 5 * 6 * 4}, {(0, 1): 8 * 16 * 4}, {(1, 0): 3 * 16}]
+    assert [dict(edge.backward) for edge in found.edges] == [{}, {(1, 0): 8 * 16 * 4}, {(0, 1): 3 * 16}]
+    assert found.edges[1].nbytes == (512, 512)
+    assert dict(found.pairs()) == {(0, 1): 512, (1, 0): 120 + 48}
+    assert found.sent(0) == (512, 48)
+    assert found.sent(1) == (168, 512)
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_what_has_rows_travels_once_however_a_batch_is_cut(microbatches: int) -> None:
+    assert piped_bill(microbatches).pairs() == piped_bill().pairs()
+    assert [sum(part) for part in zip(*chunks(SAMPLES, microbatches), strict=True)] == list(SAMPLES)
+
+
+def test_what_has_no_rows_travels_once_per_micro_batch() -> None:
+    model = Small()
+    steps = (*piped().steps, Step(4, "loss", Kind.METHOD, "mean", AT1, (Ref(3),), shape=Shape((), "float32")))
+    edges = (*piped().edges[:2], Edge(2, 4, AT1, WHOLE, Shape((), "float32")))
+    program = Program(2, steps, edges, ("x",), Ref(4, 2))
+    found = bill(program, model, divide(model, PIPED, 2), SAMPLES, microbatches=3)
+    assert found.edges[2].nbytes == (12, 12)
+
+
+def test_features_are_gathered_and_dealt() -> None:
+    """`one` has half its rows on each worker: it reads the whole batch, and its result becomes samples again."""
+    features = Layout(Where.FEATURE, 1)
+    edges = (Edge(0, 0, BATCH, WHOLE, rows(6)), Edge(1, 2, features, BATCH, rows(16)))
+    model = Small()
+    division = divide(model, {"one": Assigned(1)}, 2)
+    program = small(features, BATCH, edges, {1: 0, 3: 1, 4: None}, 2)
+    found = bill(program, model, division, SAMPLES)
+    assert dict(found.edges[0].forward) == {(1, 0): 120, (0, 1): 72}
+    assert dict(found.edges[1].forward) == {(0, 1): 5 * 8 * 4, (1, 0): 3 * 8 * 4}
+    assert [one.parameters for one in found.workers] == [4 * (8 * 7 + 17 * 4)] * 2
+    assert [found.steps[worker][1].flops for worker in (0, 1)] == [2 * 8 * 6 * 8] * 2
+    assert [found.steps[worker][3].flops for worker in (0, 1)] == [2 * 3 * 16 * 4, 2 * 5 * 16 * 4]
+
+
+def test_memory_and_work_of_each_worker() -> None:
+    found = piped_bill()
+    first, second = found.workers
+    assert (first.parameters, second.parameters) == (4 * 16 * 7, 4 * 4 * 17)
+    assert first.trainable == first.parameters == held_bytes(divide(Small(), PIPED, 2), 0)
+    assert first.kept == 8 * 6 * 4 + 8 * 16 * 4  # what `one` reads, what relu made
+    assert second.kept == 8 * 16 * 4  # what `two` reads
+    assert first.peak >= first.kept
+    assert found.steps[0][1].flops == 2 * 8 * 6 * 16
+    assert found.steps[0][1].backward_flops == 2 * 8 * 6 * 16 + 16  # for the weight and the bias; x has no gradient
+    assert found.steps[1][3].backward_flops == 2 * (2 * 8 * 16 * 4) + 4
+    assert 3 not in found.steps[0]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(4 * 16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.pool(functional.relu(self.norm(self.conv(x)), inplace=True))
+        return self.head(y.reshape(x.size(0), -1))  # type: ignore[no-any-return]
+
+
+def mixed() -> Program:
+    image, small_image = rows(4, 8, 8), rows(4, 4, 4)
+    steps = (
+        Step(0, "x", Kind.INPUT, "x", BATCH, shape=rows(1, 8, 8)),
+        Step(1, "conv", Kind.MODULE, "conv", BATCH, (Ref(0),), shape=image),
+        Step(2, "norm", Kind.MODULE, "norm", BATCH, (Ref(1),), shape=image),
+        Step(3, "relu", Kind.FUNCTION, functional.relu, BATCH, (Ref(2),), {"inplace": True}, image),
+        Step(4, "pool", Kind.MODULE, "pool", BATCH, (Ref(3),), shape=small_image),
+        Step(5, "reshape", Kind.METHOD, "reshape", BATCH, (Ref(4), Size(1, 0), -1), shape=rows(64)),
+        Step(6, "head", Kind.MODULE, "head", BATCH, (Ref(5),), shape=rows(10)),
+    )
+    return Program(1, steps, (), ("x",), Ref(6))
+
+
+def test_what_is_kept_is_what_autograd_keeps() -> None:
+    model, kept = Mixed(), {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(torch.rand(6, 1, 8, 8))
+    found = bill(mixed(), model, divide(model, {}, 1), (6,)).workers[0]
+    assert found.kept == sum(size for size, _ in kept.values())
+    assert out.shape == (6, 10)
+
+
+def test_nothing_of_the_model_is_touched_or_made() -> None:
+    """A model too large for any machine, made on the meta device."""
+    with torch.device("meta"):
+        model = Small()
+        model.one, model.two = nn.Linear(6, 1 << 34), nn.Linear(1 << 34, 4)
+    steps = (
+        Step(0, "x", Kind.INPUT, "x", BATCH, shape=rows(6)),
+        Step(1, "one", Kind.MODULE, "one", AT0, (Ref(0, 0),), shape=rows(1 << 34)),
+    )
+    program = Program(2, steps, (Edge(0, 0, BATCH, AT0, rows(6)),), ("x",), Ref(0))
+    found = bill(program, model, divide(model, PIPED, 2), SAMPLES)
+    assert found.workers[0].parameters == 7 * 4 << 34
+    assert found.workers[0].peak == (8 * 6 + (8 << 34) + 3 * 6) * 4  # what arrived, the result, its own share
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_each_worker_needs_its_samples_said() -> None:
+    model = Small()
+    with pytest.raises(ValueError, match="one number for each of 2 workers"):
+        bill(piped(), model, divide(model, PIPED, 2), (8,))
+
+
+def test_stretches_are_steps_in_one_place() -> None:
+    found = stretches(piped())
+    assert [(told(part.layout), part.title(), len(part.steps)) for part in found] == [
+        ("worker 0", "one", 2),
+        ("worker 1", "two", 1),
+    ]
+
+
+# --- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    need = Need(parameters=60_000_000, activations=50_000_000)
+    check(need, Room(data=120_000_000), "worker 1")
+    check(need, Room(), "worker 1")
+    with pytest.raises(ConfigError) as caught:
+        check(need, Room(data=100_000_000), "worker 1")
+    for words in ("worker 1", "110.0 MB", "60.0", "50.0", "RLIMIT_DATA leaves 100.0 MB"):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"free memory is 90\.0 MB"):
+        check(need, Room(machine=90_000_000), "worker 1")
+
+
+def test_shared_parameters_are_no_data_of_the_process() -> None:
+    need = Need(parameters=60, activations=50, shared=True)
+    check(need, Room(data=50), "worker 0")
+    with pytest.raises(ConfigError, match="RLIMIT_AS"):
+        check(need, Room(data=50, addresses=100), "worker 0")
+    check(need, Room(data=50, addresses=100), "worker 0", freed=10)
+
+
+def test_a_machine_has_room_and_processes_share_it() -> None:
+    one, two = room().machine, room(2).machine
+    assert one is not None
+    assert two is not None
+    assert 0 < two < one

@@ -1,0 +1,480 @@
+"""The cut graph: layouts, what travels, sizes that depend on the batch; and the same without any memory."""
+
+import copy
+import inspect
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+from topotrain.job import ConfigError
+from topotrain.split.assign import Assignment
+from topotrain.split.assign import assignments as assign
+from topotrain.split.capture import capture
+from topotrain.split.devices import place, scope
+from topotrain.split.infer import program
+from topotrain.split.program import Kind, Layout, Ref, Shape, Size, Where
+
+BATCH, WHOLE, SAME, OWN = (Layout(where) for where in (Where.BATCH, Where.WHOLE, Where.SAME, Where.OWN))
+
+
+def at(worker):
+    return Layout(Where.AT, worker=worker)
+
+
+def features(dim):
+    return Layout(Where.FEATURE, dim)
+
+
+def block(match, partition_dim=0, location=-1):
+    return SimpleNamespace(match=match, partition_dim=partition_dim, location=location)
+
+
+def cut(model, *args, blocks=(), samples=None, training=True, **kwargs):
+    found = capture(model)
+    job = SimpleNamespace(partition=blocks)
+    count = len(args[0]) if samples is None else samples
+    return program(found, assign(model, job, 2, found), model, args, kwargs, count, 2, training)
+
+
+def layouts(made):
+    return {step.name: step.layout for step in made.steps}
+
+
+def moves(made):
+    return [(made.steps[e.value].name, e.source, e.target) for e in made.edges]
+
+
+def whole(made, model, samples, *args, **kwargs):
+    """Run the program as if one worker were all: every move is nothing. Shows that the graph is the model's."""
+    given = dict(inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments)
+    results = []
+
+    def fill(value):
+        if isinstance(value, Ref):
+            return results[value.number]
+        if isinstance(value, Size):
+            return value.per_sample * samples + value.more
+        if isinstance(value, slice):
+            return slice(fill(value.start), fill(value.stop), fill(value.step))
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        return type(value)(fill(item) for item in value) if isinstance(value, tuple | list) else value
+
+    for step in made.steps:
+        arguments, keywords = fill(step.args), fill(dict(step.kwargs))
+        if step.kind is Kind.INPUT:
+            results.append(given[step.target])
+        elif step.kind is Kind.ATTRIBUTE:
+            owner, _, name = step.target.rpartition(".")
+            results.append(getattr(model.get_submodule(owner), name))
+        elif step.kind is Kind.MODULE:
+            results.append(model.get_submodule(step.target)(*arguments, **keywords))
+        elif step.kind is Kind.METHOD:
+            results.append(getattr(arguments[0], step.target)(*arguments[1:], **keywords))
+        else:
+            results.append(step.target(*arguments, **keywords))
+        if step.shape is not None:
+            count = samples if step.kind is not Kind.ATTRIBUTE else 0
+            assert step.shape.at(count) == tuple(results[-1].shape), step
+    return fill(made.output)
+
+
+def same(model, *args, other=7, **kwargs):
+    """The program of one batch size computes what the model does, with another batch size."""
+    model.eval()
+    made = cut(model, *args, training=False, **kwargs)
+    more = [torch.cat([x] * 9)[:other] for x in args]
+    torch.testing.assert_close(whole(made, model, other, *more), model(*more))
+    return made
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_by_samples_nothing_travels():
+    made = same(mlp(), torch.randn(4, 6))
+    assert set(layouts(made).values()) == {BATCH} and not made.edges
+    assert made.steps[1].shape == Shape((0, 8), "float32", 0) and made.inputs == ("input",)
+
+
+def test_a_module_on_one_worker():
+    made = cut(mlp(), torch.randn(4, 6), blocks=[block("^2$", location=1)])
+    assert layouts(made)["_2"] == layouts(made)["_3"] == at(1)
+    assert moves(made) == [("_1", BATCH, at(1)), ("_3", at(1), WHOLE)] or moves(made)[1][2] == BATCH
+
+
+def test_by_features():
+    made = cut(mlp(), torch.randn(4, 6), blocks=[block("^[02]$", 1)])
+    assert layouts(made) == {
+        "input_1": BATCH,
+        "_0": features(1),
+        "_1": features(1),
+        "_2": features(1),
+        "_3": features(1),
+        "_4": BATCH,
+    }
+    assert moves(made) == [("input_1", BATCH, WHOLE), ("_1", features(1), WHOLE), ("_3", features(1), BATCH)]
+
+
+def test_a_value_travels_once_to_each_layout():
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            return sum(part(x) for part in self.parts)
+
+    made = cut(Fan(), torch.randn(4, 4), blocks=[block("[012]$", location=1)])
+    assert [move for move in moves(made) if move[0] == "x"] == [("x", BATCH, at(1))]
+    refs = [step.args[0] for step in made.steps if step.kind is Kind.MODULE]
+    assert refs == [Ref(0, 0)] * 3 + [Ref(0)]
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3)
+        self.fc = nn.Linear(36, 5)
+
+    def forward(self, x):
+        x = f.max_pool2d(f.relu(self.norm(self.conv(x))), 2)
+        x = x.view(x.size(0), -1)
+        return self.fc(f.dropout(self.drop(x), 0.1, training=self.training))
+
+
+def test_cnn():
+    made = same(Cnn(), torch.randn(4, 3, 8, 8))
+    view = next(step for step in made.steps if step.name == "view")
+    assert view.args == (Ref(view.number - 1), Size(1, 0), -1) and view.shape == Shape((0, 36), "float32", 0)
+    made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[block("conv|norm|fc", 1)])
+    assert [step.name for step in made.steps if step.random] == ["drop", "dropout"]
+    assert [step.name for step in made.steps if step.layout == features(1)] == [
+        "conv",
+        "norm",
+        "relu",
+        "max_pool2d",
+        "fc",
+    ]
+
+
+def test_batch_norm_by_features_on_samples():
+    made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[block("norm", 1)])
+    assert ("conv", BATCH, features(1)) in moves(made)
+
+
+def test_the_mode_where_it_is_handed_on():
+    made = cut(Cnn(), torch.randn(4, 3, 8, 8), training=False)
+    assert [step.name for step in made.steps if step.random] == ["drop"]  # told by the module's own mode
+
+
+class Residual(nn.Module):
+    def __init__(self, width, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.short = nn.Conv2d(width, width, 1, stride) if stride > 1 else None
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        skip = x if self.short is None else self.short(x)
+        x = self.act(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x += skip
+        return self.act(x)
+
+
+def test_skips():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), Residual(4), Residual(4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
+    same(model, torch.randn(4, 3, 8, 8))
+    made = cut(model, torch.randn(4, 3, 8, 8), blocks=[block("^1", location=1), block("^2", 1)])
+    assert layouts(made)["add"] == layouts(made)["_1_act_1"] == at(1)
+    assert layouts(made)["add_1"] == layouts(made)["_3"] == features(1)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("mask", torch.tril(torch.ones(16, 16, dtype=torch.bool)))
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in (q, k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
+        y = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(b, t, c)
+        x = x + self.out(y)
+        return x + self.down(f.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers=2, vocabulary=11, width=8):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids, targets=None):
+        b, t = ids.shape
+        assert t <= 16
+        x = self.tokens(ids) + self.places(torch.arange(t, device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        assert ids.size(0) == targets.size(0)
+        return logits, f.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(b * len(targets[0])))
+
+
+def ids(samples=4, length=5):
+    return torch.randint(0, 11, (samples, length))
+
+
+def test_transformer():
+    made = same(Gpt(), ids())
+    assert [s.layout for s in made.steps if s.name in ("arange", "places")] == [SAME, SAME] and not made.edges
+    made = cut(Gpt(), ids(), ids(), blocks=[block("tokens|places|blocks.0", location=0), block(".", location=1)])
+    assert layouts(made)["places"] == layouts(made)["blocks_0_up"] == at(0)
+    assert layouts(made)["head"] == layouts(made)["cross_entropy"] == at(1)
+    crossing = [(value, target) for value, source, target in moves(made) if source.where is Where.AT]
+    assert crossing == [("add_2", at(1)), ("head", BATCH), ("cross_entropy", WHOLE)]
+
+
+def test_transformer_by_features():
+    made = cut(Gpt(), ids(), blocks=[block("qkv|up|tokens|head", 1)])
+    found = layouts(made)
+    assert found["tokens"] == found["blocks_0_qkv"] == found["blocks_0_up"] == found["gelu"] == features(2)
+    assert found["blocks_0_down"] == BATCH
+    assert ("gelu", features(2), BATCH) in moves(made)
+
+
+def test_given_arguments_decide():
+    made = cut(Gpt(), ids(), targets=ids())
+    assert made.inputs == ("ids", "targets")
+    assert layouts(made)["cross_entropy"] == OWN
+    view = next(step for step in made.steps if step.name == "view_9" or step.args[1:] == (Size(5, 0),))
+    assert Size(5, 0) in view.args
+
+
+def test_layers_of_torch_with_attention():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+            self.two = nn.MultiheadAttention(8, 2)
+
+        def forward(self, x):
+            x = self.one(x).transpose(0, 1)
+            x, weights = self.two(x, x, x)
+            return x, weights
+
+    same(Encoder(), torch.randn(4, 5, 8))
+    made = cut(Encoder(), torch.randn(4, 5, 8), blocks=[block("two", location=1)])
+    assert made.steps[2].shape == Shape((5, 0, 8), "float32", 1)
+    assert [step.name for step in made.steps if step.random] == []
+    assert moves(made) == [("transpose", BATCH, at(1)), ("getitem", at(1), BATCH), ("getitem_1", at(1), BATCH)]
+
+
+def test_two_towers_that_share():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, a, b):
+            with scope("/job:worker/task:0"):
+                a = torch.relu(self.left(self.shared(a)))
+            with scope("/job:worker/task:1"):
+                b = torch.relu(self.right(b))
+            return {"score": (a * self.shared(b)).sum(-1), "both": [a, b]}
+
+    with pytest.raises(ConfigError, match="shared is called in another scope"):
+        cut(Towers(), torch.randn(4, 4), torch.randn(4, 4))
+    made = cut(Towers(), torch.randn(4, 4), torch.randn(4, 4), blocks=[block("shared")])
+    found = layouts(made)
+    assert (found["left"], found["relu"], found["right"], found["relu_1"]) == (at(0), at(0), at(1), at(1))
+    assert found["shared"] == found["shared_1"] == BATCH
+    assert found["mul"] == found["sum_1"] == at(0) and set(made.output) == {"score", "both"}
+    model = Towers()
+    with scope("/job:worker/task:0"):
+        model.shared = nn.Linear(4, 4)
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    expected = model(a, b)
+    torch.testing.assert_close(whole(cut(model, a, b), model, 4, a, b), expected)
+
+
+def test_recurrent_layers_and_dicts():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(4, 6), nn.Linear(6, 2)
+
+        def forward(self, batch):
+            y, (h, _) = self.rnn(batch["x"].transpose(0, 1))
+            return {**batch, "y": self.out(y), "h": h[-1]}
+
+    model = Tagger()
+    made = cut(model, {"x": torch.randn(4, 5, 4)}, samples=4, blocks=[block("rnn", location=1)])
+    assert {s.name: s.layout for s in made.steps if s.kind is Kind.MODULE} == {"rnn": at(1), "out": BATCH}
+    batch = {"x": torch.randn(3, 5, 4)}
+    torch.testing.assert_close(whole(made, model, 3, batch), model(batch))
+
+
+def test_the_models_own_parameters():
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prompt, self.fc = nn.Parameter(torch.zeros(1, 2, 4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(torch.cat([self.prompt.expand(x.size(0), -1, -1), x], 1)) @ self.fc.weight
+
+    made = same(Prompted(), torch.randn(4, 3, 4))
+    assert (layouts(made)["prompt"], layouts(made)["expand"]) == (SAME, BATCH)
+    made = cut(Prompted(), torch.randn(4, 3, 4), blocks=[block("prompt", location=1), block("fc", 1)])
+    assert (layouts(made)["prompt"], layouts(made)["fc_weight"]) == (at(1), features(0))
+    assert ("fc_weight", features(0), WHOLE) in moves(made)
+
+
+def test_nothing_is_allocated_and_parts_may_be_missing():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.BatchNorm1d(1 << 20), nn.Linear(1 << 20, 4))
+    found = capture(model)
+    assignments = {"0": Assignment(1), "1": Assignment(1), "2": Assignment(-1, 1)}
+    made = []
+    for rows in (1 << 20, 1 << 19):
+        model[0].weight = nn.Parameter(torch.empty(rows, 1 << 20, device="meta"))
+        made.append(program(found, assignments, model, (torch.empty(2, 1 << 20, device="meta"),), {}, 2, 2))
+    whole, part = made
+    assert part == whole and part.steps[1].shape == Shape((0, 1 << 20), "float32", 0)
+
+
+def test_chance_and_model_are_left_alone():
+    model, x = Cnn(), torch.randn(4, 3, 8, 8)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    cut(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+class Asks(nn.Module):
+    """A model whose forward is given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.fc, self.told = nn.Linear(4, 4), forward
+
+    def forward(self, x):
+        return self.told(self, x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [
+        (lambda self, x: self.fc(x) if len(x) > 2 else x, "decides .* by the number of samples"),
+        (lambda self, x: [self.fc(x[i]) for i in range(x.size(0))], "counts in Python .* by the number of samples"),
+        (lambda self, x: self.fc(x) / x.sum().item(), "needs a tensor's values"),
+        (lambda self, x: self.fc(x[x > 0]), "needs a tensor's values"),
+        (lambda self, x: self.fc(x) @ self.fc(x).T, "several of its dimensions grow"),
+        (lambda self, x: self.fc(x) + torch.randn(4), "draws random numbers"),
+        (lambda self, x: x.view(-1, 2)[: len(x) * len(x)], "so many per sample"),
+        (lambda self, x: x[: len(x) // 2], "no multiple of the number of samples"),
+        (lambda self, x: x if x.size(0) % 2 == 0 else -x, "decides .* by the number of samples"),
+    ],
+)
+def test_what_cannot_be_cut_is_said_with_its_line(forward, told):
+    with pytest.raises(ConfigError, match=told) as error:
+        cut(Asks(forward), torch.randn(4, 4))
+    assert error.value.where == f"{__file__}:{forward.__code__.co_firstlineno}"
+
+
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [
+        (lambda self, x: self.fc(x - x.mean()), "its own share of the batch"),
+        (lambda self, x: self.fc(torch.cat([x, x])), "do not lie one after another"),
+        (lambda self, x: self.fc(x.view(-1, 2, 2).transpose(0, 1).reshape(-1, 2).view(-1, 4)), "lie interleaved"),
+        (lambda self, x: self.fc(x + torch.arange(len(x))[:, None]), "count the samples"),
+    ],
+)
+def test_what_cannot_travel_is_said_with_its_line(forward, told):
+    scoped = Asks(lambda self, x: forward(self, x))
+    if "own share" in told:
+        scoped = Asks(lambda self, x: self.fc(x.mean(0)))
+    with pytest.raises(ConfigError, match=told) as error:
+        cut(scoped, torch.randn(4, 4), blocks=[block("fc", location=1)])
+    assert error.value.where.startswith(f"{__file__}:")
+
+
+def test_what_does_not_travel_may_be_anything():
+    cut(Asks(lambda self, x: self.fc(x)[torch.cat([x, x]).size(1) - 4 :]), torch.randn(4, 4))
+    model = Asks(lambda self, x: (self.fc(x) @ self.fc(x).T).logsumexp(1))
+    assert moves(cut(model, torch.randn(4, 4), blocks=[block("fc", location=1)]))[-1][2] == BATCH
+
+
+def test_what_is_written_over_must_not_travel():
+    def forward(self, x):
+        y = self.fc(x)
+        torch.relu_(y)
+        with scope("/job:worker/task:1"):
+            return y * 2
+
+    with pytest.raises(ConfigError, match="writes over fc"):
+        cut(Asks(forward), torch.randn(4, 4))
+
+
+def test_a_whole_module_may_do_what_it_likes():
+    class Wild(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            parts = [self.fc(row) for row in x]
+            return torch.stack(parts), {"rows": len(parts)}
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wild = place(Wild(), "/job:worker/task:1")
+
+        def forward(self, x):
+            y, _ = self.wild(x)
+            return y.relu()
+
+    made = same(Net(), torch.randn(4, 4))
+    assert layouts(made)["wild"] == layouts(made)["relu"] == at(1)
+
+
+def test_a_scope_found_too_late():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if x.size(1) != 4:
+                raise ValueError("four features")
+            with scope("/job:worker/task:1"):
+                return self.fc(x)
+
+    with pytest.raises(ConfigError, match=r"found too late.*ended at .*\.py:\d+"):
+        cut(Late(), torch.randn(4, 4))
+    with scope("/job:worker/task:1"):
+        model = Late()
+    assert layouts(cut(model, torch.randn(4, 4)))["fc"] == at(1)

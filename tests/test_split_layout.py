@@ -1,0 +1,72 @@
+"""Boxes and transfers: every element that is needed comes from one worker that has it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topotrain.split.layout import box, even, sizes_of, transfers, within
+from topotrain.split.program import Edge, Layout, Shape, Where
+
+BATCH, WHOLE, SAME = Layout(Where.BATCH), Layout(Where.WHOLE), Layout(Where.SAME)
+
+
+def test_even_ranges_follow_one_another():
+    assert even(10, 4) == ((0, 2), (2, 5), (5, 7), (7, 10))
+    assert even(1, 3) == ((0, 0), (0, 0), (0, 1))
+
+
+def test_the_batch_lies_in_the_order_of_workers():
+    shape = Shape((5, 0), "float32", batch=1, per_sample=3)
+    assert [box(BATCH, k, shape, (2, 0, 1)) for k in range(3)] == [
+        ((0, 5), (0, 6)),
+        ((0, 5), (6, 6)),
+        ((0, 5), (6, 9)),
+    ]
+
+
+def test_features_are_cut_evenly_and_hold_all_samples():
+    shape = Shape((0, 7), "float32", batch=0)
+    assert box(Layout(Where.FEATURE, dim=1), 1, shape, (2, 2)) == ((0, 4), (3, 7))
+
+
+def test_what_has_no_place_is_an_error():
+    with pytest.raises(ValueError, match="without a batch dimension"):
+        box(BATCH, 0, Shape((3,), "float32"), (1, 1))
+    with pytest.raises(ValueError, match="for itself"):
+        box(Layout(Where.OWN), 0, Shape((3,), "float32"), (1, 1))
+
+
+def test_what_all_have_travels_nowhere():
+    edge = Edge(0, 0, SAME, Layout(Where.AT, worker=1), Shape((3,), "float32"))
+    assert [(t.source, t.target) for t in transfers(edge, (4, 4))] == [(1, 1)]
+
+
+layouts = st.one_of(
+    st.just(BATCH),
+    st.builds(Layout, st.just(Where.FEATURE), st.sampled_from([1, 2])),
+    st.builds(Layout, st.just(Where.AT), st.just(0), st.integers(0, 2)),
+)
+
+
+@given(
+    layouts, st.one_of(layouts, st.just(WHOLE)), st.lists(st.integers(0, 4), min_size=3, max_size=3), st.integers(1, 2)
+)
+def test_every_target_gets_its_part_of_the_whole(source, target, samples, per_sample):
+    shape = Shape((0, 5, 4), "float32", 0, per_sample)
+    whole = torch.arange(sum(samples) * per_sample * 20).reshape(shape.at(sum(samples)))
+    edge = Edge(0, 0, source, target, shape)
+    everything = tuple((0, size) for size in whole.shape)
+    for worker in range(3):
+        wanted = box(target, worker, shape, samples)
+        incoming = [t for t in transfers(edge, samples) if t.target == worker]
+        if wanted is None:
+            assert not incoming
+            continue
+        got = torch.full(sizes_of(wanted), -1)
+        for transfer in incoming:
+            has = box(source, transfer.source, shape, samples)
+            part = whole[within(has, everything)][within(transfer.box, has)]
+            assert (got[within(transfer.box, wanted)] == -1).all()  # nothing comes twice
+            got[within(transfer.box, wanted)] = part
+        assert torch.equal(got, whole[within(wanted, everything)])

@@ -1,0 +1,197 @@
+"""One micro-batch on its way through one worker's share of the graph."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.split import chance
+from topotrain.split.layout import even
+from topotrain.split.local import Stop, edges_of, replaced, share, taken_out
+from topotrain.split.moves import Move, Post
+from topotrain.split.passage import Key
+from topotrain.split.program import Kind, Program, Ref, Size, Step, Where
+
+OWN_SHARE = (Where.BATCH, Where.SAME, Where.OWN)
+
+
+class Route:
+    """What does not change from forward to forward: the program, this worker's share of it, the model."""
+
+    def __init__(self, program: Program, model: nn.Module, me: int) -> None:
+        self.program, self.model, self.me = program, model, me
+        self.stops, self.edges = share(program, me), edges_of(program)
+        self.taken = frozenset(step.number for step in taken_out(program))
+        self.anchor = torch.zeros((), requires_grad=True)
+
+
+@dataclass(slots=True)
+class Trip:
+    """One forward: what was given, each worker's samples in it, and in how many micro-batches they are cut."""
+
+    number: int
+    post: Post
+    given: Mapping[str, Any]
+    samples: tuple[int, ...]
+    micros: int
+    drops: Mapping[int, chance.Dropout]
+    masks: dict[tuple[int, int], torch.Tensor]
+
+    def samples_of(self, micro: int) -> tuple[int, ...]:
+        """Each worker's samples of a micro-batch."""
+        return tuple(end - first for first, end in (even(count, self.micros)[micro] for count in self.samples))
+
+
+class Flight:
+    """State of one micro-batch: `values` that are still needed, tokens of its moves, and how far it is.
+
+    cold: an edge over which no gradient will come back; `root` is its value as this worker has made it.
+
+    Steps of one micro-batch run in the program's order, so that sums in the backward have one order.
+    """
+
+    def __init__(self, route: Route, trip: Trip, micro: int, cold: int | None = None) -> None:
+        self.route, self.trip, self.micro, self.cold = route, trip, micro, cold
+        self.root: Any = None
+        self.samples = trip.samples_of(micro)
+        self.values: dict[Ref, Any] = {}
+        self.tokens: list[torch.Tensor] = []
+        self.departed: list[Move] = []
+        self.place = 0
+        self._arrivals: list[Move] | None = None
+        self._moves: dict[int, Move] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the end is reached."""
+        return self.place == len(self.route.stops)
+
+    @property
+    def next(self) -> Stop:
+        """What would run now."""
+        return self.route.stops[self.place]
+
+    def missing(self) -> list[tuple[int, Key]]:
+        """What the next step waits for."""
+        if self._arrivals is None:
+            self._arrivals = [self._move(edge) for edge in self.next.arrivals if not self._stays(edge)]
+        return [wanted for move in self._arrivals for wanted in self.trip.post.missing(move)]
+
+    def run(self) -> None:
+        """The next step, with its moves. What is missing is waited for."""
+        stop = self.next
+        for edge in stop.arrivals:
+            self._arrive(edge)
+        if stop.step is not None:
+            value = self._step(stop.step)
+            self.values[Ref(stop.step.number)] = value
+            for edge in stop.leaves:
+                self._leave(edge, value)
+        for ref in stop.frees:
+            del self.values[ref]
+        self.place, self._arrivals = self.place + 1, None
+
+    def resolve(self, nested: Any, step: Step | None = None) -> Any:
+        """Arguments with values in the place of Ref and Size; without a step, the output's."""
+        own = step is None or step.layout.where in OWN_SHARE
+        samples = self.samples[self.route.me] if own else sum(self.samples)
+
+        def leaf(found: Ref | Size) -> Any:
+            return self.values[found] if isinstance(found, Ref) else found.per_sample * samples + found.more
+
+        return replaced(nested, leaf)
+
+    def _stays(self, edge: int) -> bool:
+        return self.route.edges[edge].source.where in (Where.SAME, Where.WHOLE)
+
+    def _move(self, edge: int) -> Move:
+        if edge not in self._moves:
+            self._moves[edge] = Move(self.route.edges[edge], self.micro, self.samples, self.trip.post)
+        return self._moves[edge]
+
+    def _leave(self, edge: int, value: Any) -> None:
+        if self._stays(edge):
+            if self.route.edges[edge].target.on(self.route.me):
+                self.values[Ref(self.route.edges[edge].value, edge)] = self._move(edge).take_own(value)
+            return
+        move = self._move(edge)
+        if edge == self.cold:
+            self.root, value = value, value.detach()
+        token = move.leave(value)
+        if token is not None:
+            self.tokens.append(token)
+            self.departed.append(move)
+
+    def _arrive(self, edge: int) -> None:
+        if self._stays(edge):
+            return
+        value, token = self._move(edge).arrive(self.route.anchor)
+        self.values[Ref(self.route.edges[edge].value, edge)] = value
+        if token is not None:
+            self.tokens.append(token)
+
+    def _step(self, step: Step) -> Any:
+        try:
+            itself = chance.draws_by_itself(step, self.route.model)
+            seed = torch.initial_seed() + self.trip.number
+            apart = chance.state_of_its_own(seed, step, self.micro, self.route.me) if itself else nullcontext()
+            with apart:
+                return self._compute(step)
+        except Exception as error:
+            where = f"{step.line}: " if step.line else ""
+            error.add_note(f"{where}in step {step.name} of the split model on worker {self.route.me} of its group")
+            raise
+
+    def _compute(self, step: Step) -> Any:
+        if step.kind is Kind.INPUT:
+            return self._share(step, self.trip.given[step.target])
+        if step.kind is Kind.ATTRIBUTE:
+            return attrgetter(step.target)(self.route.model)
+        args, kwargs = self.resolve(step.args, step), self.resolve(dict(step.kwargs), step)
+        drop = self.trip.drops.get(step.number)
+        if drop is not None:
+            return drop(args[0] if args else kwargs["input"], self.trip.masks.pop((step.number, self.micro), None))
+        if step.kind is Kind.MODULE:
+            return self.route.model.get_submodule(step.target)(*args, **kwargs)
+        if step.kind is Kind.METHOD:
+            return getattr(args[0], step.target)(*args[1:], **kwargs)
+        value = step.target(*args, **kwargs)
+        return self._share(step, value) if step.number in self.route.taken else value
+
+    def _share(self, step: Step, value: Any) -> Any:
+        """This micro-batch's samples of an argument."""
+        shape, samples = step.shape, self.trip.samples[self.route.me]
+        if self.trip.micros == 1 or shape is None or shape.batch < 0:
+            return value
+        first, end = even(samples, self.trip.micros)[self.micro]
+        return value.narrow(shape.batch, first * shape.per_sample, (end - first) * shape.per_sample)
+
+
+def pipe(flights: Sequence[Flight], wait_any: Callable[[list[tuple[int, Key]]], None]) -> None:
+    """Run all micro-batches to their ends: whatever can run does, the lowest first.
+
+    None overtakes the one before it, so that modules with a memory (BatchNorm) see them in order.
+    """
+    while not all(flight.done for flight in flights):
+        ran, wanted = one_step(flights, range(len(flights)))
+        if not ran:
+            wait_any(wanted)
+
+
+def one_step(flights: Sequence[Flight], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, Key]]]:
+    """Run the next step of the first candidate that can; whether there was one, and else what all of them wait for."""
+    wanted = list[tuple[int, Key]]()
+    for index in candidates:
+        flight = flights[index]
+        if flight.done or (index > 0 and flights[index - 1].place <= flight.place):
+            continue
+        missing = flight.missing()  # asked for once: a message that comes now is seen by wait_any
+        if not missing:
+            flight.run()
+            return True, []
+        wanted += missing
+    return False, wanted
