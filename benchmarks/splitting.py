@@ -182,7 +182,7 @@ def _moved(turns: Turns) -> list[Row]:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--steps", type=int, default=4, help="per turn")
+    parser.add_argument("--steps", type=int, default=2, help="per turn")
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:

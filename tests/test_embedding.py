@@ -83,6 +83,24 @@ def test_a_row_begins_with_what_seed_name_and_id_say():
     assert row(init="zeros") == [[0.0] * 4]
 
 
+def test_tables_without_a_name_have_different_ones():
+    first, second = (tt.Embedding(9, 3, init="uniform 0 1", optimizer=tt.kvstore.SGD(lr=1.0)) for _ in range(2))
+    assert first.name != second.name
+    assert not torch.equal(first(torch.arange(9)), second(torch.arange(9)))
+
+
+def test_rows_that_the_table_cannot_have_are_not_loaded(tmp_path):
+    ids, values = torch.arange(20), torch.zeros(20, 3)
+    write_parts(tmp_path / "many", [(ids, values)], {})
+    small = tt.Embedding(10, 3, init="zeros", optimizer=tt.kvstore.SGD(lr=1.0))
+    with pytest.raises(ConfigError, match="has row 19, rows must be >= 0 and below 10"):
+        small.load(tmp_path / "many")
+    write_parts(tmp_path / "wrong", [(ids.float(), values)], {})
+    with pytest.raises(ConfigError, match="must hold ids and values of 3 elements"):
+        small.load(tmp_path / "wrong")
+    assert rows_of(small) == {}
+
+
 def test_ids_of_any_shape_and_the_rates_of_a_schedule():
     rule = tt.kvstore.SGD(lr=1.0)
     table = tt.Embedding(9, 3, init="zeros", optimizer=rule, dtype=torch.float64)

@@ -48,6 +48,21 @@ def test_jobs_come_live_and_end(registry, url):
     assert open_store(url).keys("alive/") == ["alive/late-1"]
 
 
+def test_a_job_is_alive_before_it_says_that_it_runs(registry, url, monkeypatch):
+    """Whoever looked in between would think it lost, and take its ID."""
+    store, seen = open_store(url), []
+    whole = type(store).compare_and_set
+
+    def looked(self, key, *args):
+        done = whole(self, key, *args)
+        seen.append(Registry(store).view("early").state)
+        return done
+
+    monkeypatch.setattr(type(store), "compare_and_set", looked)
+    registry.add(EARLY)
+    assert seen == ["running"]
+
+
 def test_a_job_without_a_sign_of_life_is_lost_and_its_id_free(registry, url):
     registry.add(EARLY, ttl=1000)
     with pytest.raises(StoreError, match="job 'early' runs already"):

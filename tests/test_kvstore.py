@@ -110,6 +110,17 @@ def test_rows():
     assert torch.equal(found.values(), twin.weight.detach()[[3, 9]])
 
 
+def test_a_gradient_in_another_order_of_memory():
+    kv = tt.kvstore.create("local")
+    kv.init("w", torch.zeros(3, 4))
+    kv.set_optimizer(tt.kvstore.SGD(lr=1.0))
+    gradient = torch.arange(12.0).reshape(4, 3).t()
+    kv.push("w", gradient)
+    found = torch.empty(3, 4)
+    kv.pull("w", out=found)
+    assert torch.equal(found, -gradient)
+
+
 def test_rows_of_a_dense_key():
     kv = tt.kvstore.create()
     kv.init("w", torch.zeros(6, 2))

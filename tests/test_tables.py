@@ -839,6 +839,14 @@ def test_memory_for_a_body_comes_from_the_description() -> None:
         bench.book.place(Address(Role.WORKER, 3, 0), m.TablePush(1, 0, 0, True, IDS))
 
 
+def test_no_message_names_more_rows_than_fit_into_one() -> None:
+    bench, spec = Bench(), TableSpec("t", 10, 1 << 22, mode="async")
+    bench.open(spec)
+    ids = pack_ids(np.zeros(spec.part_rows + 1, dtype=np.int64))
+    with pytest.raises(ProtocolError, match=f"in a message, at most {spec.part_rows}"):
+        bench.book.take(Address(Role.WORKER, 0, 0), m.TablePull(1, 0, 1, 0, ids))
+
+
 def test_a_row_of_another_shard() -> None:
     bench = Bench(shards=2)
     bench.open(TableSpec("t", 10, 2, mode="async"))

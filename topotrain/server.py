@@ -594,11 +594,15 @@ class Server:
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of ours has come to its end."""
+        if self._schema is None:  # a job may have used only tables
+            return self._tables.over
         return worker.index in self._finished[worker.group]
 
     @property
     def running(self) -> bool:
         """Whether a script of a worker of ours has not come to its end."""
+        if self._schema is None and self._tables.over:
+            return False
         return any(self._runs(group) for group in self.groups)
 
     @property

@@ -55,6 +55,8 @@ class TableBook:
         self._means: dict[tuple[int, int], Found] = {}
         self._held: list[tuple[Address, Table, m.TablePull]] = []
         self._barriers: dict[int, set[Address]] = {}
+        self.over = False
+        """All scripts have come to the barrier at their end."""
         self._out: Out = []
         self._clip = clip_bounds(job.updater)
 
@@ -70,7 +72,7 @@ class TableBook:
         if not isinstance(message, m.TablePush | m.TableGive):
             raise m.ProtocolError(f"{type(message).__name__} has no body")
         table = self._table(sender, message.table)
-        return torch.empty(len(unpack_ids(message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
+        return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
 
     def take(self, sender: Address, message: m.Message) -> Out:
         """One message about tables, which is told once and in its turn; returns what to send."""
@@ -128,7 +130,7 @@ class TableBook:
         self._out.append((sender, m.TableOpen(0, message.table, "")))
 
     def _rows(self, table: Table, message: m.TablePush | m.TableGive) -> tuple[Ids, torch.Tensor | None]:
-        ids = unpack_ids(message.ids)
+        ids = _ids(table, message.ids)
         table.rows.check(ids, unique=True)
         body, width = message.body, table.spec.width
         if (0 if body is None else body.nbytes) != len(ids) * table.spec.row_bytes:
@@ -158,7 +160,7 @@ class TableBook:
 
     def _pull(self, sender: Address, client: _Client, message: m.TablePull) -> None:
         table = self._table(sender, message.table)
-        table.rows.check(unpack_ids(message.ids), unique=False)
+        table.rows.check(_ids(table, message.ids), unique=False)
         self._held.append((sender, table, message))
         self._answer_held()
 
@@ -198,6 +200,7 @@ class TableBook:
         self._check_barriers()
         if len(there) == len(self._workers):
             del self._barriers[message.round]
+            self.over = self.over or message.round < 0
             self._out += [(worker, m.TableBarrier(0, message.round)) for worker in self._workers]
 
     def _check_barriers(self) -> None:
@@ -281,6 +284,15 @@ class TableBook:
             table.drop(group, step)
         self._answer_held()
         return self._out
+
+
+def _ids(table: Table, raw: bytes) -> Ids:
+    """The rows that a message names. Raises ProtocolError for more than fit into one, since memory is made for them."""
+    ids = unpack_ids(raw)
+    if len(ids) > table.spec.part_rows:
+        most = table.spec.part_rows
+        raise m.ProtocolError(f"{len(ids)} rows of table {table.spec.name!r} in a message, at most {most}")
+    return ids
 
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {

@@ -24,6 +24,7 @@ class RowIndex:
 
     def __init__(self) -> None:
         self.count = 0
+        self._by_slot: Ids = np.empty(0, dtype=np.int64)
         self._make(64)
 
     def _make(self, places: int) -> None:
@@ -33,14 +34,15 @@ class RowIndex:
     @property
     def nbytes(self) -> int:
         """Memory of the index."""
-        return self._keys.nbytes + self._slots.nbytes
+        return self._keys.nbytes + self._slots.nbytes + self._by_slot.nbytes
 
     def ids(self) -> Ids:
-        """All rows, by slot."""
-        found = np.empty(self.count, dtype=np.int64)
-        used = self._keys != _FREE
-        found[self._slots[used]] = self._keys[used]
-        return found
+        """All rows, by slot; not to be written to."""
+        if len(self._by_slot) < self.count:  # rows keep their slots, and a table that is listed grows no more
+            used = self._keys != _FREE
+            self._by_slot = np.empty(self.count, dtype=np.int64)
+            self._by_slot[self._slots[used]] = self._keys[used]
+        return self._by_slot
 
     def _first(self, ids: Ids) -> npt.NDArray[np.int64]:
         # Rows of a shard are all alike modulo the number of shards: the low bits alone would collide.

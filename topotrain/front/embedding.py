@@ -146,14 +146,21 @@ class Embedding(nn.Module):
         """Take the rows of a folder that a job has written; worker 0 sends them, and all workers call this.
 
         Raises:
-            ConfigError: no such folder, or rows of another width.
+            ConfigError: no such folder, or rows of another width, or that this table cannot have.
         """
         if not isinstance(folder, str | Path):
             raise ConfigError("tt.Embedding.load folder", folder, "must be a path, such as workspace/tables/NAME")
         if self._keeping.rank == 0:
             for ids, rows in read_parts(Path(folder), self.embedding_dim):
+                self._check_loaded(folder, ids)
                 self._keeping.give(self.name, *ordered(ids, rows.to(self.dtype)))
         self._keeping.barrier()
+
+    def _check_loaded(self, folder: str | Path, ids: torch.Tensor) -> None:
+        if len(ids) and (ids.min() < 0 or (self.num_embeddings is not None and ids.max() >= self.num_embeddings)):
+            most = "" if self.num_embeddings is None else f" and below {self.num_embeddings}"
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise ConfigError("tt.Embedding.load folder", str(folder), f"has row {wrong}, rows must be >= 0{most}")
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

@@ -67,6 +67,8 @@ def close(here: Context, finished: bool) -> None:
     """Leave the roads; finished: the script came to its end, and `finish` went well."""
     if here.worker is not None:
         here.worker.mirror.close()  # before the memory that it has pinned goes
+    if here.tables is not None and here.tables.rows is not None:
+        here.tables.rows.release()
     if here.roads is not None:
         here.roads.close(finished=finished)
 

@@ -1,6 +1,7 @@
 """Where the tables of a script are: on the servers of its job, or in this process where there is no job."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any, Protocol, cast
 
 import torch
@@ -81,15 +82,14 @@ class Own:
     """Tables in this process, for one worker."""
 
     rank, workers, import_module = 0, 1, ""
+    _numbers = count()  # of the process: each table has an `Own` to itself, and they are as different as in a job
 
     def __init__(self) -> None:
         self._tables: dict[str, tuple[Rows, Rule | None]] = {}
-        self._numbers = 0
 
     def next_number(self) -> int:
         """See `Keeping`."""
-        self._numbers += 1
-        return self._numbers - 1
+        return next(self._numbers)
 
     def open(self, spec: TableSpec) -> None:
         """See `Keeping`."""

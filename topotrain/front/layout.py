@@ -46,7 +46,7 @@ class Layout:
         if padded != flat.shape[1]:
             flat = torch.nn.functional.pad(flat, (0, padded - flat.shape[1]))
         elif flat.data_ptr() == values.data_ptr():
-            flat = flat.clone()
+            flat = flat.clone(memory_format=torch.contiguous_format)
         return flat.reshape(-1, self.width)
 
     def join(self, rows: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,10 @@ def _gathered(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tup
         yield torch.cat([i for i, _ in held]), torch.cat([v for _, v in held])
 
 
+def _fit(ids: torch.Tensor, values: torch.Tensor, width: int) -> bool:
+    return ids.dtype is torch.int64 and ids.dim() == 1 and values.shape == (len(ids), width)
+
+
 def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(ids, values) of each part of a folder. Raises ConfigError if it is none, or has rows of another width."""
     try:
@@ -59,6 +63,6 @@ def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.T
         raise ConfigError("table", str(folder), f"must be a folder with index.json and parts: {error}") from None
     for name in names:
         held = load_tensors(folder / Path(name).name)
-        if held.keys() != {"ids", "values"} or held["values"].dim() != 2 or held["values"].shape[1] != width:
+        if held.keys() != {"ids", "values"} or not _fit(held["ids"], held["values"], width):
             raise ConfigError("table", str(folder / name), f"must hold ids and values of {width} elements")
         yield held["ids"], held["values"]

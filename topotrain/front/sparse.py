@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from topotrain.exchange import StepEnd
 from topotrain.front.context import Context
@@ -94,6 +95,7 @@ class RowPaths:
         self._rules: dict[str, Told] = {}
         self.specs = [table.spec for table in self._tables]
         self.weights: dict[str, torch.Tensor] = {entry.table: entry.weight for entry in weights}
+        self._hooks: list[RemovableHandle] = []
         if here.tables is not None:
             _check_in_model(here, self._tables)
         if not weights and not self._tables:
@@ -117,7 +119,8 @@ class RowPaths:
                 self._watch(module, entry)
         if weights:
             kept.barrier()
-            model.register_state_dict_pre_hook(lambda *_: self.fetch())  # type: ignore[no-untyped-call]
+            fetch = model.register_state_dict_pre_hook(lambda *_: self.fetch())  # type: ignore[no-untyped-call]
+            self._hooks.append(fetch)
 
     def _watch(self, module: nn.Module, entry: SparseWeight) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,7 +131,12 @@ class RowPaths:
                 rows = self._kept.pull(entry.table, known)
                 entry.weight.data.index_copy_(0, known.to(entry.weight.device), rows.to(entry.weight.device))
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
+        self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def release(self) -> None:
+        """The job is over: from now on the weights are ordinary ones, with the rows that they have."""
+        for hook in self._hooks:
+            hook.remove()
 
     def follow(self, worker: Worker) -> None:
         """The worker's steps take the rows along."""

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, S
 from topotrain.launch.introduction import End, Hosts
 from topotrain.launch.meeting import ALIVE_S, BEAT_S
 from topotrain.rendezvous import Store, StoreError
-from topotrain.rendezvous.registry import Registry
+from topotrain.rendezvous.registry import Registry, UnknownJob
 
 LOST_S = 10.0
 """A unit that was silent for so long is gone, whatever its peers have noticed."""
@@ -173,13 +174,18 @@ class Company:
                 self._look_after(range(len(self._hosts.names)) if self._rank == 0 else (0,))
                 self._answered = time.monotonic()
             except StoreError:
+                self._silent.clear()
                 if self._rank and self._hosts.served and time.monotonic() - self._answered > STORE_LOST_S:
                     self._deliver(End.of(self._vanished(0), 0, self._hosts.names[0]))
 
     def _look_after(self, ranks: Sequence[int]) -> None:
-        now = time.monotonic()
         for rank in ranks:
-            if rank == self._rank or self._stores.run.get(f"alive/{rank}") is not None:
+            asked = time.monotonic()
+            there = rank == self._rank or self._stores.run.get(f"alive/{rank}") is not None
+            now = time.monotonic()
+            if now - asked > BEAT_S:  # the store was away, for others as well: silence counts from here on
+                self._silent.clear()
+            if there:
                 self._silent.pop(rank, None)
             elif now - self._silent.setdefault(rank, now) > LOST_S:
                 self._decide(End.of(self._vanished(rank), rank, self._hosts.names[rank]))
@@ -188,7 +194,8 @@ class Company:
         if self._stores.shared.get("stop") is not None:
             self._decide(End(130, text="stopped by `topotrain jobs stop`"))
         if time.monotonic() - self._beaten > _TELL_EVERY_S:
-            self._stores.registry.beat(self._stores.id)
+            with suppress(UnknownJob):  # somebody has cleared the list: the job goes on, and is looked after
+                self._stores.registry.beat(self._stores.id)
             self._beaten = time.monotonic()
 
     # --- a good end

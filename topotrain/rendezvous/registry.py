@@ -66,10 +66,11 @@ class Registry:
             old = self._store.get(_key(record.id))
             if old is not None and self._read(record.id, old).state == RUNNING:
                 raise StoreError(f"job {record.id!r} runs already: choose another id or stop it")
+            # Before the record: one that says it runs and gives no sign of life counts as lost.
+            self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)
             if self._store.compare_and_set(_key(record.id), old, _dumped(entry), KEEP):
                 break
         self._store.delete(stop_key(record.id))
-        self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)
 
     def list(self) -> "list[JobRecord]":
         """All jobs, the latest start first."""
