@@ -196,8 +196,8 @@ def test_skips():
     )
     same(model, torch.randn(4, 3, 8, 8))
     made = cut(model, torch.randn(4, 3, 8, 8), blocks=[block("^1", location=1), block("^2", 1)])
-    assert layouts(made)["add"] == layouts(made)["_1_act_1"] == at(1)
-    assert layouts(made)["add_1"] == layouts(made)["_3"] == features(1)
+    assert layouts(made)["iadd"] == layouts(made)["_1_act_1"] == at(1)
+    assert layouts(made)["iadd_1"] == layouts(made)["_3"] == features(1)
 
 
 class Block(nn.Module):
@@ -436,6 +436,25 @@ def test_what_is_written_over_must_not_travel():
 
     with pytest.raises(ConfigError, match="writes over fc"):
         cut(Asks(forward), torch.randn(4, 4))
+
+
+def test_a_sum_into_a_value_is_no_new_value():
+    def forward(self, x):
+        kept = y = self.fc(x)
+        y += x
+        with scope("/job:worker/task:1"):
+            return kept * 2
+
+    with pytest.raises(ConfigError, match="writes over fc"):
+        cut(Asks(forward), torch.randn(4, 4))
+
+    def alone(self, x):
+        kept = y = self.fc(x)
+        y += x
+        return kept * 2
+
+    model, given = Asks(alone), torch.randn(4, 4)
+    assert [step.name for step in cut(model, given).steps] == ["x", "fc", "iadd", "mul"]
 
 
 def test_a_whole_module_may_do_what_it_likes():

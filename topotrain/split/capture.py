@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from topotrain.job import ConfigError
 from topotrain.split import devices
+from topotrain.split.rules import WRITING
 from topotrain.split.values import Bench, Stored, every, number, stored
 
 _FIELD = "model.forward"
@@ -164,6 +165,17 @@ class _Valued(fx.Proxy):
         tracer: Any = self.tracer
         error: Exception = tracer.undecided(self.node, does)
         return error
+
+
+def _writing(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def record(self: _Valued, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return record
+
+
+for _operation in WRITING:  # fx takes `x += y` for `x = x + y`, which is another thing where x has a second name
+    setattr(_Valued, f"__{_operation.__name__}__", _writing(_operation))
 
 
 class _Tracer(fx.Tracer):

@@ -12,6 +12,11 @@ from torch.nn import functional as f
 
 from topotrain.split.chance import FUNCTIONS, MODULES
 
+WRITING = tuple(
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
+)
+"""`x += y` and its like."""
 _EACH_MODULE = (
     *MODULES,
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
@@ -26,6 +31,7 @@ _EACH_FUNCTION = frozenset(
         *(f.relu, f.relu6, f.leaky_relu, f.elu, f.selu, f.celu, f.gelu, f.silu, f.mish, f.sigmoid, f.tanh),
         *(f.hardtanh, f.hardswish, f.hardsigmoid, f.softplus, f.softsign, f.logsigmoid),
         *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.abs),
+        *(operator.iadd, operator.isub, operator.imul, operator.itruediv),
     )
 )
 _EACH_METHOD = frozenset(
@@ -139,4 +145,5 @@ def written(node: fx.Node, module: nn.Module | None) -> fx.Node | None:
     name = name_of(node)
     trailing = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
     first = node.args[0] if node.args else None
-    return first if (inplace or trailing) and isinstance(first, fx.Node) else None
+    writes = inplace or trailing or node.target in WRITING
+    return first if writes and isinstance(first, fx.Node) else None
