@@ -28,6 +28,8 @@ from topotrain.roads import Place
 from topotrain.server import Server
 from topotrain.topology import Address, Role
 
+_SITE = "site-packages"
+
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be the servers of one unit."""
@@ -139,7 +141,7 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
         text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         _write(text, log)
         words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
-        here.emit(Failed(str(here.me), kind, words, text if error.__traceback__ or kind != "config" else ""))
+        here.emit(Failed(str(here.me), kind, words, _users_line(error.__traceback__) if kind == "config" else text))
         return 2 if kind == "config" else 1
 
 
@@ -148,6 +150,13 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
         trace = trace.tb_next
     return trace
+
+
+def _users_line(trace: TracebackType | None) -> str:
+    """The line of the program that a wrong setting was met at: what lies behind it explains nothing to its author."""
+    ours = str(Path(__file__).parents[1])
+    theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
+    return "".join(traceback.format_list(theirs[-1:]))
 
 
 def _write(text: str, log: Path | None) -> None:

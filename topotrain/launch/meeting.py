@@ -125,23 +125,28 @@ class Hall:
         old = ""
         while True:
             self.word = self._await(self.shared, "run", "unit 0", old).decode()
-            if self.run.compare_and_set(f"host/{self._rank}", None, me.dumped()):
+            old = self.word  # of an earlier start, if we have to look again
+            if not self.run.compare_and_set(f"host/{self._rank}", None, me.dumped()):
+                self._check_twin()
+            elif self.shared.get("run") == self.word.encode():
                 self.pulse = Pulse(self.run, self._rank).start()
                 return
-            self._check_twin()
-            old = self.word  # of an earlier start
+            else:  # an earlier start, of which all was forgotten between our looking and our coming
+                self.run.delete(f"host/{self._rank}")
 
     def _open(self) -> None:
         known = self._patiently(lambda: self.shared.get("run"), "the store")
-        if known is not None:
-            self._outlive(known.decode())
+        old = None if known is None else within(self._root, f"jobs/{self.id}.{known.decode()}")
+        if old is not None:
+            self._outlive(old)
         self.word = secrets.token_hex(4)
         if not self.shared.compare_and_set("run", known, self.word.encode()):
             raise self._running("another unit 0")
+        if old is not None:
+            forget(old)  # not before: who still comes to it shall find its place taken
 
-    def _outlive(self, word: str) -> None:
-        """Return when nobody of an earlier start is left; forget what it has said."""
-        old = within(self._root, f"jobs/{self.id}.{word}")
+    def _outlive(self, old: Store) -> None:
+        """Return when nobody of an earlier start is left."""
         first = {key: old.get(key) for key in old.keys("alive/")}
         while living := old.keys("alive/"):
             self._waiting(f"the end of an earlier start of job {self.id!r}")
@@ -149,7 +154,6 @@ class Hall:
             if time.monotonic() > self._deadline or (moving and old.get("end") is None):
                 raise self._running(", ".join(f"unit {key.partition('/')[2]}" for key in moving or living))
             time.sleep(BEAT_S / 4)
-        forget(old)
 
     def _running(self, who: str) -> ConfigError:
         accepted = f"runs already ({who}): end it with `topotrain jobs stop`, or choose a name with ?job=NAME"
