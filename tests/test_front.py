@@ -176,21 +176,26 @@ class Here:
         return [event for event in self.told if isinstance(event, kind)]
 
 
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    """job(**fields of Job): enter one. What a job does to torch is undone."""
+def jobs(folder, monkeypatch):
+    """The body of a fixture: job(**fields of Job) enters one. What a job does to torch is undone."""
     monkeypatch.setattr(context, "_current", None)
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
     made = []
 
     def enter(**fields):
-        made.append(Here(Job(cluster=Cluster(server_worker_separate=True), **fields), tmp_path))
+        made.append(Here(Job(cluster=Cluster(server_worker_separate=True), **fields), folder))
         return made[-1]
 
     yield enter
     for here in made:
         here.close()
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """See `jobs`."""
+    yield from jobs(tmp_path, monkeypatch)
 
 
 def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path):

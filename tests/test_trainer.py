@@ -13,7 +13,7 @@ import torch
 from arrangement import mlp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_front import Here, loader, unfused
+from test_front import jobs, loader, unfused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from warm import Warm, client
@@ -302,19 +302,8 @@ def test_a_tied_weight_has_one_place_and_a_checkpoint_goes_both_ways(tmp_path):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """job(**fields of Job): enter one. What a job does to torch is undone."""
-    monkeypatch.setattr(context, "_current", None)
-    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-    monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
-    made = []
-
-    def enter(**fields):
-        made.append(Here(Job(cluster=Cluster(server_worker_separate=True), **fields), tmp_path))
-        return made[-1]
-
-    yield enter
-    for here in made:
-        here.close()
+    """See `jobs`."""
+    yield from jobs(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("pull", ["kStep", "kLazy"])

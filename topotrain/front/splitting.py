@@ -48,11 +48,14 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         ConfigError: it cannot be cut in this way, or not in this job.
     """
     job, workers = here.place.job, here.place.topology.workers_per_group
-    if not (job.splits or tagged(model) or (workers > 1 and says_where(model))):
-        return None
+    said = None
+    if not (job.splits or tagged(model)):
+        said = says_where(model) if workers > 1 else None
+        if said is None:
+            return None
     if "_orig_mod" in model._modules:
         raise ConfigError("tt.prepare", "a compiled model", "one that is split must come before torch.compile")
-    captured = capture(model)
+    captured = said or capture(model)
     if workers == 1:
         assignments(model, job, _ANY, captured)  # what is wrong is said all the same
         localise(model, optimizer, divide(model, {}, 1), 0, job.seed)
@@ -78,16 +81,17 @@ def tagged(model: nn.Module) -> bool:
     return any(devices.parse(tag).task is not None for tag in tags if tag)
 
 
-def says_where(model: nn.Module) -> bool:
-    """Whether a forward names a worker with `tt.device`. Only a model whose code speaks of it is looked through."""
+def says_where(model: nn.Module) -> Captured | None:
+    """The model's graph, if a forward names a worker with `tt.device`. Only code that speaks of it is traced."""
     if not any(_speaks_of_device(kind) for kind in {type(module) for module in model.modules()}):
-        return False
+        return None
     try:
-        nodes = capture(model).graph.nodes
+        captured = capture(model)
     except ConfigError:  # `tt.device()` in a forward is not forbidden to a model that nobody splits
-        return False
-    said = {node.meta.get("device") for node in nodes}
-    return any(device.task is not None and device.job != "ps" for device in map(devices.parse, filter(None, said)))
+        return None
+    names = {node.meta.get("device") for node in captured.graph.nodes}
+    found = map(devices.parse, filter(None, names))
+    return captured if any(device.task is not None and device.job != "ps" for device in found) else None
 
 
 def _speaks_of_device(kind: type[nn.Module]) -> bool:
