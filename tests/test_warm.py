@@ -13,7 +13,7 @@ from warm import Forked, client
 PROBE = """
 import os, signal, sys
 main = sys.modules["__main__"]
-print(sys.argv, __name__, main.__dict__ is globals(), sys.path[0], os.getcwd(), os.environ["PROBED"], os.getsid(0) > 0)
+print(sys.argv, __name__, main.__dict__ is globals(), sys.path[0], os.getcwd(), os.environ["PROBED"])
 print(signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD), sys.stdin.read(), flush=True)
 print("to stderr", file=sys.stderr)
 sys.exit(3)
