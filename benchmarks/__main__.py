@@ -80,7 +80,7 @@ MINUTES: Mapping[str, float] = {
     "compressed": 1.4,
     "collectives": 2.1,
     "growth": 1.9,
-    "splitting": 1.2,
+    "splitting": 2.5,
 }
 """What each takes on 2 cores that have nothing else to do. A table is not begun if less than that is left."""
 TENSORFLOW_MINUTES = 2.0

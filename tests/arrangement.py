@@ -371,14 +371,14 @@ def run_hosted(
     url = (directory / "store").as_uri()
     sockets = Path(socket_directory())
 
-    def place(number: int) -> Place:
-        return Place(job, topology, Identity(job.name, bytes(32), number, 0, job.digest()), open_store(url), sockets)
+    def place() -> Place:
+        return Place(job, topology, Identity(job.name, bytes(32), 0, 0, job.digest()), open_store(url), sockets)
 
     traffic: list[tuple[int, int]] = []
 
     def servers_of(unit: int) -> None:
         found = topology.units[unit].servers
-        traffic.append(serve(place(unit), found, lambda me, urls: None, crew.trouble))
+        traffic.append(serve(place(), found, lambda me, urls: None, crew.trouble))
 
     homes = [
         threading.Thread(target=crew._guarded, args=(None, lambda n=unit.rank: servers_of(n)), daemon=True)
@@ -389,7 +389,7 @@ def run_hosted(
         home.start()
     workers = [worker for g in range(topology.worker_groups) for worker in topology.workers(g)]
     with ThreadPoolExecutor(len(workers)) as pool:  # servers beside workers meet each other: all at once
-        found = pool.map(lambda pair: WorkerRoads(place(100 + pair[0]), pair[1]), enumerate(workers))
+        found = pool.map(lambda me: WorkerRoads(place(), me), workers)
         roads = dict(zip(workers, found, strict=True))
     crew.exchanges.update({me: road.exchange for me, road in roads.items()})
     handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me].allocate, describing) for me in workers]

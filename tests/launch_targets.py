@@ -4,6 +4,7 @@ A child plays the part that the job's args give it: "worker 0/1=raise"; the othe
 """
 
 import contextlib
+import json
 import mmap
 import os
 import select
@@ -15,8 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from topotrain.events import Event, Failed, Notice, Serving, to_json
-from topotrain.job import Cluster, ConfigError, Job
+from topotrain.events import Event, Failed, Finished, Notice, Serving, to_json
+from topotrain.job import Cluster, ConfigError, Job, OnFailure
+from topotrain.launch import Outcome
 from topotrain.launch.child import Control
 from topotrain.launch.children import Calls
 from topotrain.launch.local import LocalLauncher
@@ -29,6 +31,7 @@ MARK = "TOPOTRAIN_TEST"
 
 def play(spec, channel, fds):
     parts = dict(arg.split("=", 1) for arg in spec["args"])
+    spec = {**spec, "job_dir": str(Path(spec["run_dir"]).parent)}
     control = Control(channel)
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
     return PARTS[parts.get(spec["who"], "finish")](spec, control, fds)
@@ -114,6 +117,59 @@ def talk(spec, control, fds):
     return 0
 
 
+def mortal(spec, control, fds):
+    """Says which life it has, waits for a word, and dies three times; then it finishes, and says so."""
+    number = spec["incarnation"]
+    print("life", number)
+    control.emit(Notice(spec["who"], f"life {number}"))
+    wait_for(Path(spec["run_dir"], f"go-{number}").exists, 60)
+    return killed(spec, control, fds) if number < 3 else last(spec, control, fds)
+
+
+def last(spec, control, fds):
+    """The others need not wait any longer."""
+    Path(spec["run_dir"], "over").touch()
+    return 0
+
+
+def until_over(spec, control, fds):
+    wait_for(Path(spec["run_dir"], "over").exists, 60)
+    return 0
+
+
+def second(spec, control, fds):
+    """Only its second incarnation comes to an end."""
+    return last(spec, control, fds) if spec["incarnation"] else stay(spec, control, fds)
+
+
+def once(spec, control, fds):
+    """Only its first incarnation is killed."""
+    return 0 if spec["incarnation"] else killed(spec, control, fds)
+
+
+def second_fails(spec, control, fds):
+    return program(spec, control, fds) if spec["incarnation"] else killed(spec, control, fds)
+
+
+def done(spec, control, fds):
+    """Dies when all it had to do is done."""
+    control.emit(Finished(spec["who"], 1, 1, 0.0, 0, 0, 0))
+    last(spec, control, fds)
+    return killed(spec, control, fds)
+
+
+def reborn(spec, control, fds):
+    """Dies when it is told to; in a life of the whole job that follows, it ends well."""
+    lives = Path(spec["job_dir"], "lives")
+    if lives.exists() and len(lives.read_text()) == 3:
+        return last(spec, control, fds)
+    control.emit(Notice(spec["who"], f"resumed from '{spec['resume']}'"))
+    wait_for(Path(spec["run_dir"], "go").exists, 60)
+    with lives.open("a") as file:
+        file.write("x")
+    return killed(spec, control, fds)
+
+
 def share(spec, control, fds):
     """Two workers meet in shared memory: each writes its own byte and waits for the other's."""
     assert spec["shared_memfd"] and len(fds) == 1
@@ -162,6 +218,13 @@ PARTS: dict[str, Any] = {
     "lost peer": lost_peer,
     "late program": late_program,
     "witness": witness,
+    "mortal": mortal,
+    "until over": until_over,
+    "second": second,
+    "once": once,
+    "second fails": second_fails,
+    "done": done,
+    "reborn": reborn,
     "talk": talk,
     "share": share,
     "world": world,
@@ -193,10 +256,37 @@ def parts(**roles: str) -> tuple[str, ...]:
     return tuple("{} {}/{}={}".format(*who.split("_"), part) for who, part in roles.items())
 
 
-def small_job(workspace: Path, args: Sequence[str] = (), **counts: Any) -> Job:
-    """Two workers and a server in two units, unless told otherwise."""
+def small_job(workspace: Path, args: Sequence[str] = (), restarts: int | None = None, **counts: Any) -> Job:
+    """Two workers and a server in two units, unless told otherwise; without `restarts` a death ends the job."""
     counts = {"nworkers_per_group": 2, "poll_time": 20, **counts}
-    return Job(program="play.py", args=tuple(args), cluster=Cluster(workspace=str(workspace), **counts))
+    cluster = Cluster(workspace=str(workspace), **counts)
+    policy: dict[str, Any] = {"on_failure": OnFailure.kStop}
+    if restarts is not None:
+        policy = {"on_failure": OnFailure.kContinue, "restarts": restarts}
+    return Job(program="play.py", args=tuple(args), cluster=cluster, **policy)
+
+
+def launch(
+    folder: Path,
+    args: Sequence[str] = (),
+    on_event: Callable[[Event], None] | None = None,
+    launcher: LocalLauncher | None = None,
+    **settings: Any,
+) -> tuple[Outcome, list[Event]]:
+    """The outcome of a `small_job`, and what was told meanwhile."""
+    events = []
+
+    def hear(event: Event) -> None:
+        events.append(event)
+        if on_event is not None:
+            on_event(event)
+
+    job = small_job(folder, args, **settings)
+    return (launcher or LocalLauncher(CALLS)).start(job, layout(job.cluster), hear), events
+
+
+def processes(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "processes.json").read_text())
 
 
 def main(workspace: str, *args: str) -> None:

@@ -101,7 +101,7 @@ class Town:
     ) -> None:
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
-        self.wire = SimulatedWire(self.sim, weather)
+        self.wire = self._wire(weather)
         self.random = random.Random(seed)  # the test's own dice
         groups = self.topology.server_groups if self.topology.synced else 1
         self.schema, self.map = _plan(schema, self.topology.shards, groups, rate)
@@ -115,6 +115,9 @@ class Town:
                 self.wire.connect(me, peer, "")
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.doors = {me: self._door(me) for me in self.workers}
+
+    def _wire(self, weather: Weather | None) -> SimulatedWire:
+        return SimulatedWire(self.sim, weather)
 
     def _door(self, me: Address) -> Exchange:
         door = Exchange(me, self.topology, lambda to, message: self.wire.send(me, to, message), self.sim.waiter())

@@ -62,7 +62,7 @@ class Launcher:
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
 
-    def __call__(self, forkserver: str, profile: int) -> "Launcher":
+    def __call__(self, forkserver: str, profile: int, resume: str = "") -> "Launcher":
         self.profiles.append(profile)
         return self
 

@@ -1,12 +1,13 @@
 """Clocks, the list of decisions, and exactly-once streams."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Streams
+from topotrain.consistency import RESTARTS, ApplyOrder, Clocks, DecisionLog, Streams
 from topotrain.message import Apply, Staged
 
 
@@ -135,16 +136,29 @@ def test_decisions_stand_until_every_shard_has_applied_them():
     assert [a.step for a in log.since(0)] == [2]
 
 
-def test_an_abandoned_step_is_not_ready_and_may_be_staged_anew():
+def test_the_step_of_a_group_that_is_started_again_is_void_and_may_be_staged_anew():
     log = DecisionLog(2)
     log.staged(0, staged(0, 0, finite=False))
     log.staged(0, staged(1, 0))
-    log.abandon(0)
-    log.staged(1, staged(0, 0))
+    assert log.restart(0, 1) == Apply(0, 0, 1, False, 0.0, RESTARTS)
+    assert log.restart(0, 1) is None
+    log.staged(1, staged(0, 0))  # a shard that has not carried it out
     log.staged(1, staged(1, 0))
     assert log.ready() == [(1, 0)]
-    log.staged(0, staged(0, 0))
+    for shard in (0, 1):
+        assert log.ready() == [(1, 0)]
+        log.staged(shard, replace(staged(0, 0), incarnation=1))
     assert not log.decide(0, 0).found_inf
+
+
+def test_the_steps_of_a_group_that_is_started_again_count_from_0():
+    log = DecisionLog(1)
+    for step in range(3):
+        log.staged(0, staged(0, step))
+        log.decide(0, step)
+    log.restart(0, 1)
+    log.staged(0, replace(staged(0, 0), incarnation=1))
+    assert log.ready() == [(0, 0)]
 
 
 @given(st.integers(1, 20), st.integers(0, 2**32))

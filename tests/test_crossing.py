@@ -113,6 +113,29 @@ def hear(door, sender, message):
     door.handle(sender, message)
 
 
+def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
+    pair, values = Pair(), [torch.full((3000,), float(number)) for number in range(3)]
+    for number, value in enumerate(values):
+        pair.first.send(1, replace(KEY, forward=number), value)
+        if number == 1:
+            pair.second.send(0, KEY, torch.zeros(1))
+    first, second, third = (
+        message.body.data_ptr() for message in pair.said if len(message.sizes) and message.nbytes > 4
+    )
+    assert first != second and third in (first, second)
+    for number, value in enumerate(values):
+        assert torch.equal(pair.second.take(0, replace(KEY, forward=number))[0], value)
+
+
+def test_whoever_says_that_it_has_read_more_than_was_said_is_turned_away():
+    pair = Pair()
+    pair.first.send(1, KEY, torch.zeros(3))
+    for taken in (2, -1):
+        with pytest.raises(m.ProtocolError, match=f"it has read {taken} messages"):
+            hear(pair.exchanges[FIRST], SECOND, replace(GOOD, taken=taken))
+    hear(pair.exchanges[FIRST], SECOND, replace(GOOD, taken=1))
+
+
 @pytest.mark.parametrize(
     ("sender", "change", "words"),
     [
@@ -124,9 +147,9 @@ def hear(door, sender, message):
         (FIRST, {"sizes": (-3, -1)}, "elements of float32"),
         (FIRST, {"dtype": "Tensor"}, "elements of Tensor"),
         (FIRST, {"body": None}, "12 bytes"),
-        (SERVER, {}, "not from server 0/0"),
-        (Address(Role.WORKER, 1, 0), {}, "not from worker 1/0"),
-        (Address(Role.WORKER, 0, 2), {}, "not from worker 0/2"),
+        (SERVER, {}, "no Activation from server 0/0"),
+        (Address(Role.WORKER, 1, 0), {}, "no Activation from worker 1/0"),
+        (Address(Role.WORKER, 0, 2), {}, "no Activation from worker 0/2"),
     ],
 )
 def test_what_cannot_be_is_refused_before_memory_is_made_for_it(sender, change, words):

@@ -48,6 +48,7 @@ class Office:
         self.mail: dict[Address, queue.SimpleQueue[Message]] = {who: queue.SimpleQueue() for who in self.workers}
         self.lock = threading.Lock()
         self.ended: Counter[int] = Counter()
+        self.applied: dict[int, int] = {}
 
     def tell(self, who: Address, message: Message) -> None:
         with self.lock:
@@ -79,6 +80,9 @@ class Seat:
         reply = self.office.mail[self.who].get(timeout=20)
         assert isinstance(reply, Lease), reply
         return reply.lease, reply.first, reply.last
+
+    def applied(self, stream: int) -> int:
+        return self.office.applied.get(stream, 0)
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
         self.office.tell(self.who, LeaseFree(epoch, ordinal, first))

@@ -20,13 +20,14 @@ TOP = "topotrain"
 
 FLOORS = (
     "checks job protofile textproto events spans",
-    "topology slices",
+    "topology slices flatfile statetable",
     "message handling codecs compression reduction given collective consistency schedule "
-    "update neighbor leases shard encoding windows model readers ending "
-    "tables tablerows tablerules tablemodes tablebook server gateway",
+    "update neighbor leases deposits runs position shard encoding windows model snapshot readers ending "
+    "membership snapshotbook snapshotting "
+    "tables tablerows tablerules tablemodes tablebook manners server gateway",
     "jitter wire torchdist rendezvous torchurl",
-    "exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split sampling feeds streams data "
-    "roads host",
+    "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
+    "dice sampling feeds streams data checkpoint roads checkpointwriter host",
     "launch plan",
     "watch front cli",
 )

@@ -21,7 +21,7 @@ from topotrain.buffers import describe_model
 from topotrain.exchange import JobError
 from topotrain.front import context, finish, process
 from topotrain.front.final import save_final
-from topotrain.front.planning import _state_factor
+from topotrain.front.planning import state_factor
 from topotrain.host import Place, serve
 from topotrain.job import Adam as AdamConf
 from topotrain.job import Cluster, ConfigError, Job, LRGen, Step, Updater
@@ -416,4 +416,4 @@ PLAIN = {
     ],
 )
 def test_the_plan_knows_what_state_an_optimizer_keeps(make, factor):
-    assert _state_factor(make(mlp())) == factor
+    assert state_factor(make(mlp())) == factor

@@ -1,19 +1,30 @@
-"""Scopes on a worker of a job, and what tells calls of a split model apart."""
+"""Scopes on a worker of a job, what tells calls of a split model apart, and how it comes together in between."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from split_town import Roads, Town, together
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from topotrain.front import context as process
-from topotrain.front.splitting import kind_of, samples_of, says_where, tagged
+from topotrain.front.checkpoints import load_checkpoints
+from topotrain.front.evaluating import HeldOut, Objective, evaluate, follow
+from topotrain.front.final import in_one_file, save_tensors
+from topotrain.front.forward import kind_of, samples_of
+from topotrain.front.splitting import says_where, tagged
 from topotrain.job import Cluster, ConfigError, Job, Partition
-from topotrain.split import devices
+from topotrain.split import devices, gathering
+from topotrain.split.division import Share, Whole
+from topotrain.split.gathering import AHEAD, entries, gather, give
+from topotrain.split.meeting import Hello, Meeting
 from topotrain.topology import Address, Role, layout
 
 
@@ -162,3 +173,151 @@ def test_calls_of_one_kind() -> None:
     assert kind(rows(4, 3), 2) != kind(rows(4, 3), 3)
     with pytest.raises(ConfigError, match="counts the samples"):
         kind(2)
+
+
+# --- together in between ------------------------------------------------------------------------------------------
+
+WHOLES = {
+    "rows": (torch.arange(60.0).view(20, 3), [Share((w,), 0, 7 * w, min(7 * w + 7, 20)) for w in range(3)]),
+    "columns": (torch.arange(30).view(5, 6), [Share((w,), 1, 2 * w, 2 * w + 2) for w in range(3)]),
+    "all": (torch.rand(4), [Share()]),
+    "other's": (torch.rand(3, 4).t(), [Share((2,))]),
+    "two": (torch.tensor([True, False]), [Share((1, 2))]),
+    "number": (torch.tensor(7), [Share((1,))]),
+    "nothing": (torch.empty(0, 3), [Share((1,))]),
+}
+
+
+def held_by(me: int) -> list[gathering.Entry]:
+    wholes = [
+        Whole(tensor, (name,), (), tuple(shares), tuple(tensor.shape), tensor.stride())
+        for name, (tensor, shares) in WHOLES.items()
+    ]
+    tensors = [
+        share.of(whole.tensor).clone() if share.here(me) else whole.part(share)
+        for whole in wholes
+        for share in whole.shares
+    ]
+    return entries(wholes, tensors)
+
+
+def test_what_several_hold_comes_to_the_first_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "PIECE_BYTES", 16)
+    most, roads = 0, Roads(3)
+
+    def work(town: Town) -> dict[str, torch.Tensor]:
+        nonlocal most
+        made = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
+        meeting = Meeting(town)
+
+        def place(entry: gathering.Entry) -> torch.Tensor:
+            nonlocal most
+            most = max(most, len(roads.stores[0]))
+            return entry.share.of(made[entry.whole.names[0]])
+
+        for _ in range(2):  # the second time the same
+            if town.me:
+                give(meeting, held_by(town.me), "a test")
+            else:
+                gather(meeting, held_by(0), place, "a test")
+        return made
+
+    found = together(3, work, roads)[0]
+    for name, (tensor, _) in WHOLES.items():
+        assert torch.equal(found[name], tensor), name
+    assert not any(len(store) for store in roads.stores)
+    assert most <= 2 * AHEAD  # of the other two
+    assert sum(to == 0 for _, to, _, _ in roads.sent) > 20
+
+
+@pytest.mark.parametrize(("absent", "does"), [(0, "steps"), (2, "steps"), (2, "draws")])
+def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: str) -> None:
+    def work(town: Town) -> None:
+        meeting = Meeting(town)
+        meeting.draw(0, 0)
+        if town.me == absent:
+            meeting.stepped() if does == "steps" else meeting.draw(1, 0)
+        elif town.me:
+            give(meeting, held_by(town.me), "tt.state_dict")
+        else:
+            room = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
+            gather(meeting, held_by(0), lambda e: e.share.of(room[e.whole.names[0]]), "tt.state_dict")
+
+    words = rf"worker {absent} of the group goes on with the training, worker \d is in tt\.state_dict"
+    with pytest.raises(ConfigError, match=words):
+        together(3, work)
+
+
+def test_a_worker_that_waits_for_batches_is_not_waited_for_in_a_forward() -> None:
+    def work(town: Town) -> None:
+        meeting = Meeting(town)
+        meeting.draw(0, 0)
+        meeting.meet(Hello(*[0] * 10))
+        if town.me:
+            meeting.draw(0, 1)
+        else:
+            meeting.meet(Hello(*[0] * 10))
+
+    with pytest.raises(ConfigError, match="worker 1 of the group goes on to other batches, worker 0 calls"):
+        together(2, work)
+
+
+def test_memory_in_one_file_is_what_a_file_is_written_from(tmp_path: Path) -> None:
+    given = {name: tensor for name, (tensor, _) in WHOLES.items()}
+    likes = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in given.values()]
+    made = dict(zip(given, in_one_file(likes, tmp_path), strict=True))
+    assert not any(tmp_path.iterdir())
+    for name, tensor in made.items():
+        assert tensor.is_contiguous() and not tensor.any()
+        tensor.copy_(given[name])
+    save_tensors(made, tmp_path / "file.safetensors", {})
+    found = load_file(tmp_path / "file.safetensors")
+    assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
+
+
+def test_outside_a_job_the_state_is_a_copy() -> None:
+    model = nn.Linear(2, 2)
+    state = tt.state_dict(model)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert state is not None and state.keys() == model.state_dict().keys()
+    assert state["weight"].any()
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("loss", "calls"), [(nn.MSELoss(), 1), (loss_of, 2)])
+def test_who_follows_an_evaluation_calls_the_model_as_often(loss: Any, calls: int) -> None:
+    """With one sample of each batch, and in the mode of the one that measures."""
+    seen: list[tuple[int, bool, bool]] = []
+
+    class Model(nn.Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            seen.append((len(given), self.training, torch.is_grad_enabled()))
+            return super().forward(given)
+
+    model = Model(3, 2)
+    data = HeldOut("test", DataLoader(TensorDataset(torch.rand(10, 3), torch.rand(10, 2)), batch_size=4), -1)
+    objective = Objective(loss, {"other": loss})
+    evaluate(model, objective, data)
+    assert [count for count, _, _ in seen[::calls]] == [4, 4, 2]
+    measured, seen[:] = len(seen), []
+    follow(model, objective, data)
+    assert seen == [(1, False, False)] * measured
+    assert model.training
+
+
+def test_a_file_is_for_values_that_are_here_or_elsewhere(as_worker: Any, tmp_path: Path) -> None:
+    """What another worker has is taken there; what has no values yet could take none."""
+    path = tmp_path / "file.safetensors"
+    save_tensors({name: p.detach().clone() + 1 for name, p in Net().named_parameters()}, path, {})
+    as_worker(0)
+    model = Net()
+    load_checkpoints(model, [str(path)])
+    assert torch.equal(model.first.weight, load_file(path)["first.weight"])
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(ConfigError, match=r"first\.\w+ is on the meta device"):
+        load_checkpoints(model, [str(path)])

@@ -199,7 +199,7 @@ def test_a_workers_memory_is_shown_on_the_shared_road_only(place):
         job = Job(cluster=Cluster(road=road, server_worker_separate=True))
         home = Roads(place(job, number=1), Memory())
         home.publish("server", SERVER, home.attach(SERVER, Listener()))
-        roads = WorkerRoads(place(job, number=2), WORKER)
+        roads = WorkerRoads(place(job, number=0), WORKER)
         tensor = roads.allocate(100, torch.float32)
         assert (roads.memory.find(tensor) is not None) is found and not tensor.any()
         roads.close()

@@ -187,15 +187,6 @@ def test_values_count_as_shared_where_the_layout_shares_them() -> None:
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("settings", "accepted"),
-    [({"on_failure": "kContinue"}, "kStop")],
-)
-def test_what_is_not_there_yet_is_refused_with_what_is(settings: dict[str, Any], accepted: str) -> None:
-    with pytest.raises(ConfigError, match=f"not available yet, accepted now: {accepted}$"):
-        Job(**settings)
-
-
 def test_names_and_lists_become_enums_and_tuples() -> None:
     job = Job(reduce="kSum", args=["a"], cluster=Cluster(shares=[1, 3], nworkers_per_group=2))  # type: ignore[arg-type]
     assert job.reduce is Reduce.kSum

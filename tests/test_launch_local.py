@@ -1,6 +1,5 @@
 """Whole jobs on this machine, parts played in place of training: the outcome, its cause, and that nobody is left."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,11 +9,9 @@ import uuid
 
 import pytest
 
-from tests.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
+from tests.launch_targets import MARK, launch, marked, parts, processes, wait_for
 from topotrain.events import Exited, Failed, Notice, Output, Started, from_json
 from topotrain.job import ConfigError
-from topotrain.launch.local import LocalLauncher
-from topotrain.topology import layout
 
 GONE_S = 5.0
 
@@ -26,23 +23,6 @@ def mark(monkeypatch):
     monkeypatch.setenv(MARK, mark)
     yield mark
     wait_for(lambda: marked(mark) == [], GONE_S)
-
-
-def launch(folder, args=(), on_event=None, **counts):
-    """The outcome of a job, and what was told meanwhile."""
-    events = []
-
-    def hear(event):
-        events.append(event)
-        if on_event is not None:
-            on_event(event)
-
-    job = small_job(folder, args, **counts)
-    return LocalLauncher(CALLS).start(job, layout(job.cluster), hear), events
-
-
-def processes(folder):
-    return json.loads((folder / "processes.json").read_text())
 
 
 def test_a_job_that_goes_well(tmp_path, mark):

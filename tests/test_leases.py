@@ -264,3 +264,54 @@ def test_draws_reach_every_other_worker_in_any_order_and_are_forgotten():
     assert book.kept_chunks == 1
     assert book.handle(worker(0, 1), DrawAsk(0, 0)) == [(worker(0, 1), put)]
     assert book.kept_chunks == 0
+
+
+# --- a group that is started again -------------------------------------------------------------------------------
+
+
+def test_what_a_group_had_not_finished_is_free_again():
+    book = LeaseBook(2)
+    first, second = only(ask(book, worker(0), 0)), only(ask(book, worker(0), 1))
+    assert book.streams(0) == [first.lease, second.lease] and book.streams(1) == []
+    applied = {first.lease: first.last - first.first, second.lease: 2}
+    assert book.restart(0, applied.__getitem__, False) == []
+    theirs = only(ask(book, worker(1), 0))
+    assert (theirs.first, theirs.last) == (second.first + 2, second.last), "what was given back is read first"
+    assert only(ask(book, worker(0), 0)).first == second.last, "its leases count from 0 again"
+
+
+def test_who_waits_for_the_end_reads_what_the_dead_left_or_hears_that_it_is_over():
+    for applied, expected in ((0, (0, 1)), (1, (0, -1))):
+        book = LeaseBook(2)
+        ask(book, worker(0), 0, total=1)
+        assert ask(book, worker(1), 0, total=1, wait=True) == []
+        reply = only(book.restart(0, lambda _, applied=applied: applied, False))
+        assert (reply.first, reply.last) == expected
+        if applied:
+            assert only(ask(book, worker(0), 0, total=1)).last == -1, "it is over for those who come back, too"
+
+
+def test_a_question_of_the_dead_is_not_answered():
+    book = LeaseBook(3)
+    ask(book, worker(0), 0, total=1)
+    assert ask(book, worker(1), 0, total=1, wait=True) == []
+    assert book.restart(1, lambda _: 0, False) == []
+    assert book.restart(0, lambda _: 0, False) == [], "nobody is there to read it yet"
+    assert only(ask(book, worker(2), 0, total=1)).last == 1
+
+
+def test_a_group_that_had_ended_takes_no_lease_when_it_comes_back():
+    for ended in (True, False):
+        book = LeaseBook(2)
+        book.finished(0)
+        book.restart(0, lambda _: 0, ended)
+        assert (only(ask(book, worker(0), 0)).last < 0) is ended
+
+
+def test_where_one_group_is_alone_its_draws_are_made_anew():
+    book = LeaseBook(1, 2)
+    book.handle(worker(0), DrawPut(0, 0, False, (1,), (5,)))
+    book.restart(0, lambda _: 0, False)
+    assert book.handle(worker(0), DrawPut(0, 0, False, (1,), (6,))) == []
+    ((_, chunk),) = book.handle(worker(0, 1), DrawAsk(0, 0))
+    assert isinstance(chunk, DrawPut) and chunk.indices == (6,)

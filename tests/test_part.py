@@ -17,7 +17,7 @@ import pytest
 
 from tests.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain import textproto
-from topotrain.events import Exited, Failed, Finished, Notice, Serving, StepDone, from_json
+from topotrain.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
 from topotrain.job import Cluster, ConfigError, Job
 from topotrain.launch import meeting
 from topotrain.launch.company import Company, Notes, Stores
@@ -390,6 +390,23 @@ def test_the_first_cause_is_everybodys(units):
     assert [each.end() for each in job] == [1, 1, 1]
     assert {(each.told["who"], each.told["kind"], each.told["unit"]) for each in job} == {("worker 0/1", "program", 1)}
     assert {each.told["host"] for each in job} == {socket.gethostname()}
+
+
+def test_a_group_that_lives_in_one_unit_starts_again_there(units):
+    counts = {"nworker_groups": 2, "nworkers_per_group": 1, "restarts": 1}
+    job = [units(rank, parts(worker_1_0="once"), nprocs=2, counts=counts) for rank in range(2)]
+    assert [each.end() for each in job] == [0, 0], [each.err for each in job]
+    (incident,) = [event for event in job[1].events if isinstance(event, Incident)]
+    assert (incident.who, incident.action) == ("worker 1/0", "group 1 starts again (incarnation 1)")
+
+
+def test_a_group_of_several_units_ends_the_job_all_the_same(units):
+    counts = {"restarts": 3}
+    args = parts(worker_0_0="stay", worker_0_1="once", server_0_0="stay")
+    job = [units(rank, args, nprocs=2, counts=counts) for rank in range(2)]
+    assert [each.end() for each in job] == [1, 1]
+    assert {(each.told["who"], each.told["kind"]) for each in job} == {("worker 0/1", "died")}
+    assert "its group has workers on other units" in job[0].told["text"]
 
 
 DEAF = parts(worker_0_0="deaf", worker_0_1="deaf", worker_0_2="deaf", server_0_0="stay")

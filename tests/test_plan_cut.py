@@ -1,8 +1,10 @@
 """`plan` of a model that is split over a group: shapes from the loader, the cut graph as text, data and picture."""
 
 import json
+import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +15,18 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from topotrain import cli
-from topotrain.front.autoplace import call_of, check_room, speeds_of
+from topotrain.front.autoplace import Asked, bill_of, call_of, check_room, needs_of, placed, speeds_of
 from topotrain.front.cutting import Cut, cut_of
 from topotrain.front.inputs import inputs_of, parse_inputs
 from topotrain.front.planning import Seen
-from topotrain.job import Cluster, ConfigError, Job, Link, Partition, Placement, Schedule
+from topotrain.job import Cluster, ConfigError, Job, Link, Partition, Placement, Road, Schedule
 from topotrain.plan import Schema, plan
 from topotrain.split import room
+from topotrain.split.assign import assignments
 from topotrain.split.capture import capture
-from topotrain.split.division import divide
+from topotrain.split.holding import Need
 from topotrain.textproto import load_with_warnings
+from topotrain.topology import layout
 from topotrain.watch import cutplot
 
 
@@ -161,7 +165,7 @@ def test_memory_goes_by_owners() -> None:
     for worker in (0, 1):
         own = sum(4 * p.count for p in found.parameters if not p.owners or worker in p.owners)
         assert memory[worker]["parameters"] == own
-        assert memory[worker]["trained"] == 3 * own
+        assert memory[worker]["trained"] == own
         assert plan(hybrid(), Schema(found.parameters)).memory[worker].values == own
     assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
 
@@ -238,23 +242,158 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_numbers", lambda file: {"MemAvailable": 200_000})
+    monkeypatch.setattr(room, "_numbers", lambda file: {"MemTotal": 200_000_000})
     monkeypatch.setattr(room, "_group", lambda: None)
-    text = cut(hybrid()).plan.explain()
-    assert "warning: memory = 'worker 0'" in text
-    assert "does not fit" in text
-    job, model = hybrid(), Net()
-    with torch.device("meta"):
-        model.layers[0] = nn.Linear(512, 64)
-    division = divide(model, {}, 2)
+    found = cut(hybrid()).plan
+    text = found.explain()
+    assert "warning: memory = 'host 0'" in text
+    for words in ("does not fit", "3 processes would need", "85% of its memory is 170.0 MB", "would help"):
+        assert words in text
+    total = found.as_data()["hosts"][0]["total"]
+    assert f"{total / 1e6:,.1f} MB" in text
     with pytest.raises(ConfigError, match="does not fit"):
-        check_room(job, model, division, 0)
+        check_room(asked(hybrid()), loader(), 0)
 
 
-def test_a_bound_of_the_process_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_limit", lambda kind: room.ITSELF + 300_000)
-    with pytest.raises(ConfigError, match=r"no cut fits.*layers\.0"):
-        cut(auto())
+def asked(job: Job, state_factor: float = 0.0, **more: Any) -> Asked:
+    model = Net()
+    captured = capture(model)
+    workers = job.cluster.nworkers_per_group
+    found = assignments(model, job, workers, captured)
+    return Asked(job, layout(job.cluster, **more), model, captured, found, None, state_factor)
+
+
+def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, Need]:
+    given = asked(job, state_factor, **more)
+    call = call_of(job, given.model, inputs_of(given.model, loader()))
+    costs = bill_of(replace(given, call=call), given.found)
+    return {need.who: need for need in needs_of(given, given.found, costs)}
+
+
+def test_a_process_holds_what_its_residents_hold() -> None:
+    """Over TCP: values, gradients, and on servers what is pushed, by whoever has it, and the optimizer's state."""
+    cluster = Cluster(nworkers_per_group=2, nservers_per_group=2, road=Road.kTcp)
+    job = replace(hybrid(), cluster=cluster)
+    found, parameters = needed(job, 2.0), cut(job).parameters
+    sizes = [4 * p.count for p in parameters]
+    for worker in (0, 1):
+        own = sum(size for p, size in zip(parameters, sizes, strict=True) if not p.owners or worker in p.owners)
+        need = found[f"worker 0/{worker}"]
+        assert (need.values, need.gradients, need.state, need.shared) == (own, own, 0, 0)
+        assert need.activations > 0
+    servers = [found["server 0/0"], found["server 0/1"]]
+    assert sum(server.values for server in servers) == sum(sizes)
+    assert sum(server.state for server in servers) == 2 * sum(sizes)
+    assert sum(server.exchange for server in servers) == sum(
+        size * (len(p.owners) or 2) for p, size in zip(parameters, sizes, strict=True)
+    )
+
+
+def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
+    job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, nservers_per_group=2))
+    found, parameters = needed(job), cut(job).parameters
+    assert set(found) == {"worker 0/0 + server 0/0", "worker 0/1 + server 0/1"}
+    values = sum(4 * p.count for p in parameters)
+    held = sum(4 * p.count * (1 if p.owners else 2) for p in parameters)
+    assert sum(need.shared for need in found.values()) == values + 2 * held
+
+
+def test_schedules_keep_more_or_less() -> None:
+    apart = Cluster(nworkers_per_group=2, road=Road.kTcp)
+    blocks = (
+        Partition(match="conv", partition_dim=-1, location=0),
+        Partition(match="layers|head", partition_dim=-1, location=1),
+    )
+    whole, parts, interleaved = (
+        needed(Job(cluster=apart, partition=blocks, **more))
+        for more in ({}, {"microbatches": 4}, {"microbatches": 4, "schedule": Schedule.k1F1B})
+    )
+    first, last = "worker 0/0", "worker 0/1"
+    assert interleaved[last].activations < interleaved[first].activations < parts[first].activations
+    assert parts[first].activations <= whole[first].activations
+    trained = whole[last].gradients
+    assert interleaved[last].exchange > parts[last].exchange > whole[last].exchange + trained // 2
+
+
+def test_the_processes_of_a_host_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, road=Road.kTcp)
+    found = needed(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
+    assert [(need.who, need.host) for need in found.values()] == [
+        ("worker 0/0", 0),
+        ("worker 0/1", 1),
+        ("server 0/0", 1),
+    ]
+    one, two = (room.on_host([need for need in found.values() if need.host == host], room.ITSELF) for host in (0, 1))
+    assert two > one
+    monkeypatch.setattr(room, "_numbers", lambda file: {"MemTotal": int(one / room.SAFE) + 1000})
+    monkeypatch.setattr(room, "_group", lambda: None)
+    given = asked(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
+    check_room(given, loader(), 0)
+    with pytest.raises(ConfigError, match=r"host 1.*2 processes"):
+        check_room(given, loader(), 1)
+
+
+def test_a_loader_that_does_not_tell_leaves_activations_out() -> None:
+    check_room(asked(hybrid()), None, 0)
+    check_room(asked(hybrid()), [1, 2], 0)
+
+
+class Uneven(nn.Module):
+    """Four layers that are large and soon done, and a small one that takes most of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(4)))
+        self.slow = nn.Conv1d(16, 16, 513, padding=256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slow(self.large(x)[:, None, :].expand(-1, 16, -1))  # type: ignore[no-any-return]
+
+
+def places_of(job: Job) -> tuple[list[int], str]:
+    """The worker of each module, and what is said of it."""
+    found = cut_of(job, Uneven(), None, ["2x600"])
+    assert found is not None
+    steps = [step for step in found.plan.as_data()["steps"] if step["kind"] == "module"]
+    return [step["layout"]["worker"] for step in steps], found.plan.chosen
+
+
+def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(auto(), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
+    assert places_of(job)[0] == [0, 0, 0, 0, 1]
+    monkeypatch.setattr(room, "_STACK", 0)
+    bounds = {resource.RLIMIT_DATA: room.ITSELF + 13_000_000}  # values and gradients of three layers, and two to come
+    monkeypatch.setattr(room, "_limit", bounds.get)
+    places, words = places_of(job)
+    assert places == [0, 0, 0, 1, 1]
+    for part in (
+        "because it fits",
+        "the quickest, stages of about",
+        "worker 0/0",
+        "RLIMIT_DATA allows 269.0 MB",
+    ):
+        assert part in words
+    bounds[resource.RLIMIT_DATA] = room.ITSELF + 4_000_000
+    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 260\.0 MB.*would help"):
+        places_of(job)
+
+
+def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on two hosts, and a server on a third."""
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, road=Road.kTcp)
+    model = Uneven()
+    captured = capture(model)
+    job = replace(auto(), cluster=cluster)
+    call = call_of(job, model, parse_inputs(["2x600"]))
+    given = Asked(job, layout(cluster, hosts=(0, 1, 2)), model, captured, assignments(model, job, 2, captured), call)
+    freely, chosen = placed(given, room.Room())
+    assert [freely[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 0]
+    assert not chosen.tight
+    found, chosen = placed(given, room.Room(machine=room.ITSELF + 13_000_000, words="all of it"))
+    assert [found[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 1]
+    assert "host 0: its 1 processes would need" in chosen.tight
+    with pytest.raises(ConfigError, match="host 0"):
+        placed(given, room.Room(machine=room.ITSELF))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -516,7 +516,8 @@ def test_bodies_are_received_where_they_belong():
     assert home.place(worker(), push, True) is None  # a view will do
     places = [home.place(worker(0, index), push, False).data_ptr() for index in (0, 1)]
     assert len({*places, values.data_ptr()}) == 3
-    assert home.place(worker(3, 0), push, False) is None
+    with pytest.raises(m.ProtocolError):
+        home.place(worker(3, 0), push, False)
     with pytest.raises(m.ProtocolError):
         home.place(worker(), replace(push, bucket=9), False)
 
@@ -625,5 +626,5 @@ def test_questions_about_data_go_to_server_0_0():
     hall.say(worker(1), server(), m.LeaseAsk(0, 0, 3, 0, 0, False))
     (lease,) = hall.heard(worker(1), m.Lease)
     assert (lease.epoch, lease.first) == (0, 0)
-    hall.say(worker(1), server(1), m.LeaseAsk(0, 0, 3, 0, 0, False))
-    assert hall.heard(worker(1), m.Lease) == []
+    with pytest.raises(m.ProtocolError, match="server 1/0 takes no LeaseAsk from worker 1/0"):
+        hall.say(worker(1), server(1), m.LeaseAsk(0, 0, 3, 0, 0, False))

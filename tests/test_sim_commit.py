@@ -83,7 +83,7 @@ def test_the_other_groups_go_on_when_a_worker_dies_between_its_commits():
         theirs = [gradient for me, _, gradient in record[1:] if me.group == 0]
         assert same(town.values(), [3.0 - part for part in total(theirs)])
         for house in town.houses.values():  # what the dead one staged is given up, whatever may still turn up
-            house.server.abandon(1)
+            house.send(house.server.lost(dead))
         town.wire.revive(dead)
         for sender, to, message in [row for row in town.wire.lost if row[0] == dead]:
             town.wire.send(sender, to, message)

@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from topotrain.job import ConfigError
-from topotrain.split.bill import Bill, bill, chunks, held_bytes
+from topotrain.split.bill import Bill, bill, buffer_bytes, chunks
 from topotrain.split.division import divide
+from topotrain.split.holding import Need
 from topotrain.split.program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
-from topotrain.split.room import Need, Room, check, room
+from topotrain.split.room import ITSELF, Room, check, on_host, room, stacks
 from topotrain.split.stretches import stretches, told
 
 BATCH, WHOLE = Layout(Where.BATCH), Layout(Where.WHOLE)
@@ -116,7 +117,8 @@ def test_memory_and_work_of_each_worker() -> None:
     found = piped_bill()
     first, second = found.workers
     assert (first.parameters, second.parameters) == (4 * 16 * 7, 4 * 4 * 17)
-    assert first.trainable == first.parameters == held_bytes(divide(Small(), PIPED, 2), 0)
+    assert first.trainable == first.parameters
+    assert buffer_bytes(divide(Small(), PIPED, 2), 0) == first.buffers
     assert first.kept == 8 * 6 * 4 + 8 * 16 * 4  # what `one` reads, what relu made
     assert second.kept == 8 * 16 * 4  # what `two` reads
     assert first.peak >= first.kept
@@ -202,28 +204,47 @@ def test_stretches_are_steps_in_one_place() -> None:
 # --- room -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_with_numbers() -> None:
-    need = Need(parameters=60_000_000, activations=50_000_000)
-    check(need, Room(data=120_000_000), "worker 1")
-    check(need, Room(), "worker 1")
+MB = 1_000_000
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None:
+    need = Need("worker 0/1", values=60 * MB, activations=70 * MB)
+    own = ITSELF + stacks(0)
+    check([need], Room())
+    check([need], Room(data=own + 130 * MB))
     with pytest.raises(ConfigError) as caught:
-        check(need, Room(data=100_000_000), "worker 1")
-    for words in ("worker 1", "110.0 MB", "60.0", "50.0", "RLIMIT_DATA leaves 100.0 MB"):
+        check([need], Room(data=own + 129 * MB))
+    bound = f"RLIMIT_DATA allows {(own + 129 * MB) / 1e6:,.1f} MB"
+    for words in ("worker 0/1", f"{(own + 130 * MB) / 1e6:,.1f} MB", "60.0", "activations 70.0", bound, "k1F1B"):
         assert words in str(caught.value)
-    with pytest.raises(ConfigError, match=r"free memory is 90\.0 MB"):
-        check(need, Room(machine=90_000_000), "worker 1")
 
 
-def test_shared_parameters_are_no_data_of_the_process() -> None:
-    need = Need(parameters=60, activations=50, shared=True)
-    check(need, Room(data=50), "worker 0")
-    with pytest.raises(ConfigError, match="RLIMIT_AS"):
-        check(need, Room(data=50, addresses=100), "worker 0")
-    check(need, Room(data=50, addresses=100), "worker 0", freed=10)
+def test_shared_memory_is_no_data_of_the_process_and_counts_once_on_the_host() -> None:
+    one = Need("worker 0/0", values=60 * MB, activations=50 * MB, shared=60 * MB)
+    other = Need("worker 0/1", activations=50 * MB, seen=60 * MB)
+    check([one, other], Room(data=ITSELF + stacks(0) + 50 * MB))
+    with pytest.raises(ConfigError, match="RLIMIT_AS allows 500"):
+        check([one, other], Room(addresses=500 * MB))
+    assert on_host([one, other], ITSELF) - on_host([Need("worker 0/0"), Need("worker 0/1")], ITSELF) == 160 * MB
 
 
-def test_a_machine_has_room_and_processes_share_it() -> None:
-    one, two = room().machine, room(2).machine
-    assert one is not None
-    assert two is not None
-    assert 0 < two < one
+def test_all_processes_of_a_host_together_must_fit() -> None:
+    here = [Need("worker 0/0", values=400 * MB), Need("server 0/0", state=500 * MB)]
+    there = Need("worker 0/1", unit=1, host=1, values=400 * MB)
+    total = on_host(here, ITSELF)
+    check([*here, there], Room(machine=total))
+    with pytest.raises(ConfigError) as caught:
+        check([*here, there], Room(machine=total - 1, words="85% of its memory"))
+    for words in ("host 0", "2 processes", "server 0/0 with 500.0 MB", "85% of its memory is", "optimizer with less"):
+        assert words in str(caught.value)
+    check([*here, there], Room(machine=total - 1), host=1)
+    with pytest.raises(ConfigError, match="host 1"):  # the script has made much besides the model
+        check([there], Room(machine=total - 1), host=1, each=total)
+
+
+def test_a_machine_has_room_and_it_is_the_same_at_any_time() -> None:
+    first = room()
+    held = torch.zeros(5_000_000)
+    assert first == room()
+    assert first.machine is not None
+    assert first.machine > held.nbytes

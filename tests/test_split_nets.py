@@ -45,6 +45,27 @@ class Cnn(nn.Module):
         return self.head(torch.relu(self.hidden(x.flatten(1))))
 
 
+class Masked(nn.Module):
+    """Everything of torch that has a dropout inside; `probability` is what `Group`'s dice draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.memory = nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True)
+        self.turned = nn.GRU(8, 4, num_layers=3, dropout=0.25, bidirectional=True)
+        self.drop, self.last = nn.Dropout(0.1), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.encoder(x) + self.attention(x, x, x)[0]
+        x = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
+        x = self.turned(self.memory(x)[0].transpose(0, 1))[0].transpose(0, 1)
+        return self.last(nn.functional.dropout(x, 0.2)).mean(1)
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -210,3 +231,34 @@ def test_arguments_may_be_nested():
     told = group.step(squares)
     batch = {"x": torch.cat([s[0]["x"] for s in shares]), "more": (torch.cat([s[0]["more"][0] for s in shares]), 1)}
     assert told == pytest.approx(squares(model(batch)).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [Block("first|attention|drop", location=0), Block("encoder|memory|turned|last", location=1)],
+        [Block("memory", location=1), Block("first|last", 1)],
+    ],
+    ids=["pipeline", "by samples"],
+)
+def test_the_masks_inside_attention_and_recurrent_layers_are_those_of_the_whole_batch(
+    blocks: list[Block], microbatches: int
+) -> None:
+    torch.manual_seed(3)
+    whole, x, y = Masked(), torch.randn(7, 5, 6), torch.randn(7, 3)
+    group = Group(whole, blocks, [(x[:4],), (x[4:],)], samples=(4, 3), microbatches=microbatches)
+    targets = {4: y[:4], 3: y[4:]}
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    dice = torch.manual_seed(7).get_state()  # as the group's
+    for _ in range(3):
+        found = group.step(lambda out, mine: (out - targets[len(mine)]).square().mean())
+        optimizer.zero_grad()
+        torch.set_rng_state(dice)  # the group's workers are threads here, with one generator of torch's
+        loss = (whole(x) - y).square().mean()
+        dice = torch.get_rng_state()
+        loss.backward()
+        optimizer.step()
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+    for name, value in group.parameters().items():
+        torch.testing.assert_close(value, dict(whole.named_parameters())[name].detach(), atol=1e-6, rtol=1e-4)

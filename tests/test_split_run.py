@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from topotrain.checks import ConfigError
-from topotrain.split.passage import STEPPED
+from topotrain.split.passage import STEPPED, Key
 from topotrain.split.program import Kind, Program, Shape, Size
 from topotrain.split.run import Runner
 
@@ -150,6 +150,30 @@ def test_repeated_samples_of_weight_0_count_nothing_and_parameters_that_live_the
 def test_microbatches(micros, counts):
     program = three(2, at(0), at(1), BATCH)
     same(train(program, Three(), shares_of(*counts), microbatches=micros), whole(Three(), shares_of(*counts)))
+
+
+class Noting(Town):
+    """Writes down what a worker says and hears of gradients."""
+
+    def __init__(self, roads: Roads, me: int) -> None:
+        super().__init__(roads, me)
+        self.noted: list[str] = []
+
+    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
+        self.noted += ["says"] * key.backward
+        super().send(to, key, tensor, grad)
+
+    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+        self.noted += ["hears"] * key.backward
+        return super().take(source, key)
+
+
+def test_the_last_stage_hears_of_all_micro_batches_before_the_first_one_goes_back():
+    program, shares, roads = three(2, at(0), at(1), at(1)), shares_of(8, 8), Roads(2)
+    towns = [Noting(roads, k) for k in range(2)]
+    runners = [Runner(program, copy.deepcopy(Three()), towns[k], lambda: 8.0, microbatches=4) for k in range(2)]
+    together(2, lambda town: runners[town.me](*shares[town.me]).square().mean().backward(), roads)
+    assert towns[0].noted == ["says"] * 4 + ["hears"] * 4
 
 
 class Halves(nn.Module):

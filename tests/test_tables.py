@@ -472,8 +472,8 @@ def without_model(job: Job, script: Callable[[TableDoor, Address], None], direct
     store.mkdir(mode=0o700)
     sockets = Path(socket_directory())
 
-    def place(number: int) -> Place:
-        identity = Identity(job.name, bytes(32), number, 0, job.digest())
+    def place() -> Place:
+        identity = Identity(job.name, bytes(32), 0, 0, job.digest())
         return Place(job, topology, identity, open_store(store.as_uri()), sockets)
 
     def guarded(do: Callable[[], None]) -> threading.Thread:
@@ -487,19 +487,19 @@ def without_model(job: Job, script: Callable[[TableDoor, Address], None], direct
         thread.start()
         return thread
 
-    def work(number: int, me: Address) -> None:
-        roads = WorkerRoads(place(100 + number), me)
+    def work(me: Address) -> None:
+        roads = WorkerRoads(place(), me)
         door = TableDoor(roads.exchange, topology, job)
         script(door, me)
         door.close()
         roads.close()
 
     workers = [worker for group in range(topology.worker_groups) for worker in topology.workers(group)]
-    threads = [guarded(partial(work, number, me)) for number, me in enumerate(workers)]
+    threads = [guarded(partial(work, me)) for me in workers]
     for unit in topology.units if not topology.inline else ():
         if unit.servers:
             threads.append(
-                guarded(partial(serve, place(unit.rank), unit.servers, lambda *_: None, lambda: None))  # type: ignore[arg-type]
+                guarded(partial(serve, place(), unit.servers, lambda *_: None, lambda: None))  # type: ignore[arg-type]
             )
     for thread in threads:
         thread.join(30)

@@ -137,7 +137,7 @@ def test_a_cluster_alone_and_an_empty_text_are_jobs(tmp_path: Path) -> None:
         ("\nupdater { type: kAdm }", "j.conf:2:17: updater.type = 'kAdm': must be one of kSGD, kAdaGrad"),
         ("reduce: kMaster", "j.conf:1:9: reduce = 'kMaster': must be one of kMean, kSum"),
         ("updater {\n rmsprop_conf { } }", "j.conf:2:2: updater.rmsprop_conf.rho: is required"),
-        ("on_failure: kContinue", "j.conf:1:1: on_failure = kContinue: not available yet, accepted now: kStop"),
+        ("restarts: -1", "j.conf:1:1: restarts = -1: must be a whole number >= 0"),
         ("seed: 1\nseed: 2", 'j.conf:2:7: seed: Message type "JobProto" should not have multiple "seed" fields'),
         ("cluster { }\ncluster { }", 'should not have multiple "cluster" fields'),
         ("cluster {\n nworker_groups: 1\n", "j.conf:1:9: unbalanced braces: the { of cluster is never closed"),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from topotrain.buffers import describe_model
 from topotrain.front import context
 from topotrain.front.checkpoints import Checkpoints, load_checkpoints
 from topotrain.front.evaluating import Beside
+from topotrain.front.final import tensors_of
 from topotrain.front.occasions import Rhythm
 from topotrain.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
 from topotrain.update import build, set_lr
@@ -285,7 +287,7 @@ def test_a_tied_weight_has_one_place_and_a_checkpoint_goes_both_ways(tmp_path):
         return model
 
     written, read = tied(), tied()
-    checkpoints = Checkpoints(tmp_path / "made", describe_model(written))
+    checkpoints = Checkpoints(tmp_path / "made", partial(tensors_of, describe_model(written)))
     checkpoints.write(7)
     checkpoints.close()
     path = tmp_path / "made" / "step-7.safetensors"

@@ -11,7 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from topotrain import events
-from topotrain.events import Event, Exited, Failed, Final, Finished, Metrics, Notice, Output, Serving, Started, StepDone
+from topotrain.events import (
+    Event,
+    Exited,
+    Failed,
+    Final,
+    Finished,
+    Incident,
+    Metrics,
+    Notice,
+    Output,
+    Recovered,
+    Serving,
+    Started,
+    StepDone,
+)
 from topotrain.job import Cluster, Job
 from topotrain.launch import Outcome
 from topotrain.topology import layout
@@ -126,6 +140,41 @@ def test_residents_with_one_pid_are_one_process() -> None:
         (0, 8, [], [[0, 0], [0, 1]]),
         (1, 9, [[0, 1]], []),
     ]
+
+
+def test_incidents_are_listed_with_what_they_cost() -> None:
+    report = a_report()
+    report(Incident(0, "worker 1/0", "worker 1/0 was killed by SIGKILL", "group 1 starts again (incarnation 1)", 3.5))
+    report(Incident(1, "server 0/0", "server 0/0 was killed by SIGKILL", "nothing is missing", 9.0))
+    report(Recovered(0, 0.75, 0.5))
+    first, second = report.as_data(Outcome(0, 12.0))["incidents"]
+    assert first == {
+        "who": "worker 1/0",
+        "what": "worker 1/0 was killed by SIGKILL",
+        "action": "group 1 starts again (incarnation 1)",
+        "at_s": 3.5,
+        "waited_s": 0.75,
+        "others_waited_s": 0.5,
+    }
+    assert (second["who"], second["waited_s"], second["others_waited_s"]) == ("server 0/0", None, None)
+
+
+def test_a_worker_that_started_again_counts_on() -> None:
+    report = a_report()
+    before = report.as_data(Outcome(0, 12.0))
+    report(Started("worker 1/0", 999))
+    report(Serving("worker 1/0", ("test://",), 999))
+    report(step("worker 1/0", 1))
+    report(step("worker 1/0", 10))
+    data = report.as_data(Outcome(0, 12.0))
+    assert data["steps"] == 30
+    assert data["samples"] == before["samples"] + 80
+    assert data["bytes_out"] == before["bytes_out"] + 10_000
+    assert data["seconds"] == pytest.approx(3.0)
+    assert data["staleness_max"] == 4
+    assert data["staleness_mean"] == pytest.approx(before["staleness_mean"] * 80 / 90)
+    (entry,) = (entry for entry in data["processes"] if entry["workers"] == [[1, 0]])
+    assert (entry["pid"], entry["steps"]) == (999, 30)
 
 
 def test_a_job_that_said_nothing_has_a_report() -> None:
@@ -263,6 +312,19 @@ def test_only_the_main_worker_reaches_the_terminal() -> None:
             window(event)
     assert out.getvalue() == "[bold]a long line of the program[/bold]\r10 %\rno newline"
     assert text.getvalue() == "careful, this is longer than twenty\ntopotrain: worker 0/1: no tt.epochs\n"
+
+
+def test_what_the_job_survives_is_a_line_each() -> None:
+    text = io.StringIO()
+    with Silent(TOPOLOGY, Console(file=text, width=20)) as window:
+        window(Incident(0, "worker 1/0", "worker 1/0 was killed by SIGKILL", "group 1 starts again", 3.5))
+        window(Recovered(0, 0.75, 0.5))
+        window(Recovered(1, 0.75, 0.0))
+    assert text.getvalue().splitlines() == [
+        "topotrain: worker 1/0 was killed by SIGKILL; group 1 starts again",
+        "topotrain: training again 0.8 s after that loss, other groups were without a step for at most 0.5 s",
+        "topotrain: training again 0.8 s after that loss",
+    ]
 
 
 def test_our_lines_do_not_run_into_the_programs() -> None:

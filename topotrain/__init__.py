@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         device,
         epochs,
         is_main,
+        keep,
         local,
         place,
         prepare,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from topotrain.front.embedding import Embedding
     from topotrain.front.joining import leave
     from topotrain.front.paddle import init
+    from topotrain.front.session import Session
+    from topotrain.front.state import state_dict
     from topotrain.front.trainer import Trainer
     from topotrain.job import Cluster, ConfigError, Job, Updater
 
@@ -42,12 +45,14 @@ _announce()  # so that torch knows redis:// as an init_method, without importing
 
 _HOMES = {
     **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.front.api"),
-    **dict.fromkeys(("clip_grad_norm_", "device", "place"), "topotrain.front.api"),
+    **dict.fromkeys(("clip_grad_norm_", "device", "keep", "place"), "topotrain.front.api"),
     **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.job"),
     "Embedding": "topotrain.front.embedding",
     "init": "topotrain.front.paddle",
     "leave": "topotrain.front.joining",
+    "Session": "topotrain.front.session",
     "Trainer": "topotrain.front.trainer",
+    "state_dict": "topotrain.front.state",
 }
 _MODULES = {
     "data_parallel": "topotrain.front.caffe2",
@@ -60,6 +65,7 @@ __all__ = [
     "ConfigError",
     "Embedding",
     "Job",
+    "Session",
     "Trainer",
     "Updater",
     "clip_grad_norm_",
@@ -68,6 +74,7 @@ __all__ = [
     "epochs",
     "init",
     "is_main",
+    "keep",
     "kvstore",
     "leave",
     "local",
@@ -75,6 +82,7 @@ __all__ = [
     "prepare",
     "rank",
     "report",
+    "state_dict",
     "train",
     "weight",
 ]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from topotrain.job import ConfigError
-from topotrain.mirror import mirror_for
+from topotrain.mirror import HostMirror, mirror_for
 from topotrain.shard import Allocate, Buffer, FlatBuffers
 from topotrain.slices import Parameter, SliceMap
 
@@ -149,6 +149,19 @@ class ModelBuffers:
         for index, tensor in enumerate(self._parts.tensors):
             if not tensor.is_meta:
                 self.view(name, index).copy_(tensor.detach())
+
+    def live_in(self, name: str) -> None:
+        """The parameters' values stand in a flat buffer: their own memory is free, unless it is a device's."""
+        if isinstance(self.mirror, HostMirror):
+            for index, tensor in enumerate(self._parts.tensors):
+                if not tensor.is_meta:
+                    tensor.data = self.own(name, index)
+
+    def make(self, name: str) -> None:
+        """There is memory for what this worker holds, before anybody else asks for it."""
+        for index, tensor in enumerate(self._parts.tensors):
+            if not tensor.is_meta:
+                self.view(name, index)
 
     def move_model(self) -> None:
         """What stands in "params" becomes the parameters' value; there they live, or are copied from."""

@@ -86,18 +86,15 @@ def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
     return check
 
 
-def one_of(kind: type[Enum], refused: Sequence[Enum] = ()) -> Rule:
-    """A member of an enum, or its name; the `refused` ones are not available yet."""
-    names = ", ".join(str(member.value) for member in kind if member not in refused)
+def one_of(kind: type[Enum]) -> Rule:
+    """A member of an enum, or its name."""
+    names = ", ".join(str(member.value) for member in kind)
 
     def check(path: str, value: Any) -> Enum:
         try:
-            member = kind(value)
+            return kind(value)
         except ValueError:
             raise ConfigError(path, value, f"must be one of {names}") from None
-        if member in refused:
-            raise ConfigError(path, member, f"not available yet, accepted now: {names}")
-        return member
 
     return check
 

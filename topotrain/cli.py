@@ -8,9 +8,7 @@ slow to import (torch above all) is imported where it is used.
 import json
 import os
 import re
-import signal
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -20,14 +18,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from topotrain.front import commands_jobs, commands_pserver, commands_unit
+from topotrain.front import commands_chaos, commands_jobs, commands_pserver, commands_resume, commands_unit
 from topotrain.job import ConfigError, Job, Link
 from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.watch.training import complain, show, show_trace, train
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from topotrain.events import Event
     from topotrain.plan import Schema
     from topotrain.topology import Topology
     from topotrain.watch.compare import Result
@@ -38,7 +34,21 @@ WARM_STEP = 10
 
 VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step"}) | frozenset(
     {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
-    | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
+    | {
+        "--image",
+        "--namespace",
+        "--format",
+        "--output",
+        "--max-restarts",
+        "--input",
+        "--plot",
+        "--kill-every",
+        "--for",
+        "--seed",
+        "--freeze",
+        "--whom",
+        "--resume",
+    }
 )
 """Options that are followed by a value, of all commands."""
 
@@ -103,7 +113,7 @@ def separate(argv: Sequence[str]) -> list[str]:
     """Mark the end of our options with "--" behind PROGRAM, so that what follows reaches the script as it is.
 
     PROGRAM is the second positional argument of `run` and `plan`, the third of `launch`, and the first .py file of
-    `compare`.
+    `compare`. Behind that of `chaos` our options go on: there the script's own need a "--" before them.
     """
     words = list(argv)
     positionals = 0
@@ -126,7 +136,7 @@ def separate(argv: Sequence[str]) -> list[str]:
 def _is_program(command: str, word: str, positionals: int) -> bool:
     if command == "compare":
         return word.endswith(".py")
-    return command not in ("jobs", "store") and positionals == (4 if command == "launch" else 3)
+    return command not in ("jobs", "store", "chaos") and positionals == (4 if command == "launch" else 3)
 
 
 def _version(wanted: bool) -> None:
@@ -148,7 +158,10 @@ def _root(
 
 @app.command("run", epilog=RUN_EXAMPLE)
 def run(
-    conf: Conf,
+    conf: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml; with --resume optional."),
+    ] = None,
     program: Program = None,
     args: Args = None,
     sets: Sets = None,
@@ -161,6 +174,10 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="WORKSPACE", help="Go on from the newest snapshot there."),
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
     ] = False,
@@ -181,17 +198,18 @@ def run(
         from topotrain.topology import layout
         from topotrain.watch.table import console
 
-        job = _linked(_load(conf, sets, program, args), emulate)
+        job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
+        job = _linked(job, emulate)
         job = replace(job, rendezvous=rendezvous) if rendezvous else job
         topology = layout(job.cluster)
         if report is not None:
             _writable("--report", report)
         terminal = console(stderr=True)
         step = profile_step or (WARM_STEP if profile else 0)
-        result = _train(job, topology, terminal, quiet, not as_json, forkserver, step)
-        _show(result, terminal, quiet, as_json, report)
+        result = train(job, topology, terminal, quiet, not as_json, forkserver, step, snapshot)
+        show(result, terminal, quiet, as_json, report)
         if step and result.outcome.code == 0:
-            _trace(job, terminal, quiet)
+            show_trace(job, terminal, quiet)
         raise typer.Exit(result.outcome.code)
 
 
@@ -231,6 +249,8 @@ def plan(
         _drawable(plot)
         schema, cut = _seen(job, inputs or (), measure)
         found = rehearse(job, schema)
+        if cut is not None:
+            found = replace(found, memory=())  # the cut knows more of it: who holds what, and activations
         if cut is None and (plot or measure or inputs):
             raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
         if as_json:
@@ -283,6 +303,7 @@ def launch(
     A batch job is queued, and its number printed; all others run in front.
     """
     with _refusing():
+        from topotrain.front.commands_resume import refuse_elsewhere
         from topotrain.launch import launchers
         from topotrain.launch.submission import Options
         from topotrain.rendezvous import StoreError
@@ -291,6 +312,8 @@ def launch(
         launchers.check_name(name)
         job = _linked(_load(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
         topology = layout(job.cluster)
+        if name != launchers.LOCAL:
+            refuse_elsewhere(job)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
         options = Options(*usual, max_restarts, image, namespace, form, output, with_secret)
@@ -310,8 +333,8 @@ def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
     from topotrain.watch.table import console
 
     terminal = console(stderr=True)
-    result = _train(job, topology, terminal, False, not as_json, "")
-    _show(result, terminal, False, as_json, None)
+    result = train(job, topology, terminal, False, not as_json, "", resume=commands_resume.asked_for(job))
+    show(result, terminal, False, as_json, None)
     return result.outcome.code
 
 
@@ -357,15 +380,23 @@ def compare(
         )
         terminal = console(stderr=True)
 
-        def train(entry: side_by_side.Entry) -> "Result":
+        def train_one(entry: side_by_side.Entry) -> "Result":
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
-            return _train(entry.job, entry.topology, terminal, False, not as_json, served_at)
+            return train(
+                entry.job,
+                entry.topology,
+                terminal,
+                False,
+                not as_json,
+                served_at,
+                resume=commands_resume.asked_for(entry.job),
+            )
 
         out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:  # torch is loaded once for all of them
             own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
             served_at = own.path if own else running
-            code, rows = side_by_side.compare(jobs, out, train)
+            code, rows = side_by_side.compare(jobs, out, train_one)
         if as_json:
             print(json.dumps({"jobs": rows}, indent=2))
         else:
@@ -374,73 +405,24 @@ def compare(
         raise typer.Exit(code)
 
 
-def _train(
-    job: Job,
-    topology: "Topology",
-    terminal: "Console",
-    quiet: bool,
-    chatty: bool,
-    forkserver: str,
-    profile: int = 0,
-) -> "Result":
-    """Run one job with its windows open. `chatty`: stdout belongs to the program and not to our JSON."""
-    from topotrain.launch.local import LocalLauncher
-    from topotrain.watch.compare import Result
-    from topotrain.watch.progress import progress
-    from topotrain.watch.report import Report, story
-
-    report = Report(job, topology)
-    # On one terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
-    out = None if not chatty or (terminal.is_terminal and sys.stdout.isatty() and not quiet) else sys.stdout
-    with progress(topology, terminal, quiet, out) as window:
-
-        def on_event(event: "Event") -> None:
-            report(event)
-            window(event)
-
-        outcome = LocalLauncher(forkserver=forkserver, profile=profile).start(job, topology, on_event)
-    if outcome.cause is not None:
-        _complain(story(outcome.cause, job, topology))
-    elif outcome.code >= 128:
-        _complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left")
-    elif outcome.code:
-        _complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
-    return Result(outcome, report)
-
-
-def _show(result: "Result", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
-    """What came out of a job: as data where that was asked for, and as a table."""
-    from topotrain.watch.table import summary
-
-    data = result.report.as_data(result.outcome)
-    text = json.dumps(data, indent=2)
-    if report is not None:
-        report.write_text(text + "\n", encoding="utf-8")
-    if as_json:
-        print(text)
-    if result.outcome.code == 0 and not quiet:
-        terminal.print(summary(data), soft_wrap=True)
-
-
-def _trace(job: Job, terminal: "Console", quiet: bool) -> None:
-    """Write the trace of the step that was profiled, and show where its time went."""
-    from topotrain.launch.workspace import SPANS
-    from topotrain.watch import trace
-    from topotrain.watch.table import phases
-
-    workspace = Path(job.workspace)
-    processes = trace.collect(workspace / "run" / SPANS)
-    if not processes:
-        _complain("no step was finished, so there is no trace")
-        return
-    try:
-        trace.write(processes, workspace / trace.FILE)
-    except OSError as error:
-        _complain(f"{workspace / trace.FILE}: cannot be written ({error.strerror})")
-        return
-    if not quiet:
-        terminal.print(phases(trace.shares(processes)))
-        terminal.print(f"trace: {workspace / trace.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
+def _job_and_snapshot(
+    conf: Path | None,
+    sets: list[str] | None,
+    program: str | None,
+    args: list[str] | None,
+    resume: Path | None,
+) -> "tuple[Job, str]":
+    """The job that is asked for, and the folder of the snapshot that it goes on from, if any."""
+    if resume is None:
+        if conf is None:
+            raise BadInput("no job file: give one, or --resume WORKSPACE to go on with the job of a workspace")
+        job = _load(conf, sets, program, args)
+        return job, commands_resume.asked_for(job)
+    found = commands_resume.earlier(resume, sets or () if conf is None else ())
+    if conf is not None:
+        return _load(conf, sets, program, args), found.path
+    _program(Path(found.job.program))
+    return found.job, found.path
 
 
 def _load(
@@ -507,12 +489,12 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[Schema, CutP
     except ConfigError:
         raise
     except Exception:
-        _complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
+        complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
         raise typer.Exit(1) from None
     if job.cluster.nworkers_per_group > 1:
         from topotrain.front.cutting import cut_of
 
-        cut = cut_of(job, seen.model, seen.loader, inputs, measure)
+        cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
         if cut is not None:
             return Schema(cut.parameters, seen.state_factor()), cut.plan
     return Schema(seen.parameters(), seen.state_factor()), None
@@ -568,7 +550,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (ConfigError, BadInput) as error:
-        _complain(str(error))
+        complain(str(error))
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -577,12 +559,9 @@ def _refusing() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _complain(text: str) -> None:
-    first, *rest = text.rstrip().splitlines() or [""]
-    lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
-    print("\n".join(lines), file=sys.stderr, flush=True)
-
+_DESK = commands_unit.Desk(_load, _writable, _refusing, complain)
 
 commands_pserver.register(app)
 commands_jobs.register(app)
-commands_unit.register(app, commands_unit.Desk(_load, _writable, _refusing, _complain))
+commands_unit.register(app, _DESK)
+commands_chaos.register(app, _DESK)

@@ -10,10 +10,10 @@ truth: a shard that missed one asks for it by number and never guesses (two-phas
 in order everywhere is state-machine replication, Schneider 1990).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from topotrain.message import Apply, Staged
+from topotrain.message import Apply, ProtocolError, Staged
 from topotrain.reduction import StepError
 
 
@@ -37,6 +37,12 @@ class Clocks:
     def set_all(self, clock: int) -> None:
         """All groups stand at the same point (after warm-up)."""
         self._clock = dict.fromkeys(self._clock, clock)
+
+    def go_on(self, clocks: Mapping[int, int]) -> None:
+        """Stand where the groups of an earlier start stood; if there were others, all where its slowest stood."""
+        least = min(clocks.values(), default=0)
+        same = clocks.keys() == self._clock.keys()
+        self._clock = dict(clocks) if same else dict.fromkeys(self._clock, least)
 
     def leave(self, group: int) -> None:
         """The group ended, or does not run yet: nobody waits for it."""
@@ -77,6 +83,12 @@ class Clocks:
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
 
+RESTS, IS_BACK, RESTARTS, SNAPSHOT = 1, 2, 3, 4  # Apply.change
+
+MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
+_MOST_EXITS = 1 << 14
+
+
 @dataclass(slots=True)
 class _Vote:
     shards: set[int]
@@ -96,6 +108,7 @@ class DecisionLog:
         self._votes: dict[tuple[int, int], _Vote] = {}
         self._log: dict[int, Apply] = {}
         self._decided: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._applied = [0] * shards
         self._next = 0
 
@@ -103,6 +116,8 @@ class DecisionLog:
         """A shard has everything for a step. Said again, it changes nothing."""
         self._applied[shard] = max(self._applied[shard], message.applied)
         self._trim()
+        if message.incarnation != self._incarnations.get(message.group, 0):
+            return  # said before the shard had carried the restart out: its gradients are forgotten by now
         if message.step < self._decided.get(message.group, 0):
             return
         vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
@@ -126,7 +141,13 @@ class DecisionLog:
         return apply
 
     def decree(self, group: int, step: int, change: int) -> Apply:
-        """Record that a group rests or is back (see Apply.change)."""
+        """Record that a group rests, is back or is started again (see Apply.change).
+
+        Raises:
+            ProtocolError: so much has been decreed that no step can have been decided in between.
+        """
+        if len(self._log) >= MOST_DECISIONS:
+            raise ProtocolError(f"{len(self._log)} changes of group {group} and others without a step")
         apply = Apply(self._next, group, step, False, 0.0, change)
         self._log[self._next] = apply
         self._next += 1
@@ -136,9 +157,20 @@ class DecisionLog:
         """All decisions from a number on."""
         return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
 
-    def abandon(self, group: int) -> None:
-        """Forget the undecided votes of a group whose worker died: its step is applied nowhere."""
+    def restart(self, group: int, incarnation: int) -> Apply | None:
+        """Record that a group is started again; what was not decided of it is applied nowhere. None: known already."""
+        if not self.adopt(group, incarnation):
+            return None
         self._votes = {key: vote for key, vote in self._votes.items() if key[0] != group}
+        self._decided.pop(group, None)
+        return self.decree(group, incarnation, RESTARTS)
+
+    def adopt(self, group: int, incarnation: int) -> bool:
+        """Votes of this incarnation of a group count from here on, and no earlier ones. False: known already."""
+        new = incarnation > self._incarnations.get(group, 0)
+        if new:
+            self._incarnations[group] = incarnation
+        return new
 
     def _trim(self) -> None:
         """Decisions that every shard has applied will not be asked for again."""
@@ -172,21 +204,34 @@ class Exits:
     of it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
+        """`workers`: how many the group has."""
+        self._workers = workers
         self._made: dict[int, dict[int, tuple[int, float]]] = {}
         self._works: dict[int, tuple[int, tuple[int, float]]] = {}
 
     def left(self, worker: int, exits: int, place: tuple[int, float]) -> None:
         """A worker left a loop, for the `exits`-th time. Raises StepError if another went on there."""
-        self._made.setdefault(worker, {})[exits] = place
+        made = self._made.setdefault(worker, {})
+        if len(made) >= _MOST_EXITS:
+            raise StepError(f"worker {worker} left {len(made)} loops that others of its group have not left")
+        made[exits] = place
         for other in self._works:
             self._compare(worker, other)
 
     def works(self, worker: int, exits: int, place: tuple[int, float]) -> None:
         """A worker works here. Raises StepError if another had left before."""
-        self._works[worker] = max(self._works.get(worker, (exits, place)), (exits, place))
+        before = self._works.get(worker, (exits, place))
+        self._works[worker] = max(before, (exits, place))
+        if exits > before[0] and len(self._works) == self._workers:
+            self._forget(min(made for made, _ in self._works.values()))
         for other in self._made:
             self._compare(other, worker)
+
+    def _forget(self, exits: int) -> None:
+        """So many exits everybody has made: only the next one is compared with anything."""
+        for worker, made in self._made.items():
+            self._made[worker] = {number: place for number, place in made.items() if number > exits}
 
     def _compare(self, leaver: int, other: int) -> None:
         exits, place = self._works[other]
@@ -231,6 +276,14 @@ class Streams:
         """These batches are applied."""
         for stream, _, last in _triples(marks):
             self._last[stream] = last
+
+    def count(self, stream: int) -> int:
+        """How many batches of a stream are applied."""
+        return self._last.get(stream, -1) + 1
+
+    def counts(self) -> dict[int, int]:
+        """The same of every stream that has any."""
+        return {stream: last + 1 for stream, last in self._last.items()}
 
 
 def _triples(marks: tuple[int, ...]) -> list[tuple[int, int, int]]:

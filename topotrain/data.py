@@ -15,20 +15,64 @@ A stream (IterableDataset) cannot be drawn from: every worker reads all of it an
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 from weakref import ref
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from topotrain.feeds import STATIC, Copied, DataPlan, Desk, Ledger, MapFeed
+from topotrain.feeds import PLAIN, STATIC, Copied, DataPlan, Desk, Ledger, MapFeed, Opening
 from topotrain.job import ConfigError
-from topotrain.sampling import index_sampler, samplers
+from topotrain.sampling import epoch_seed, generators_of, index_sampler, samplers
 from topotrain.streams import StreamFeed
 
-__all__ = ["STATIC", "DataPlan", "Desk", "Ledger", "ShardedLoader"]
+__all__ = ["STATIC", "DataPlan", "Desk", "Ledger", "Memory", "ShardedLoader", "Sight"]
 
 L = TypeVar("L", bound=Ledger)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a pass is like that is about to begin.
+
+    Args:
+        epoch: its number.
+        drawn: from the dice of worker (0,0)'s script, or from the job's seed.
+        fresh: with a new iterator.
+        generators: the loader's own.
+    """
+
+    epoch: int
+    drawn: Literal["dice", "seed"]
+    fresh: bool
+    generators: tuple[torch.Generator, ...]
+
+
+class Memory(Protocol):
+    """Who notes where a worker is, and knows where the one before it was. All is called on the script's thread."""
+
+    @property
+    def first(self) -> int:
+        """Passes before this one are over, and empty."""
+        ...
+
+    def opening(self, sight: Sight) -> tuple[Opening, bool]:
+        """A pass is about to begin: how; and whether it was begun with an iterator that was there already."""
+        ...
+
+    def opened(self) -> None:
+        """It has begun, and stands where it was left; no batch was given."""
+        ...
+
+    def asked(self) -> None:
+        """The script asks for a batch."""
+        ...
+
+    def given(self) -> None:
+        """There is one, and the script gets it."""
+        ...
 
 
 class ShardedLoader:
@@ -49,6 +93,7 @@ class ShardedLoader:
         self._desk = desk
         self._ledger = ledger
         self._epochs = 0
+        self.memory: Memory | None = None
         self._kept: Copied | None = None
         self._live: Callable[[], _Pass | None] = lambda: None
 
@@ -57,17 +102,41 @@ class ShardedLoader:
             self.close()
         epoch = self._epochs
         self._epochs += 1
+        if self.memory is not None and epoch < self.memory.first:
+            return iter(())
         inner = self._kept or Copied(self._loader, self._plan)
         if self._loader.persistent_workers:
             self._kept = inner
+        opening = self._opening(inner, epoch)
         feed: MapFeed | StreamFeed
         if inner.indices is None:
-            feed = StreamFeed(inner, self._plan, self._desk, self._ledger, epoch)
+            feed = StreamFeed(inner, self._plan, self._desk, self._ledger, epoch, opening)
         else:
-            feed = MapFeed(inner, inner.indices, self._plan, self._desk, epoch)
-        live = _Pass(feed, self._ledger, epoch)
+            feed = MapFeed(inner, inner.indices, self._plan, self._desk, epoch, opening)
+        live = _Pass(feed, self._ledger, epoch, self.memory)
         self._live = ref(live)
+        if self.memory is not None:
+            feed.catch_up(self.memory.opened)
         return live
+
+    def _opening(self, inner: Copied, epoch: int) -> Opening:
+        if self.memory is None:
+            return PLAIN
+        dice = self._plan.alone if inner.indices is None else self._plan.mode == "broadcast"
+        generators = tuple(generators_of(self._loader))
+        opening, kept = self.memory.opening(Sight(epoch, "dice" if dice else "seed", inner.fresh, generators))
+        if kept and inner.fresh:  # then it threw no dice at this moment, and now it would
+            inner.seed(epoch_seed(self._plan.seed, epoch))
+        return opening
+
+    @property
+    def passes(self) -> int:
+        """How many passes were begun."""
+        return self._epochs
+
+    def skip_to(self, epoch: int) -> None:
+        """The next pass is that of this epoch, or a later one."""
+        self._epochs = max(self._epochs, epoch)
 
     def __len__(self) -> int:
         batches, plan = len(self._loader), self._plan
@@ -140,20 +209,24 @@ class _Pass(Iterator[Any]):
 
     _open = False
 
-    def __init__(self, feed: MapFeed | StreamFeed, ledger: Ledger, epoch: int) -> None:
-        self._feed, self._ledger, self._epoch = feed, ledger, epoch
+    def __init__(self, feed: MapFeed | StreamFeed, ledger: Ledger, epoch: int, memory: Memory | None) -> None:
+        self._feed, self._ledger, self._epoch, self._memory = feed, ledger, epoch, memory
         self._given = 0
         self._open = True
 
     def __next__(self) -> Any:
         if not self._open:
             raise StopIteration
+        if self._memory is not None:
+            self._memory.asked()
         try:
             place, samples, data = self._feed.next()
         except StopIteration:
             self._open = False
             self._feed.end()
             raise
+        if self._memory is not None:
+            self._memory.given()
         self._ledger.drawn(place.stream, place.seq, float(samples), samples)
         self._given += 1
         return data

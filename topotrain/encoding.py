@@ -242,6 +242,14 @@ class ServerEncoding:
             else:
                 sender.drop()
 
+    def forget(self, group: int) -> None:
+        """The group's workers are gone. What their means left out stays to be said to those who come after them."""
+        self._taken = {key: taken for key, taken in self._taken.items() if key[0].group != group}
+        for sender in self._means.get(group, {}).values():
+            sender.drop()
+        self._streams = {key: stream for key, stream in self._streams.items() if key[0] != group}
+        self._coded = {key for key in self._coded if key[0] != group}
+
     # --- values --------------------------------------------------------------------------------------------------
 
     def show(self, group: int, bucket: Bucket, values: torch.Tensor, anew: bool) -> None:

@@ -20,6 +20,8 @@ from topotrain.topology import Address, Role, Topology
 Out = list[tuple[Address, m.Message]]
 View = Callable[[Bucket], torch.Tensor]
 
+_MOST_ASKS = 64
+
 
 class Ending:
     """The end, as one server sees it.
@@ -73,12 +75,20 @@ class Ending:
         elif isinstance(message, m.BufferPut):
             self._keep_buffer(message, body)
         else:
+            if len(self._asks) >= _MOST_ASKS:
+                raise m.ProtocolError(f"{sender} asks on and on for what the end has not brought yet")
             self._asks.append((sender, message))
         return self._advance(buckets, view)
 
     def expect_buffers(self, count: int) -> None:
         """So many buffers has the model."""
         self._buffers_each = count
+
+    def forget(self, group: int) -> None:
+        """The workers of a group are gone before the end of their scripts: others will say what they have said."""
+        self._buffers_from.discard(group)
+        self._buffers_here = {key for key in self._buffers_here if key[0] != group}
+        self._asks = [(sender, ask) for sender, ask in self._asks if sender.group != group]
 
     def buffer_place(self, message: m.BufferPut, schema: Schema) -> torch.Tensor:
         """Memory for a model buffer of a group."""

@@ -45,6 +45,7 @@ class EngineExchange(Exchange):
         me, topology, send, waiter, shared: as for `Exchange`.
         job: the job.
         store, address: where the group meets, and what it binds to, as for `TorchCollective`.
+        incarnation: as for `Exchange`.
 
     Raises:
         ConfigError: this machine, or its build of torch, does not have the engine.
@@ -60,8 +61,9 @@ class EngineExchange(Exchange):
         job: Job,
         store: Any,
         address: str = "",
+        incarnation: int = 0,
     ) -> None:
-        super().__init__(me, topology, send, waiter, shared)
+        super().__init__(me, topology, send, waiter, shared, incarnation)
         check_engine(job.cluster.engine)
         self._engine = job.cluster.engine
         self._store, self._address = store, address

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 KINDS = ("program", "peer", "config", "died", "internal")
 
@@ -125,6 +125,44 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The process of `who` is gone without saying why; `log` is the end of what it wrote. Others say what follows."""
+
+    who: str
+    pid: int
+    text: str
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something was lost, `at_s` seconds after the job's start, and the job goes on.
+
+    `what` happened, and what is done about it, `action`, are words. Incidents of a job have numbers from 0.
+    """
+
+    number: int
+    who: str
+    what: str
+    action: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What incident `number` had stopped trains again.
+
+    waited_s: from the loss to the first step of those that were started again. others_s: meanwhile the longest time
+    that a worker of another group was without a sign of a step; 0 where there is no other group. Workers tell of their
+    steps four times a second, so that anything up to a quarter of a second is no wait at all.
+    """
+
+    number: int
+    waited_s: float
+    others_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Final:
     """The final parameters are in the file `path`; the job took `seconds`."""
 
@@ -142,14 +180,25 @@ class Tabled:
     bytes: int
 
 
-Event = Serving | Started | StepDone | Metrics | Tested | Failed | Finished | Notice | Output | Exited | Final | Tabled
-
-_CLASSES: Mapping[str, type[Event]] = MappingProxyType(
-    {
-        c.__name__: c
-        for c in (Serving, Started, StepDone, Metrics, Tested, Failed, Finished, Notice, Output, Exited, Final, Tabled)
-    }
+Event = (
+    Serving
+    | Started
+    | StepDone
+    | Metrics
+    | Tested
+    | Failed
+    | Finished
+    | Notice
+    | Output
+    | Exited
+    | Lost
+    | Incident
+    | Recovered
+    | Final
+    | Tabled
 )
+
+_CLASSES: Mapping[str, type[Event]] = MappingProxyType({c.__name__: c for c in get_args(Event)})
 
 
 def to_json(event: Event) -> str:

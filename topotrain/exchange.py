@@ -6,107 +6,26 @@ simulation it hands the turn to the pretended network. The same object therefore
 """
 
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
+from topotrain import deposits, windows
 from topotrain import message as m
-from topotrain import windows
 from topotrain.encoding import WorkerEncoding
+from topotrain.manners import Manners, check_bits
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.shard import FlatBuffers, Schema, torch_dtype
-from topotrain.slices import Bucket, SliceMap
+from topotrain.shard import FlatBuffers, Schema, torch_dtype, typed
+from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address, Role, Topology
+from topotrain.waiting import Crossing, JobError, Outcome, PeerLost, StepEnd, Tables, Waiter
 from topotrain.wire import WireError
 
+__all__ = ["Exchange", "JobError", "Outcome", "PeerLost", "StepEnd", "Waiter"]
+
 T = TypeVar("T", bound=m.Message)
-
-
-class JobError(Exception):
-    """A server refuses to go on, and why, in the user's words; config: the job itself is wrong."""
-
-    def __init__(self, text: str, config: bool) -> None:
-        super().__init__(text)
-        self.config = config
-
-
-class PeerLost(Exception):
-    """A server this worker needs is gone. A consequence, hardly ever the cause."""
-
-
-class Waiter(Protocol):
-    """How a worker waits for what readers bring."""
-
-    def update(self) -> AbstractContextManager[object]:
-        """Exclusive access for a change; whoever waits looks again afterwards."""
-        ...
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()` is true, evaluated under exclusive access."""
-        ...
-
-
-class Crossing(Protocol):
-    """Who deals with what the other workers of the group send, where one model is split over them."""
-
-    def place(self, sender: Address, message: m.Activation) -> torch.Tensor:
-        """As `wire.Resident.place`; never a view."""
-        ...
-
-    def come(self, sender: Address, message: m.Activation | m.Greeting) -> None:
-        """A message, under the waiter's exclusive access."""
-        ...
-
-    def lost(self, peer: Address, reason: str) -> None:
-        """A worker's connection ended, under the waiter's exclusive access: whether that is too early is not known."""
-        ...
-
-
-class Tables(Protocol):
-    """Who deals with what servers say about tables."""
-
-    def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """As `wire.Resident.place`; never a view."""
-        ...
-
-    def take(self, sender: Address, message: m.Message) -> None:
-        """An answer, under the waiter's exclusive access."""
-        ...
-
-    def end_step(self, step: int) -> None:
-        """The worker is about to commit a step."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for)."""
-
-    version: int
-    staleness: tuple[int, ...]
-    found_inf: bool
-    norm: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """What a worker says of a step when it commits it (see message.Commit); bitmaps are over all pieces of the map."""
-
-    backwards: int
-    weight: float
-    fetch: bool
-    hyper: bytes
-    marks: tuple[int, ...]
-    revisions: tuple[int, ...] = ()
-    edited: int = 0
-    dropped: int = 0
-    inv_scale: float = 1.0
-    check_finite: bool = False
-    clip_norm: float = 0.0
-    clip_type: float = 2.0
 
 
 class Exchange:
@@ -118,6 +37,7 @@ class Exchange:
         send: send(to, message); never blocks on the receiver.
         waiter: how to wait.
         shared: the roads show memory, as for `server.Server`.
+        incarnation: of the worker's group; above 0 `come_back` must be called before anything else.
     """
 
     def __init__(
@@ -127,8 +47,10 @@ class Exchange:
         send: Callable[[Address, m.Message], None],
         waiter: Waiter,
         shared: bool = False,
+        incarnation: int = 0,
     ) -> None:
         self.me = me
+        self._incarnation = incarnation
         self._topology = topology
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
@@ -137,6 +59,8 @@ class Exchange:
         self.windowed = shared and topology.sees_memory(me.group)
         self.gives = topology.collective  # the gradients of its server's shard, as the script left them
         self._beside = self.servers[me.index] if topology.relayed else None
+        self._unheard: set[Address] = {*self.servers, self.desk} if incarnation else set()
+        self._begun: set[Address] = set()  # servers that know more than a script that was started again, until it steps
         self._adders = self.servers if self._beside is None else (self._beside,)
         self._streams = False
         self._lazy = False
@@ -144,6 +68,8 @@ class Exchange:
         self._windows: dict[int, m.Window] = {}
         self._say = send
         self._waiter = waiter
+        self._manners = Manners(me, topology, shared)
+        self._is_open = False
         self._failure: Exception | None = None
         self._round: int | None = None  # the values that are awaited; a road may say others twice
         self._values: set[int] = set()
@@ -161,6 +87,8 @@ class Exchange:
         self._unsaid: list[m.LeftEarly] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._rounds = 0
+        self._arrivals: dict[int, deposits.Arrival] = {}
+        self._deposited: dict[int, torch.Tensor | None] = {}
         self._leaving = False
         self._reasons: list[m.Fail] = []  # why the servers cannot go on, as they learned it
         self._gone: set[Address] = set()
@@ -168,8 +96,19 @@ class Exchange:
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
+        self.drawing: Callable[[int, int], None] = lambda epoch, chunk: None  # a draw is to be told, or awaited
         self.tables: Tables | None = None
         self.crossing: Crossing | None = None
+
+    def come_back(self) -> None:
+        """Tell everybody that this worker stands in for one that is gone; returns when all act on it.
+
+        What the servers say before that may be meant for the one that is gone. Raises JobError where they cannot.
+        """
+        servers = sorted(self._unheard)
+        for server in servers:
+            self._send(server, m.Return(self._incarnation))
+        self._wait(lambda: not self._unheard)
 
     def open(
         self,
@@ -197,6 +136,7 @@ class Exchange:
         self.schema = schema
         self.map = slice_map
         self.flats = flats
+        self._is_open = True
         self._piece_base = [0]
         for bucket in slice_map.buckets:
             self._piece_base.append(self._piece_base[-1] + len(bucket.pieces))
@@ -224,6 +164,9 @@ class Exchange:
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
+        self._manners.check(sender, message)
+        if sender in self._unheard:
+            return None
         if isinstance(message, m.Values):
             # Values that nobody awaits (a road said them twice) must not overwrite the parameters.
             bucket = self._bucket(sender, message.bucket)
@@ -233,12 +176,14 @@ class Exchange:
             return self.flats.view(name, bucket)
         if isinstance(message, m.TableRows) and self.tables is not None:
             return self.tables.place(sender, message)
-        if isinstance(message, m.BufferPut) and 0 <= message.index < len(self.schema.buffers):
+        if isinstance(message, m.BufferPut) and self._is_open and 0 <= message.index < len(self.schema.buffers):
             return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
         if isinstance(message, m.StatePart):
             bucket = self._bucket(sender, message.bucket)
-            piece = bucket.pieces[message.piece]
+            piece = self._piece(bucket, message.piece)
             return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
+        if isinstance(message, m.Deposit):
+            return deposits.room(self.me, message)
         if isinstance(message, m.Mean) and not viewable:
             bucket = self._bucket(sender, message.bucket)
             coded = self._encoding.is_coded(message, bucket)
@@ -248,15 +193,25 @@ class Exchange:
         return None
 
     def _bucket(self, sender: Address, number: int) -> Bucket:
+        if not self._is_open:
+            raise m.ProtocolError(f"{sender} speaks of bucket {number} before anybody has said which model this is")
         buckets = self.map.buckets if sender == self._beside else self.map.buckets_of(sender.index)
         if not buckets or not buckets[0].id <= number <= buckets[-1].id:
             raise m.ProtocolError(f"bucket {number} is not {sender}'s")
         return self.map.buckets[number]
 
+    def _piece(self, bucket: Bucket, number: int) -> Piece:
+        if not 0 <= number < len(bucket.pieces):
+            raise m.ProtocolError(f"piece {number} of bucket {bucket.id}, which has {len(bucket.pieces)}")
+        return bucket.pieces[number]
+
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Take a server's answer, or what another worker sends."""
+        """Take a server's answer, or what another worker sends. Raises ProtocolError."""
+        self._manners.check(sender, message)
         with self._waiter.update():
-            if isinstance(message, m.Values):
+            if sender in self._unheard and not isinstance(message, m.Fail):
+                self._hear_again(sender, message)
+            elif isinstance(message, m.Values):
                 with self.spans.span("pull", round=message.round, bucket=message.bucket):
                     self._land(sender, message)
             elif isinstance(message, m.Window):
@@ -274,9 +229,13 @@ class Exchange:
             elif isinstance(message, m.StatePart):
                 if message.round == self._rounds:
                     self._take_state(sender, message)
+            elif isinstance(message, m.Deposit):
+                self._take_deposit(message)
             elif isinstance(message, m.BufferPut):
                 self._buffers_done = self._buffers_done or message.index < 0
                 if message.index >= 0:
+                    if not self._is_open or message.index >= len(self.schema.buffers):
+                        raise m.ProtocolError(f"{sender} speaks of model buffer {message.index}")
                     self._buffers[(message.group, message.index)] = _present_body(message)
             elif isinstance(message, m.TABLE_ANSWERS):
                 if self.tables is not None:
@@ -287,16 +246,24 @@ class Exchange:
             elif self._answers(message):
                 self._replies.append(message)
 
+    def _hear_again(self, server: Address, message: m.Message) -> None:
+        if isinstance(message, m.Return) and message.incarnation == self._incarnation:
+            self._unheard.discard(server)
+            if message.begun:
+                self._begun.add(server)
+
     def _reduction(self, sender: Address, message: m.Mean | m.Reduced) -> None:
         if isinstance(message, m.Reduced):
+            check_bits(message.contributed, self._bucket_range(sender)[1], f"{sender}: the buckets of a backward")
             self._reduced[sender] = message
             return
         bucket = self._bucket(sender, message.bucket)
         body = _present_body(message)
+        check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
         if self._encoding.is_coded(message, bucket):
             body = self._encoding.mean(bucket, body)
         else:
-            body = body.view(torch_dtype(self.map.spaces[bucket.space].dtype))
+            body = typed(body, self.flats.view("params", bucket))
         self._means[bucket.id] = (bits_to_int(message.present), body)
 
     def _land(self, sender: Address, message: m.Values) -> None:
@@ -315,7 +282,7 @@ class Exchange:
         else:
             target = self.flats.view("params", bucket)
             if body.data_ptr() != target.data_ptr():
-                target.copy_(body.view(target.dtype))
+                target.copy_(typed(body, target))
             if message.version >= 0:  # else they are final: no difference comes after them
                 self._encoding.restart(bucket)
         self._values.add(message.bucket)
@@ -357,8 +324,9 @@ class Exchange:
         Of each space one worker says them, which is worker 0 where all hold it.
         """
         for bucket in self.map.buckets:
-            if self.map.spaces[bucket.space].speaker == self.me.index:
-                self._send(self._home(bucket), m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
+            home = self._home(bucket)
+            if self.map.spaces[bucket.space].speaker == self.me.index and home not in self._begun:
+                self._send(home, m.Init(bucket.id, body=self.flats.view(buffer, bucket)))
 
     def fetch(self) -> None:
         """Wait for current values of all slices that this worker holds; they land in the flat buffer "params"."""
@@ -519,6 +487,7 @@ class Exchange:
         if self.tables is not None:
             self.tables.end_step(step)
         self._applied.clear()
+        self._begun.clear()
         if end.fetch:
             self.before_values()
         if self._pulls(end) and self._round != step:
@@ -540,7 +509,8 @@ class Exchange:
             self.after_values()
         replies = [self._applied[server] for server in self.servers]
         stale = tuple(reply.staleness for reply in replies)
-        outcome = Outcome(replies[0].version, stale, any(r.found_inf for r in replies), replies[0].norm)
+        taken = max(reply.snapshot for reply in replies)
+        outcome = Outcome(replies[0].version, stale, any(r.found_inf for r in replies), replies[0].norm, taken)
         self._encoding.step_done(outcome.found_inf, end.weight, end.revisions, end.inv_scale)
         return outcome
 
@@ -651,19 +621,52 @@ class Exchange:
         return [part for server in self.servers for part in self._states[server].values()]
 
     def _take_state(self, sender: Address, message: m.StatePart) -> None:
+        if sender not in self._states:
+            raise m.ProtocolError(f"{sender} tells state that nobody has asked for")
         if message.key:
+            self._piece(self._bucket(sender, message.bucket), message.piece)
             self._states[sender][(message.bucket, message.piece, message.key)] = message
-        else:
+        elif 0 <= message.number <= 2**53:
             self._states_ended[sender] = int(message.number)
 
     def _all_states(self) -> bool:
         return all(self._states_ended.get(server) == len(self._states[server]) for server in self.servers)
 
     def put_state(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
-        """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D)."""
+        """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D).
+
+        A script that was started again begins with a state that is older than the servers'.
+        """
+        if self._home(bucket) in self._begun:
+            return
         tensor = value if isinstance(value, torch.Tensor) else None
         number = 0.0 if isinstance(value, torch.Tensor) else value
         self._send(self._home(bucket), m.StatePart(0, bucket.id, piece, number, key, body=tensor))
+
+    # --- what the next process of this worker needs ------------------------------------------------------------------
+
+    def deposit(self, number: int, data: torch.Tensor) -> None:
+        """Leave this worker's state at server (0,0): 1-D uint8 that nobody changes. See `message.Deposit`."""
+        for part in deposits.cut(self.me, number, data):
+            self._send(self.desk, part)
+
+    def deposited(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What the process before this one left: its state when its last epoch began, and what had changed since."""
+        with self._waiter.update():
+            self._arrivals.clear()
+            self._deposited.clear()
+        self._send(self.desk, m.DepositAsk())
+        self._wait(lambda: self._deposited.keys() >= {deposits.EPOCH, deposits.SINCE})
+        return self._deposited[deposits.EPOCH], self._deposited[deposits.SINCE]
+
+    def _take_deposit(self, message: m.Deposit) -> None:
+        if not message.parts:
+            if message.number in (deposits.EPOCH, deposits.SINCE):
+                self._deposited[message.number] = None
+            return
+        whole = self._arrivals.setdefault(message.number, deposits.Arrival()).take(message, _present_body(message))
+        if whole is not None:
+            self._deposited[message.number] = whole
 
     # --- data (what data.Desk asks for) --------------------------------------------------------------------------
 
@@ -692,12 +695,19 @@ class Exchange:
         """Give the rest of the epoch's leases back."""
         self._mention(self.desk, m.LeaseFree(epoch, ordinal, first))
 
+    def applied(self, stream: int) -> int:
+        """How many batches of a data stream the servers have applied; of stream -1, how many steps of this group."""
+        question = m.AppliedAsk(stream)
+        return self._ask(self.servers[0], question, m.AppliedAt, lambda at: at.stream == stream).count
+
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
         """Tell the others of the job which samples the batches have."""
+        self.drawing(epoch, chunk)
         self._send(self.desk, m.DrawPut(epoch, chunk, end, tuple(sizes), tuple(indices)))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
         """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
+        self.drawing(epoch, chunk)
         question = m.DrawAsk(epoch, chunk)
         reply = self._ask_desk(question, m.DrawPut, lambda put: (put.epoch, put.chunk) == (epoch, chunk))
         return reply.sizes, reply.indices, reply.end

@@ -17,11 +17,15 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from topotrain.dice import Stand
+from topotrain.position import STATIC as STATIC
+from topotrain.runs import Runs, left
 from topotrain.sampling import (
     Chunk,
     announced,
     cut,
     digest,
+    draw_again,
     draw_epoch,
     draws_at_once,
     index_sampler,
@@ -31,10 +35,8 @@ from topotrain.sampling import (
     repeats,
     share_of,
     share_of_loaded,
+    throw,
 )
-
-STATIC = 0x8000_0000  # marks a stream that is no lease
-
 
 # --- who this worker is, and whom it talks to --------------------------------------------------------------------
 
@@ -84,6 +86,10 @@ class Desk(Protocol):
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         """Ask and wait for the answer: (lease, first, last) as in `message.Lease`."""
+        ...
+
+    def applied(self, stream: int) -> int:
+        """Ask and wait: how many batches of a stream are applied, where another process has worked on it before."""
         ...
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
@@ -142,6 +148,34 @@ class _Mark(NamedTuple):
     after: _After
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a pass begins of which something was read before: by a process before this one, or in the job's earlier life.
+
+    Args:
+        done: batches that were applied in the earlier life, by their numbers in the epoch as it was drawn then. What
+            is left counts from 0 again.
+        returned: this job's servers know how much of what is left is applied: a process before this one saw to it.
+        drawn: the epoch was drawn from worker (0,0)'s dice, or from the seed, and now everybody draws it again;
+            empty: the plan's own way, with dice that stand where they stood.
+        dice: where worker (0,0)'s stood, for drawn "dice".
+        fresh: the loader's iterator was a new one then.
+        again: what is left out is loaded all the same, for the dice of the loader's processes.
+        restored: the dice of this process are put back once the pass has begun.
+    """
+
+    done: Runs = ()
+    returned: bool = False
+    drawn: Literal["", "dice", "seed"] = ""
+    dice: Stand | None = None
+    fresh: bool = True
+    again: bool = False
+    restored: bool = False
+
+
+PLAIN = Opening()
+
+
 # --- the copied loader -------------------------------------------------------------------------------------------
 
 
@@ -165,6 +199,25 @@ class _Indices:
         for mark, index in drawn:
             marks.append(mark)
             yield index
+
+
+class _Ahead(Iterator[Any]):
+    """What a sampler draws, without the first so many; these are drawn when it is told to, or with the next one."""
+
+    def __init__(self, drawn: Iterator[Any], skipped: int, then: Callable[[], None]) -> None:
+        self._drawn, self._skipped, self._then = drawn, skipped, then
+        self._begun = False
+
+    def skip(self) -> None:
+        if not self._begun:
+            self._begun = True
+            for _ in islice(self._drawn, self._skipped):
+                pass
+            self._then()
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +258,21 @@ class Copied:
         """Let all workers' copies give the same seeds to their processes."""
         self._set("generator", torch.Generator().manual_seed(seed))
 
+    def seed_from(self, dice: Stand) -> None:
+        """The same, with the seeds that a worker's loader gave whose dice stood there."""
+        generator = torch.Generator()
+        generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
+        self._set("generator", generator)
+
+    @property
+    def fresh(self) -> bool:
+        """The next pass has a new iterator; processes that persist keep theirs."""
+        return self.loader._iterator is None
+
     def throw(self) -> None:
         """Move the script's dice as far as the plain loader's `iter()` does."""
-        if self.loader._iterator is None:
-            torch.empty((), dtype=torch.int64).random_(generator=self.original.generator)
+        if self.fresh:
+            throw(self.original)
 
 
 # --- leases ------------------------------------------------------------------------------------------------------
@@ -254,13 +318,19 @@ class Leases:
 class MapFeed:
     """One pass over a loader with a sampler."""
 
-    def __init__(self, inner: Copied, indices: _Indices, plan: DataPlan, desk: Desk, epoch: int) -> None:
+    def __init__(
+        self, inner: Copied, indices: _Indices, plan: DataPlan, desk: Desk, epoch: int, opening: Opening = PLAIN
+    ) -> None:
         self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
+        self._opening = opening
+        self._again = opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
+        self._ahead: _Ahead | None = None
+        self._then: Callable[[], None] = lambda: None
         self._leases: Leases | None = None
-        if plan.mode == "broadcast":
+        if plan.mode == "broadcast" and not opening.drawn:
             places: Callable[[], Iterator[tuple[Place, Any]]] = self._broadcast
         else:
-            batches = list(self._listed(draw_epoch(inner.original, plan.seed, epoch)))
+            batches = list(left(self._listed(self._drawn()), opening.done))
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":
@@ -270,8 +340,33 @@ class MapFeed:
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
         self._batches = self._reopen()
 
+    def catch_up(self, then: Callable[[], None]) -> None:
+        """Come to where the pass was when its place was noted, and call `then`: all dice are thrown up to there.
+
+        A loader that makes its iterator only when it is asked for a batch does both at that moment.
+        """
+        if self._again:
+            for _ in range(self._units_done()):
+                self._load()
+        elif self._opening.restored and self._plan.mode == "broadcast" and not self._opening.drawn:
+            self._then = then
+            if self._ahead is not None:
+                self._ahead.skip()
+            return
+        then()
+
     def next(self) -> tuple[Place, int, Any]:
         """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
+        data, mark = self._load()
+        if self._leases is not None:
+            self._leases.passed = mark.place.ordinal + mark.place.last
+        if mark.after is _After.SLICE:
+            data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
+        else:
+            samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
+        return mark.place, samples, data
+
+    def _load(self) -> tuple[Any, _Mark]:
         while True:
             try:
                 data = next(self._batches)
@@ -287,14 +382,7 @@ class MapFeed:
                 raise
         if not self._indices.marks:
             raise RuntimeError(f"{type(self._original).__name__} gave more batches than its sampler")
-        mark = self._indices.marks.popleft()
-        if self._leases is not None:
-            self._leases.passed = mark.place.ordinal + mark.place.last
-        if mark.after is _After.SLICE:
-            data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
-        else:
-            samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
-        return mark.place, samples, data
+        return data, self._indices.marks.popleft()
 
     def leave(self) -> None:
         """Give back what was drawn and not read."""
@@ -333,13 +421,34 @@ class MapFeed:
             batches = announced(self._listed(iter(index_sampler(loader))), draws_at_once(loader), put)
         else:
             batches = received(partial(desk.get_draw, epoch))
-        stream = (epoch << 32) | STATIC | plan.group
-        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in enumerate(self._units(batches)))
+        if self._again:
+            return self._placed(self._units(batches), -self._units_done())
+        done = self._opening.done
+        first = done[0][1] if done and done[0][0] == 0 else 0
+        self._ahead = _Ahead(iter(batches), first, lambda: self._then())
+        rest = tuple((a - first, b - first) for a, b in done if a)
+        return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
 
     def _dealt(self, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+        return self._placed(units[self._plan.group :: self._plan.groups], 0)
+
+    def _placed(self, units: Iterable[Any], first: int) -> Iterator[tuple[Place, Any]]:
+        """This group's units, numbered from `first` on, without those that are applied."""
         stream = (self._epoch << 32) | STATIC | self._plan.group
-        mine = units[self._plan.group :: self._plan.groups]
-        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in enumerate(mine))
+        applied = self._desk.applied(stream) if self._opening.returned else 0
+        numbered = islice(enumerate(units, first), applied, None)
+        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
+
+    def _units_done(self) -> int:
+        """Of a synchronous group, which reads everything in order."""
+        batches = max((last for _, last in self._opening.done), default=0)
+        return -(-batches // self._plan.workers) if self._plan.in_rounds else batches
+
+    def _drawn(self) -> list[Any]:
+        """The epoch as everybody draws it."""
+        if self._opening.drawn == "dice" and self._opening.dice is not None:
+            return draw_again(self._original, self._opening.dice, self._opening.fresh)
+        return draw_epoch(self._original, self._plan.seed, self._epoch)
 
     @staticmethod
     def _leased(leases: Leases, units: list[Any]) -> Iterator[tuple[Place, Any]]:

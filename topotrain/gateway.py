@@ -17,10 +17,12 @@ from topotrain import message as m
 from topotrain.collective import VALUES, Out, Part, Relay, Result, Send, Total, children, up
 from topotrain.given import Given
 from topotrain.job import Algorithm, Apply, Grads, Job, Reduce
+from topotrain.manners import check_bits
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.server import Server
 from topotrain.shard import Allocate, FlatBuffers, torch_dtype
 from topotrain.slices import Bucket, SliceMap
+from topotrain.snapshot import Source
 from topotrain.topology import Address, Role, Topology
 
 Deliver = Callable[[Address, m.Message], None]
@@ -33,10 +35,11 @@ def make_server(
     allocate: Allocate,
     shared: bool = False,
     deliver: Deliver | None = None,
+    resumed: Source | None = None,
 ) -> Server:
     """The server at an address, of the kind that the job wants; arguments as for `Server`."""
     kind = Gateway if topology.relayed else Server
-    return kind(me, job, topology, allocate, shared, deliver)
+    return kind(me, job, topology, allocate, shared, deliver, resumed)
 
 
 @dataclass(slots=True)
@@ -67,8 +70,9 @@ class Gateway(Server):
         allocate: Allocate,
         shared: bool = False,
         deliver: Deliver | None = None,
+        resumed: Source | None = None,
     ) -> None:
-        super().__init__(me, job, topology, allocate, shared, deliver)
+        super().__init__(me, job, topology, allocate, shared, deliver, resumed)
         self._worker = Address(Role.WORKER, me.group, me.index)
         self._algorithm = job.cluster.algorithm
         self._divide = job.reduce is Reduce.kMean
@@ -118,6 +122,7 @@ class Gateway(Server):
         staging = self._current(sender, message.step)
         if staging is None:
             return
+        check_bits(message.present, len(self._way.bucket(message.bucket).pieces), f"{sender}: pieces")
         if self._waits_for_commit:
             known = self._held.pushes.get(message.bucket)
             if known is None or known.ordinal < message.ordinal:
@@ -144,6 +149,9 @@ class Gateway(Server):
         for bucket in self._known.map.buckets:
             if not pushed >> bucket.id & 1:
                 self._add(message.step, message.ordinal, bucket.id, message.weight, b"", None)
+
+    def _check_pushed(self, sender: Address, message: m.BackwardEnd) -> None:
+        check_bits(message.pushed, len(self._known.map.buckets), f"{sender}: the buckets of a backward")
 
     def _commit(self, sender: Address, message: m.Commit) -> None:
         super()._commit(sender, message)
@@ -172,8 +180,9 @@ class Gateway(Server):
     # --- the collective ------------------------------------------------------------------------------------------
 
     def _hop(self, sender: Address, message: m.Hop) -> None:
-        if sender.role is not Role.SERVER:
-            raise m.ProtocolError(f"a hop from {sender}")
+        pieces = len(self._way.bucket(message.bucket).pieces)
+        if message.present or message.up:
+            check_bits(message.present, pieces, f"{sender}: pieces")
         self._carry(self._way.relay.arrive(sender.index, message))
 
     def _carry(self, outs: list[Out]) -> None:

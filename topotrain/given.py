@@ -46,7 +46,7 @@ class Given(Staging):
 
     def reduced(self, ordinal: int) -> None:
         """The worker beside this server has all means of this backward: it waits for nobody any more."""
-        self._reduction(ordinal).closed = True
+        self._close(self._reduction(ordinal))
 
     def check(self, worker: int, ordinal: int) -> None:
         """Raise StepError when a worker that has called step() left out this backward."""

@@ -14,12 +14,13 @@ from typing import Protocol
 
 import torch
 
+from topotrain.checkpointwriter import Aside, Writer
 from topotrain.engine import EngineExchange
 from topotrain.exchange import Exchange
 from topotrain.gateway import make_server
 from topotrain.handling import sending
-from topotrain.job import ConfigError
-from topotrain.message import Fail, Message
+from topotrain.job import ConfigError, OnFailure
+from topotrain.message import Fail, Message, ProtocolError
 from topotrain.rendezvous import within
 from topotrain.rendezvous.static import StaticStore
 from topotrain.rendezvous.torchstore import TorchStore
@@ -74,11 +75,14 @@ class _ServerResident:
         roads: Roads,
         change: threading.Condition,
         trouble: Callable[[], None],
+        goes_on: bool = False,
     ) -> None:
+        self._goes_on = goes_on  # without workers that are lost, until they are started again
         self.server = make(self._answer)
         self.flushes = False  # the thread is a script's, which keeps its denormals
         self.workers: set[Address] = set()
         self.attendant: Attendant | None = None
+        self.aside: Aside | None = None
         self._roads = roads
         self._lock = threading.Lock()
         self._change = change
@@ -90,6 +94,7 @@ class _ServerResident:
 
     def handle(self, sender: Address, message: Message) -> None:
         if sender.role is Role.WORKER and sender not in self.workers:
+            self.server.manners.check(sender, message)  # or it is nobody who could come
             self.workers.add(sender)
             if self.attendant is not None:
                 self.attendant.came(self.server, sender)
@@ -99,9 +104,30 @@ class _ServerResident:
         try:
             with self._lock:
                 self._handle(sender, message)
+                self._hear()
+        except ProtocolError:  # the peer's fault: it ends this connection, and nothing else
+            raise
         except Exception:
             self._trouble()
             raise
+        self._look_whether_done()
+
+    def poke(self) -> None:
+        """There is something to hear from this host; on any thread that is no script's."""
+        try:
+            with self._lock:
+                self._hear()
+        except Exception:
+            self._trouble()
+            raise
+        self._look_whether_done()
+
+    def _hear(self) -> None:
+        if self.aside is not None:
+            for message in self.aside.heard():
+                self._handle(self.server.me, message)
+
+    def _look_whether_done(self) -> None:
         if self.server.done:
             with self._change:
                 self._change.notify_all()
@@ -117,6 +143,8 @@ class _ServerResident:
             torch.set_flush_denormal(False)
 
     def _answer(self, to: Address, answer: Message) -> None:
+        if to.role is Role.WORKER and to not in self.workers and not isinstance(answer, Fail):
+            return  # it was meant for one that is gone, and whose place another has taken who has said nothing yet
         # A peer that is gone is the supervisor's business: the answer has nobody to go to.
         with suppress(WireError), sending(self.server.spans, to, answer):
             self._roads.send(self.server.me, to, answer)
@@ -124,8 +152,15 @@ class _ServerResident:
     def lost(self, peer: Address, reason: str) -> None:
         if self.attendant is not None and (peer in self.workers or peer.role is Role.SERVER):
             self.attendant.lost(self.server, peer, reason)
+        try:
+            with self._lock:  # nobody is in the middle of an answer: what comes after is not for this one
+                self.workers.discard(peer)
+                if self._goes_on and peer.role is Role.WORKER:
+                    self.server.lost(peer)
+        except Exception:
+            self._trouble()
+            raise
         with self._change:
-            self.workers.discard(peer)
             self._change.notify_all()
 
     @property
@@ -146,6 +181,7 @@ class Servers:
         addresses: the servers.
         trouble: called inside `except`, on the thread that handled a message, when a server cannot go on.
         recorder: makes what a server tells its spans to, from its address and the worker groups that it serves.
+        writer: writes their snapshots, if there are to be any.
     """
 
     def __init__(
@@ -156,14 +192,20 @@ class Servers:
         addresses: Sequence[Address],
         trouble: Callable[[], None],
         recorder: Recorders = lambda *_: SILENT,
+        writer: Writer | None = None,
     ) -> None:
         self._place, self._roads = place, roads
         self._change = threading.Condition()
         self.residents: dict[Address, _ServerResident] = {}
         for me in addresses:
-            make = partial(make_server, me, place.job, place.topology, allocate, place.shared)
-            self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble)
+            make = partial(_server, me, place, allocate)
+            goes_on = place.job.on_failure is OnFailure.kContinue
+            self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble, goes_on)
             resident.server.spans = recorder(me, resident.server.groups)
+            if writer is not None:
+                # Where a script's thread does the server's work, it hears what is new with the next message.
+                poke = (lambda: None) if place.topology.inline else resident.poke
+                resident.aside = writer.follow(me, resident.server.snapshots, poke)
 
     def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
         """Let everybody in; `serving` is told each server's URLs once it can be reached."""
@@ -194,19 +236,24 @@ def serve(
     trouble: Callable[[], None],
     recorder: Recorders = lambda *_: SILENT,
     attendant: Attendant | None = None,
+    writer: Writer | None = None,
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in."""
     memory = Memory()
     roads = Roads(place, memory)
     allocate = memory.allocate if place.shared else _zeros
     with flushing():
-        servers = Servers(place, roads, allocate, addresses, trouble, recorder)
+        servers = Servers(place, roads, allocate, addresses, trouble, recorder, writer)
         for resident in servers.residents.values():
             resident.attendant = attendant
         servers.open(serving)
         servers.wait()
         roads.close()
     return roads.traffic()
+
+
+def _server(me: Address, place: Place, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
+    return make_server(me, place.job, place.topology, allocate, place.shared, answer, place.resumed)
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -285,7 +332,7 @@ class WorkerRoads:
     Args:
         place: the process.
         me: the worker.
-        serving, trouble, recorder: of the server beside the worker, as for `Servers`.
+        serving, trouble, recorder, writer: of the server beside the worker, as for `Servers`.
     """
 
     def __init__(
@@ -295,6 +342,7 @@ class WorkerRoads:
         serving: Callable[[Address, tuple[str, ...]], None] = lambda *_: None,
         trouble: Callable[[], None] = lambda: None,
         recorder: Recorders = lambda *_: SILENT,
+        writer: Writer | None = None,
     ) -> None:
         self.me = me
         self.memory = Memory()
@@ -310,7 +358,7 @@ class WorkerRoads:
         self._beside: Servers | None = None
         if pump is not None:
             beside = Address(Role.SERVER, 0, me.index)
-            self._beside = Servers(place, self._roads, self.allocate, [beside], trouble, recorder)
+            self._beside = Servers(place, self._roads, self.allocate, [beside], trouble, recorder, writer)
             self._beside.residents[beside].flushes = True
         try:
             self._connect(serving)
@@ -327,10 +375,12 @@ class WorkerRoads:
                 self._roads.connect_inside(self.me, server)
             else:
                 self._roads.connect(self.me, server, "server")
+        self.exchange.come_back()
 
     def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
+        incarnation = place.identity.incarnation
         if not place.topology.foreign:
-            return Exchange(self.me, place.topology, send, monitor, place.shared)
+            return Exchange(self.me, place.topology, send, monitor, place.shared, incarnation)
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
             store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
             address = place.host
@@ -338,7 +388,8 @@ class WorkerRoads:
             # Several jobs may use the folder, and every run has a token of its own.
             store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
             address = ""
-        return EngineExchange(self.me, place.topology, send, monitor, place.shared, place.job, store, address)
+        topology, job, shared = place.topology, place.job, place.shared
+        return EngineExchange(self.me, topology, send, monitor, shared, job, store, address, incarnation)
 
     def meet_group(self) -> Crossing:
         """Open the ways to the other workers of the group, which all do this, too: one model is split over them.
@@ -357,11 +408,14 @@ class WorkerRoads:
                 "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
                 "a list of addresses names servers only",
             )
-        crossing = Crossing(self.exchange, partial(self._roads.send, self.me), self._monitor.look)
-        self._roads.publish("worker", self.me, self._urls)
+        send = partial(self._roads.send, self.me)
+        crossing = Crossing(self.exchange, send, self._monitor.look, self.allocate)
+        incarnation = self._place.identity.incarnation
+        kind = f"worker-{incarnation}" if incarnation else "worker"  # where others of the group were is of no use
+        self._roads.publish(kind, self.me, self._urls)
         workers = self._place.topology.workers(self.me.group)
         for peer in workers[: self.me.index]:
-            self._roads.connect(self.me, peer, "worker")
+            self._roads.connect(self.me, peer, kind)
             crossing.greet(peer.index)
         crossing.await_greetings(range(self.me.index + 1, len(workers)))
         return crossing

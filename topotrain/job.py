@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any
 
-from topotrain.checks import INT64, Checked, Combination, filled, number, one_of, pattern, whole, whole_or_zero
+from topotrain.checks import INT64, Checked, Combination, filled, number, pattern, whole, whole_or_zero
 from topotrain.checks import ConfigError as ConfigError  # whoever reads or makes a job needs it
 
 
@@ -132,7 +132,6 @@ Dimension = Annotated[int, whole(-1, 1)]
 Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 Connections = Annotated[int, whole(1, 16)]
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
-OnFailureNow = Annotated[OnFailure, one_of(OnFailure, [OnFailure.kContinue])]
 
 
 def _shares_values(c: "Cluster") -> bool:
@@ -484,12 +483,14 @@ class Job(Checked):
     apply: Apply = Apply.kAtStep
     pull: Pull = Pull.kStep
     import_: str = ""
-    on_failure: OnFailureNow = OnFailure.kStop
+    on_failure: OnFailure = OnFailure.kStop
     rendezvous: str = ""
     partition: tuple[Partition, ...] = ()
     placement: Placement = Placement.kManual
     microbatches: Count = 1
     schedule: Schedule = Schedule.kGPipe
+    snapshot_s: NotNegative = 30.0
+    restarts: Steps = 3
 
     @property
     def splits(self) -> bool:
@@ -523,6 +524,8 @@ _NO_RESULT = frozenset(
         "gpu",
         "link",
         "rendezvous",
+        "restarts",
+        "snapshot_s",
     ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )

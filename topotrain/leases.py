@@ -10,13 +10,15 @@ so that a slow group takes fewer and nobody waits long for it.
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from topotrain.message import DrawAsk, DrawPut, Fail, Lease, LeaseAsk, LeaseFree, Message, ProtocolError
 from topotrain.topology import Address, Role
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
+_MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
+_MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23  # draws that somebody has yet to fetch, and numbers in them
 UNKNOWN_TOTAL = 4  # batches in a lease of a stream whose end nobody has seen yet
 
 Replies = list[tuple[Address, Message]]
@@ -94,6 +96,15 @@ class _Epoch:
                 merged.append((first, last))
         self.freed = merged
 
+    def restart(self, group: int, applied: Callable[[int], int]) -> None:
+        """The group is gone: what it has not finished of its leases is free. applied: batches that count, by lease."""
+        rest = [(run.first + applied(run.lease), run.last) for run in self.tables.pop(group, [])]
+        self.give_back(rest)
+        self.left.pop(group, None)
+        self.passed = {worker: passed for worker, passed in self.passed.items() if worker.group != group}
+        self.gone = {worker for worker in self.gone if worker.group != group}
+        self.held = [(worker, ask) for worker, ask in self.held if worker.group != group]
+
     def learn(self, total: int) -> None:
         """The number of batches is known now. A stream that differs from group to group counts as its longest."""
         if total > self.total:
@@ -143,6 +154,26 @@ class LeaseBook:
             self._warming = False
         return self._settle_all()
 
+    def streams(self, group: int) -> list[int]:
+        """The data streams that a group has begun in open epochs: one for each of its leases."""
+        return [
+            (number << 32) | run.lease for number, epoch in self._epochs.items() for run in epoch.tables.get(group, ())
+        ]
+
+    def restart(self, group: int, applied: Callable[[int], int], ended: bool) -> Replies:
+        """The workers of a group are gone, and others will come in their place.
+
+        applied: how many batches of a stream count; the rest of its leases is free again. ended: all its scripts had
+        come to their end.
+        """
+        if not ended:
+            self._finished.discard(group)
+        if group == 0:  # only where it is alone do others read what it drew: all of them will ask again
+            self._draws = Draws(self._groups * self._workers - 1)
+        for number, epoch in self._epochs.items():
+            epoch.restart(group, lambda lease, number=number: applied((number << 32) | lease))  # type: ignore[misc]
+        return self._settle_all()
+
     def warmed(self) -> Replies:
         """Warm-up is over: every group leases."""
         self._warming = False
@@ -163,6 +194,8 @@ class LeaseBook:
             raise ProtocolError(f"{sender}: {ask} asks for nothing that exists")
         if ask.epoch in self._over:
             return [(sender, _over(ask))]
+        if ask.epoch not in self._epochs and len(self._epochs) >= _MOST_EPOCHS:
+            raise ProtocolError(f"{sender} begins epoch {ask.epoch}, while {len(self._epochs)} others are not over")
         epoch = self._epochs.setdefault(ask.epoch, _Epoch())
         if ask.ordinal > len(epoch.table(sender.group)) and sender.group not in epoch.left:
             raise ProtocolError(f"{sender}: lease {ask.ordinal} before lease {len(epoch.table(sender.group))}")
@@ -171,7 +204,8 @@ class LeaseBook:
             return [(sender, Fail(refusal))]
         epoch.learn(ask.total)
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
-        epoch.held.append((sender, ask))
+        if (sender, ask) not in epoch.held:
+            epoch.held.append((sender, ask))
         return self._settle(ask.epoch)
 
     def _free(self, sender: Address, free: LeaseFree) -> Replies:
@@ -299,6 +333,10 @@ def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
     return ""
 
 
+def _numbers(put: DrawPut) -> int:
+    return len(put.sizes) + len(put.indices)
+
+
 @dataclass(slots=True)
 class _Chunk:
     put: DrawPut | None = None
@@ -312,21 +350,33 @@ class Draws:
     def __init__(self, askers: int) -> None:
         self._askers = askers
         self._chunks: dict[tuple[int, int], _Chunk] = {}
+        self._drawn = 0
 
     def put(self, put: DrawPut) -> Replies:
         """A chunk is there: answer those who wait for it. Raises ProtocolError if it was another one before."""
         key = (put.epoch, put.chunk)
-        chunk = self._chunks.setdefault(key, _Chunk())
+        chunk = self._chunk(key)
         if chunk.put not in (None, put):
             raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came twice")
+        if chunk.put is None:
+            self._drawn += _numbers(put)
+        if self._drawn > _MOST_DRAWN:
+            raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
         chunk.put = put
         return self._serve(key)
 
     def ask(self, sender: Address, ask: DrawAsk) -> Replies:
         """Answer with the chunk, at once or when it is there."""
         key = (ask.epoch, ask.chunk)
-        self._chunks.setdefault(key, _Chunk()).held.append(sender)
+        held = self._chunk(key).held
+        if sender not in held:
+            held.append(sender)
         return self._serve(key)
+
+    def _chunk(self, key: tuple[int, int]) -> _Chunk:
+        if key not in self._chunks and len(self._chunks) >= _MOST_CHUNKS:
+            raise ProtocolError(f"chunk {key[1]} of epoch {key[0]}, while {len(self._chunks)} others wait")
+        return self._chunks.setdefault(key, _Chunk())
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -339,5 +389,6 @@ class Draws:
         chunk.fetched.update(chunk.held)
         chunk.held.clear()
         if len(chunk.fetched) >= self._askers:
+            self._drawn -= _numbers(chunk.put)
             del self._chunks[key]
         return replies

@@ -344,13 +344,17 @@ class Commit(Message):
 @_message(15)
 @dataclass(frozen=True, slots=True)
 class Applied(Message):
-    """Server -> worker: the step is committed here. norm: global gradient norm if it was asked for, else -1."""
+    """Server -> worker: the step is committed here. norm: global gradient norm if it was asked for, else -1.
+
+    snapshot: the number of one that is being taken; the worker's state at its next batch belongs to it. 0: none.
+    """
 
     step: int
     version: int
     staleness: int
     found_inf: bool
     norm: float
+    snapshot: int = 0
 
 
 @_message(16)
@@ -398,7 +402,7 @@ class Staged(Message):
     """Shard -> coordinator: every contribution to this step is here.
 
     power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
-    this number are applied here and need not be kept for me.
+    this number are applied here and need not be kept for me. incarnation: of the group; an earlier one's step is void.
     """
 
     group: int
@@ -407,6 +411,7 @@ class Staged(Message):
     power: float
     infinity: bool
     applied: int
+    incarnation: int = 0
 
 
 @_message(21)
@@ -414,8 +419,9 @@ class Staged(Message):
 class Apply(Message):
     """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf).
 
-    change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2): clocks change by
-    decisions only, so that they are the same on all shards.
+    change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2), or is started again as
+    incarnation `step`, and rests until it is back (3): clocks and members change by decisions only, so that they are
+    the same on all shards.
     """
 
     index: int
@@ -432,6 +438,65 @@ class AskApply(Message):
     """Shard -> coordinator: I have applied everything below `index`; what was decided from there on?"""
 
     index: int
+
+
+# --- a worker group that comes back (see `membership`) -----------------------------------------------------------
+
+
+@_message(23)
+@dataclass(frozen=True, slots=True)
+class Return(Message):
+    """Worker -> its servers and server (0,0): my group was started again, and I am of its `incarnation`.
+
+    It is the worker's first word, and its only one until all have echoed it; what it hears before may have been meant
+    for its predecessor. begun: in the echo, the server's values are known and need not be given again.
+    """
+
+    incarnation: int
+    begun: bool = False
+
+
+@_message(24)
+@dataclass(frozen=True, slots=True)
+class AskReturn(Message):
+    """Shard -> coordinator: let the workers of this incarnation of a group in, and let go of those before them."""
+
+    group: int
+    incarnation: int
+
+
+@_message(25)
+@dataclass(frozen=True, slots=True)
+class StreamsAt(Message):
+    """Server (0,0) -> coordinator of another server group: how far are these data streams of a group that comes back?
+
+    Echoed once nothing of an earlier incarnation can be applied any more. counts: flat pairs (stream, batches that are
+    applied; as asked, 0). ended: all scripts of the group had come to their end.
+    """
+
+    group: int
+    incarnation: int
+    part: int
+    parts: int
+    counts: tuple[int, ...]
+    ended: bool = False
+
+
+@_message(26)
+@dataclass(frozen=True, slots=True)
+class AppliedAsk(Message):
+    """Worker -> its coordinator: how many batches of this data stream are applied? Of stream -1: my group's steps."""
+
+    stream: int
+
+
+@_message(27)
+@dataclass(frozen=True, slots=True)
+class AppliedAt(Message):
+    """Coordinator -> worker: the first `count` batches of the stream are applied, and no others of it."""
+
+    stream: int
+    count: int
 
 
 # --- between server groups ---------------------------------------------------------------------------------------
@@ -607,6 +672,54 @@ class StatePart(Message):
     piece: int
     number: float
     key: str
+
+
+# --- what a worker's next process needs (see `deposits`) -----------------------------------------------------------
+
+
+@_message(62)
+@dataclass(frozen=True, slots=True)
+class Deposit(Message):
+    """Worker -> server (0,0): part `part` of `parts` of the worker's state of `nbytes` bytes; and back, if asked for.
+
+    number: what it is good for: -1, the state in which the worker's last epoch began; -2, what has changed since; from
+    1 on, the state at this snapshot. All parts have `deposits.PART` bytes but the last. Back, -1 and -2 are told, and
+    of what is not there one part of none (parts = 0). The body is a snapshot.
+    """
+
+    group: int
+    index: int
+    number: int
+    part: int
+    parts: int
+    nbytes: int
+
+
+@_message(63)
+@dataclass(frozen=True, slots=True)
+class DepositAsk(Message):
+    """Worker -> server (0,0): what did the process before me leave? Answered by Deposit."""
+
+
+# --- snapshots (see `snapshotbook`) ------------------------------------------------------------------------------
+
+
+@_message(64)
+@dataclass(frozen=True, slots=True)
+class SnapshotAsk(Message):
+    """A coordinator's own host -> it: it is time for a snapshot. Nobody else says this."""
+
+
+@_message(65)
+@dataclass(frozen=True, slots=True)
+class SnapshotPart(Message):
+    """Shard -> coordinator, and back: one part of what there is to say about a snapshot at this stage (JSON text)."""
+
+    number: int
+    stage: int
+    part: int
+    parts: int
+    text: str
 
 
 # --- between units, for collectives ------------------------------------------------------------------------------
@@ -789,7 +902,8 @@ class Activation(Message):
 
     forward, micro, edge, backward: which one (`split.passage.Key`). grad: the sender wants its gradient back. The body
     is part number `part` of `parts`, in order, of the `nbytes` bytes of a contiguous tensor of `sizes` and `dtype`
-    (torch's name without "torch."); there is none where nbytes is 0. It is a view that nobody writes any more.
+    (torch's name without "torch."); there is none where nbytes is 0. taken: how many activations of the receiver's the
+    sender has read. A body is a view that nobody writes until its receiver has said so of it.
     """
 
     forward: int
@@ -802,6 +916,7 @@ class Activation(Message):
     nbytes: int
     sizes: tuple[int, ...]
     dtype: str
+    taken: int = 0
 
 
 @_message(97)

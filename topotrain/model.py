@@ -20,9 +20,11 @@ from topotrain.reduction import Staging
 from topotrain.shard import Allocate, FlatBuffers, Schema, effective, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.topology import Address, Topology
-from topotrain.update import OptimizerSpec, SliceUpdate, clip_bounds
+from topotrain.update import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
 
 Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
+
+_MOST_ENTRIES = 32  # of a parameter's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class OptimizerState:
         self._units = units
         self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
         self._loading: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._names: dict[int, set[str]] = {}
 
     def tell(self, number: int, worker: int) -> Iterator[m.Message]:
         """Every entry of what a worker of this index holds, in answer to its request `number`.
@@ -92,6 +95,10 @@ class OptimizerState:
         """Take one part; an entry counts when its last piece is here."""
         bucket = self._map.buckets[part.bucket]
         unit, key, place = self._home[bucket.pieces[part.piece]]
+        names = self._names.setdefault(key, set())
+        names.add(part.key)
+        if len(names) > _MOST_ENTRIES or not unit.update.optimizes(key):
+            raise m.ProtocolError(f"state {part.key!r} of a parameter that has none such")
         if part.body is None:
             unit.update.load_state(key, part.key, torch.tensor(part.number, dtype=torch.float32))
             return
@@ -99,7 +106,9 @@ class OptimizerState:
         like = self._flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
         places = unit.places[key]
         entry = (unit.buckets[0].id, key, part.key)
-        held = self._loading.setdefault(entry, torch.empty(places[-1].hi, dtype=like.dtype))
+        held = self._loading.get(entry)
+        if held is None:
+            held = self._loading[entry] = torch.empty(places[-1].hi, dtype=like.dtype)
         held[place.lo : place.hi] = typed(part.body, like)
         if place is places[-1]:
             loaded = self._loading.pop(entry)
@@ -122,11 +131,24 @@ class Model:
     agreement: Agreement
     state: OptimizerState
     encoding: ServerEncoding
+    hyper: HyperCheck
     on_arrival: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces the shard's buckets have."""
+        return sum(len(bucket.pieces) for bucket in self.buckets)
 
     def bucket(self, number: int) -> Bucket:
         """A bucket of this shard. Raises ProtocolError for another's."""
         return _bucket(self.buckets, number)
+
+    def piece(self, number: int, piece: int) -> Piece:
+        """A piece of a bucket of this shard. Raises ProtocolError if there is none."""
+        pieces = self.bucket(number).pieces
+        if not 0 <= piece < len(pieces):
+            raise m.ProtocolError(f"piece {piece} of bucket {number}, which has {len(pieces)}")
+        return pieces[piece]
 
     def values(self, number: int) -> torch.Tensor:
         """The current values of a bucket: the one place where a parameter changes."""
@@ -153,20 +175,20 @@ class Model:
         """The buckets in which the staged step has a gradient."""
         return [bucket.id for bucket in self.buckets if self.staging[group].present(bucket)]
 
-    def vote(self, group: int, applied: int) -> m.Staged:
+    def vote(self, group: int, applied: int, incarnation: int = 0) -> m.Staged:
         """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
         staging = self.staging[group]
         commit = staging.commits[0]
         if not (commit.check_finite or commit.clip_norm > 0):
-            return m.Staged(group, staging.step, True, 0.0, False, applied)
+            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation)
         staging.sum_all()
         there = self.gradients(group)
         finite = not commit.check_finite or all(bool(torch.isfinite(gradient).all()) for gradient in there)
         power, infinity = 0.0, commit.clip_type == float("inf")
         if commit.clip_norm > 0:
             norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) * commit.inv_scale for g in there]
-            power = max(norms, default=0.0) if infinity else sum(norm**commit.clip_type for norm in norms)
-        return m.Staged(group, staging.step, finite, power, infinity, applied)
+            power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
+        return m.Staged(group, staging.step, finite, power, infinity, applied, incarnation)
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float) -> Iterator[Bucket]:
         """Update the values with the group's staged step, unit by unit; yields each bucket once it is new."""
@@ -215,7 +237,15 @@ def global_norm(power: float, commit: m.Commit) -> float:
     """The norm over all shards from their combined powers; -1 where the step does not clip."""
     if commit.clip_norm <= 0:
         return -1.0
-    return power if commit.clip_type == float("inf") else power ** (1.0 / commit.clip_type)
+    return power if commit.clip_type == float("inf") else to_power(power, 1.0 / commit.clip_type)
+
+
+def to_power(number: float, exponent: float) -> float:
+    """As torch has it: what is too large for a double is infinite, and no error."""
+    try:
+        return float(number**exponent)
+    except OverflowError:
+        return float("inf")
 
 
 def step_factor(commit: m.Commit, norm: float) -> float:
@@ -257,7 +287,8 @@ def open_model(
     agreement = _agreement(me.group, job, topology, buckets, flats)
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
-    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state, encoding, on_arrival)
+    hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
+    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state, encoding, hyper, on_arrival)
 
 
 def _units(

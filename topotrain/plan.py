@@ -87,7 +87,8 @@ class Plan:
         text = self.topology.explain().rstrip("\n")
         if self.slices is None:
             return text
-        return "\n".join([text, "", *self._slices(self.slices), "", *self._memory()])
+        memory = ["", *self._memory()] if self.memory else []
+        return "\n".join([text, "", *self._slices(self.slices), *memory])
 
     def _slices(self, slices: SliceMap) -> list[str]:
         rows = [

@@ -9,11 +9,13 @@ the buckets that it holds, which in a job whose model is not split are all.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from topotrain.message import Applied, Fetch, Message, Values
+from topotrain.message import Applied, Fetch, Message, ProtocolError, Values
 from topotrain.model import Model
 from topotrain.slices import Bucket
 from topotrain.topology import Address, Role
 from topotrain.windows import VALUES
+
+_MOST_HELD = 64  # replies to one worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Readers:
         before = self._fetched.get(worker, now)
         if message.round < before[0] or (message.round == before[0] and now != before):
             return  # said twice, and answered long ago: another moment's values would falsify the staleness
+        self._check_held(worker)
         self._fetched[worker] = now
         self.asked.add(worker.group)
         self._held.append(_Held(worker, -1 - message.round, None, True))
@@ -69,7 +72,20 @@ class Readers:
 
     def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
         """A worker says again what is applied already; values only if they are still those of that step."""
+        self._check_held(worker)
         self.reply(worker, applied, fetch and self._shown.get(worker.group) == applied.step)
+
+    def _check_held(self, worker: Address) -> None:
+        """A worker waits for what it asks for; only a road that says things twice makes two questions of one."""
+        if sum(held.worker == worker for held in self._held) >= _MOST_HELD:
+            raise ProtocolError(f"{worker} asks on and on for values that it has to wait for")
+
+    def forget(self, group: int) -> None:
+        """The group's workers are gone; those who come after them number their questions from the start."""
+        self._held = [held for held in self._held if held.worker.group != group]
+        self._fetched = {worker: asked for worker, asked in self._fetched.items() if worker.group != group}
+        for known in (self._shown, self._streamed, self._fixed):
+            known.pop(group, None)
 
     def release(self, model: Model, version: int, may_read: Callable[[int], bool]) -> Iterator[tuple[Address, Message]]:
         """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from topotrain.message import BackwardEnd, Commit, Edit, Push
+from topotrain.message import BackwardEnd, Commit, Edit, ProtocolError, Push
 from topotrain.slices import Bucket, Segment
 
 IN_CACHE = 1 << 17
 """Elements of a bucket that are added, divided and copied before the next ones: a core's cache holds them meanwhile."""
+
+_MOST_OPEN = 64  # backwards of a step: whoever ends one waits, as a rule, until all have ended it
 
 NO_REVISION = 255  # in Commit.revisions: this worker has no gradient in the bucket
 
@@ -181,6 +183,7 @@ class Staging:
 
     def _reset(self) -> None:
         self._reductions: dict[int, _Reduction] = {}
+        self._closed = 0  # of these
         self._edits: dict[int, torch.Tensor] = {}
         self._present = [0] * len(self._buckets)
         self._in_total: set[int] = set()
@@ -191,6 +194,11 @@ class Staging:
     def next_step(self) -> None:
         """The step was applied (or skipped): forget its parts."""
         self.step += 1
+        self._reset()
+
+    def restart(self) -> None:
+        """The group is started again: its steps count from 0, and what was not applied is forgotten."""
+        self.step = 0
         self._reset()
 
     # --- arrivals ------------------------------------------------------------------------------------------------
@@ -204,8 +212,10 @@ class Staging:
             if old is None or old[0].ordinal < message.ordinal:
                 pushes[worker] = (message, body)
             return []
-        pushes = self._reduction(message.ordinal).pushes.setdefault(message.bucket, {})
-        pushes.setdefault(worker, (message, body))
+        reduction = self._reduction(message.ordinal)
+        if reduction.done >> (message.bucket - self._first) & 1:
+            return []
+        reduction.pushes.setdefault(message.bucket, {}).setdefault(worker, (message, body))
         return self._reduce(message.ordinal, [message.bucket])
 
     def end(self, worker: int, message: BackwardEnd) -> list[Reduced]:
@@ -247,7 +257,16 @@ class Staging:
         )
 
     def _reduction(self, ordinal: int) -> _Reduction:
-        return self._reductions.setdefault(ordinal, _Reduction())
+        known = self._reductions.get(ordinal)
+        if known is None:
+            if len(self._reductions) - self._closed >= _MOST_OPEN:
+                raise ProtocolError(f"backward {ordinal} of step {self.step}, while {_MOST_OPEN} others are not over")
+            known = self._reductions[ordinal] = _Reduction()
+        return known
+
+    def _close(self, reduction: _Reduction) -> None:
+        self._closed += not reduction.closed
+        reduction.closed = True
 
     # --- the sum -------------------------------------------------------------------------------------------------
 
@@ -353,7 +372,7 @@ class Staging:
             return None
         if reduction.done != (1 << len(self._buckets)) - 1:
             return None
-        reduction.closed = True
+        self._close(reduction)
         return reduction.contributed, self._per_piece(reduction.written)
 
     def _per_piece(self, written: Mapping[int, int]) -> int:

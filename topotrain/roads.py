@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from topotrain.checkpoint import Manifest
 from topotrain.jitter import spread
 from topotrain.job import Job, Road
 from topotrain.message import Message
@@ -52,6 +53,7 @@ class Place:
     host: str = "127.0.0.1"  # the address at which other hosts reach this one
     port: int = 0  # where to listen; 0: the first free one from the job's `start_port` on
     meeting: Meeting = Meeting()
+    resumed: Manifest | None = None  # the snapshot that the job goes on from
 
     @property
     def shared(self) -> bool:

@@ -5,7 +5,6 @@ the batch. A worker without a share repeats samples at weight 0: its collectives
 gradient does not count.
 """
 
-import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
@@ -13,7 +12,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain, islice, pairwise
 from operator import index as as_int
-from types import TracebackType
 from typing import Any
 
 import numpy
@@ -27,6 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from topotrain.dice import Dice, Stand, put_back, stand
 from topotrain.job import ConfigError
 
 CHUNK = 4096  # numbers in one chunk of a broadcast draw: 32 KiB, half of what a message's fields may have
@@ -145,42 +144,6 @@ def _pick(data: Any, which: slice | list[int], samples: int) -> Any:
 # --- drawing -----------------------------------------------------------------------------------------------------
 
 
-class Dice:
-    """The three global random number generators (torch's for the CPU, numpy's, Python's) as one thing to swap.
-
-    Inside `with`, they go on where they stood at the end of the last `with` of this object, the first time from
-    `seed`; afterwards they are as they were.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._inner: tuple[Any, ...] | None = None
-        self._outer: tuple[Any, ...] = ()
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._outer = self._read()
-        if self._inner is None:
-            torch.default_generator.manual_seed(self._seed)
-            numpy.random.seed(self._seed % (1 << 32))
-            random.seed(self._seed)
-        else:
-            self._write(self._inner)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._inner = self._read()
-        self._write(self._outer)
-
-    @staticmethod
-    def _read() -> tuple[Any, ...]:
-        return torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-
-    @staticmethod
-    def _write(state: tuple[Any, ...]) -> None:
-        torch.set_rng_state(state[0])
-        numpy.random.set_state(state[1])
-        random.setstate(state[2])
-
-
 def epoch_seed(seed: int, epoch: int) -> int:
     """One number of 63 bits for an epoch of a job; epochs of different jobs do not meet as `seed + epoch` would."""
     return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest(), "little") >> 1
@@ -204,7 +167,7 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     `set_epoch` is called where a sampler has it.
     """
     mixed = epoch_seed(seed, epoch)
-    generators = [g for s in samplers(loader) if isinstance(g := getattr(s, "generator", None), torch.Generator)]
+    generators = generators_of(loader)
     states = [(g, g.get_state()) for g in generators]
     try:
         with Dice(mixed):
@@ -217,6 +180,35 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     finally:
         for generator, state in states:
             generator.set_state(state)
+
+
+def draw_again(loader: DataLoader[Any], dice: Stand, fresh: bool) -> list[Any]:
+    """All index lists of an epoch that worker (0,0) drew as a plain loader does, from where its dice stood then.
+
+    fresh: the loader's iterator was a new one, which throws its dice once itself. No generator is moved.
+    """
+    generators = generators_of(loader)
+    before = stand(generators)
+    try:
+        put_back(dice, generators)
+        drawn = iter(index_sampler(loader))
+        if fresh:
+            throw(loader)
+        return list(drawn)
+    finally:
+        put_back(before, generators)
+
+
+def throw(loader: DataLoader[Any]) -> None:
+    """Move the dice as far as a new iterator of the loader does."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The random number generators of a loader and its samplers, each once."""
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
+    generators = [g for g in found if isinstance(g, torch.Generator)]
+    return [g for i, g in enumerate(generators) if all(g is not other for other in generators[:i])]
 
 
 def digest(batches: Iterable[Any]) -> int:

@@ -15,21 +15,28 @@ import torch
 
 from topotrain import message as m
 from topotrain import windows
-from topotrain.consistency import ApplyOrder, Clocks, DecisionLog, Exits, Streams
+from topotrain.consistency import IS_BACK, RESTARTS, RESTS, SNAPSHOT, ApplyOrder, Clocks, DecisionLog, Exits, Streams
+from topotrain.deposits import Deposits
 from topotrain.ending import Ending
 from topotrain.handling import handling
-from topotrain.job import Job, Pull
+from topotrain.job import ConfigError, Job, Pull
 from topotrain.leases import LeaseBook
+from topotrain.manners import Manners, check_bits
+from topotrain.membership import Regroup
 from topotrain.model import Model, global_norm, open_model, step_factor
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
 from topotrain.shard import Allocate, Schema, SchemaParts, difference, slice_map_for
 from topotrain.slices import Bucket, SliceMap
+from topotrain.snapshot import Source, restore
+from topotrain.snapshotting import Snapshots, Workers
 from topotrain.spans import SILENT, Recorder
 from topotrain.tablebook import MESSAGES, TableBook
 from topotrain.topology import Address, Role, Topology
 
 Out = list[tuple[Address, m.Message]]
+
+_MAX_HELD = 1 << 14
 
 
 class Server:
@@ -43,6 +50,7 @@ class Server:
         shared: the roads show memory: what workers and servers of a host both need is there only once.
         deliver: told every answer as soon as there is one, so that it is on its way while the next is computed;
             without it, `handle` returns them all.
+        resumed: the snapshot that the job goes on from, instead of the values that worker (0,0) gives.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class Server:
         allocate: Allocate,
         shared: bool = False,
         deliver: Callable[[Address, m.Message], None] | None = None,
+        resumed: Source | None = None,
     ) -> None:
         self.me = me
         self.spans: Recorder = SILENT
@@ -83,8 +92,9 @@ class Server:
         self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers, lazy)
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
-        self._exits = {group: Exits() for group in self.groups}
+        self._exits = {group: Exits(topology.workers_per_group) for group in self.groups}
         self._applied: dict[int, m.Applied] = {}
+        self._taken = dict.fromkeys(self.groups, 0)  # steps, of all incarnations of a group
         self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
         self.clocks = Clocks(self.groups, job.cluster.max_staleness)
         for group in self.groups:
@@ -97,34 +107,71 @@ class Server:
         self._tables = TableBook(me, job, topology)
         is_desk = me.group == 0 and me.index == 0
         self.leases = LeaseBook(topology.worker_groups, topology.workers_per_group) if is_desk else None
+        self._regroup = Regroup(me, job, topology, self, self._log, self.leases, self._send)
+        self._members = self._regroup.members
+        self.deposits = Deposits() if is_desk else None
+        self._resumed = resumed
+        self.snapshots = Snapshots(me, job, topology, resumed, self._send)
+        self.manners = Manners(me, topology, shared)
+        self._good_hyper = b""
         self._out: Out = []
         self._inside: list[tuple[Address, m.Message]] = []
 
     # --- the door ------------------------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: m.Message) -> Out:
-        """Take one message; returns what to send, in order (nothing where `deliver` has been told)."""
+        """Take one message; returns what to send, in order (nothing where `deliver` has been told).
+
+        Raises:
+            ProtocolError: no correct peer says this, and it has changed nothing; what else there was to do is done.
+        """
+        self.manners.check(sender, message)
         self._out = []
-        self._inside = [(sender, message)]
-        while self._inside:
-            self._take(*self._inside.pop(0))
+        self._inside = []
+        try:
+            self._take(sender, message)
+        finally:
+            self._go_on()
         return self._out
 
+    def _go_on(self) -> None:
+        while self._inside:
+            sender, message = self._inside.pop(0)
+            try:
+                self._take(sender, message)
+            except m.ProtocolError as error:
+                # It was held, and it is not the fault of whoever is being heard now.
+                if sender == self.me:
+                    raise RuntimeError(f"{self.me} contradicts itself: {error}") from error
+                self._send(sender, m.Fail(f"{self.me} refuses what {sender} said: {error}"))
+
     def _take(self, sender: Address, message: m.Message) -> None:
+        if self._members.changed and not self._is_heard(sender, message):
+            return
         if self._model is None and type(message) not in _BEFORE_MODEL:
             # Only a road that reorders lets anything overtake the model's description.
-            self._drawer.append((sender, message))
+            self._hold(sender, message)
             return
         try:
             with handling(self.spans, sender, message):
                 self._handler(message)(self, sender, message)
-        except StepError as error:
+        except (StepError, ConfigError) as error:
             self._fail_group(sender.group, f"worker group {sender.group}: {error}")
+
+    def _hold(self, sender: Address, message: m.Message) -> None:
+        if len(self._drawer) >= _MAX_HELD:
+            raise m.ProtocolError(f"{sender} says too much before {self.me} knows the model")
+        self._drawer.append((sender, message))
+
+    def _is_heard(self, sender: Address, message: m.Message) -> bool:
+        return sender.role is Role.SERVER or isinstance(message, m.Return) or self._members.hears(sender)
 
     def _handler(self, message: m.Message) -> Callable[..., None]:
         return _HANDLERS[type(message)]
 
     def _send(self, to: Address, message: m.Message) -> None:
+        if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
+            return
         if to == self.me:
             self._inside.append((to, message))
         elif self._deliver is not None:
@@ -133,13 +180,16 @@ class Server:
             self._out.append((to, message))
 
     def _fail_group(self, group: int, text: str) -> None:
-        for worker in self._workers[group]:
+        for worker in self._workers.get(group, ()):
             self._send(worker, m.Fail(text))
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
+        self.manners.check(sender, message)
         if isinstance(message, MESSAGES):
             return self._tables.place(sender, message)
+        if isinstance(message, m.Deposit) and self.deposits is not None:
+            return self.deposits.place(sender, message)
         model = self._model
         if model is None:
             return None
@@ -148,10 +198,10 @@ class Server:
         if isinstance(message, m.BufferPut):
             return self._ending.buffer_place(message, model.schema)
         bucket = model.bucket(getattr(message, "bucket", -1))
-        if isinstance(message, m.Init) and message.bucket not in self._initialised:
-            return model.flats.view("values", bucket)
+        if isinstance(message, m.Init):
+            return model.flats.view("unwanted" if message.bucket in self._initialised else "values", bucket)
         if isinstance(message, m.StatePart):
-            piece = bucket.pieces[message.piece]
+            piece = model.piece(message.bucket, message.piece)
             return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
         if viewable:
             return None
@@ -178,8 +228,11 @@ class Server:
         if sender.role is Role.SERVER:  # another server group says which model its workers have
             who = str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
         if self._schema is None:
+            try:
+                self._map = slice_map_for(schema.parameters, self._topology)
+            except ValueError as error:  # the worker has cut the same before it said so
+                raise m.ProtocolError(f"a model that cannot be: {error}") from error
             self._schema, self._who_first = schema, who
-            self._map = slice_map_for(schema.parameters, self._topology)
             if self.me.index == 0:
                 self._make_windows(self._map)
             self._look_through_windows()
@@ -220,7 +273,7 @@ class Server:
             self._open(sender)
             return
         if self._model is None:
-            self._drawer.append((sender, message))
+            self._hold(sender, message)
             return
         if message.name != "grad":
             raise m.ProtocolError(f"a window {message.name!r} from {sender}")
@@ -254,16 +307,31 @@ class Server:
                 self._shared,
                 self._arrived,
             )
-        except (ValueError, TypeError, ImportError, AttributeError) as error:
+        except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
             self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
+            return
+        if self._resumed is not None and not self._resume(self._model, self._resumed, sender):
+            self._model = None
             return
         self._ending.expect_buffers(len(schema.buffers))
         for part in schema.parts() if self.me.group != 0 else ():
             self._send(Address(Role.SERVER, 0, self.me.index), part)
         self._inside.extend(self._drawer)
         self._drawer = []
-        if not self._known.buckets:
+        if self.complete():
             self._all_values_here()
+
+    def _resume(self, model: Model, source: Source, sender: Address) -> bool:
+        """Take values and state from the snapshot; False if it is none of this model, which the sender is told."""
+        try:
+            restore(model, source, self.me.index)
+        except ConfigError as error:
+            self._send(sender, m.Fail(str(error), True))
+            return False
+        self._initialised = {bucket.id for bucket in model.buckets}
+        self.version = source.version
+        self.clocks.go_on(source.clocks)
+        return True
 
     def _fail(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""
@@ -292,8 +360,7 @@ class Server:
     def _share(self) -> None:
         """Give every group the same start: at once, or after group 0's warm-up (`warmup_steps`)."""
         others = range(1, self._topology.server_groups)
-        complete = self._model is not None and len(self._initialised) == len(self._known.buckets)
-        if self._common or self.me.group != 0 or not complete or self._ready_groups != set(others):
+        if self._common or self.me.group != 0 or not self.complete() or self._ready_groups != set(others):
             return
         if self.clocks.clock(0) < self._job.warmup_steps and self._runs(0):
             return
@@ -306,6 +373,8 @@ class Server:
     def _common_start(self) -> None:
         self._common = True
         self.clocks.set_all(self._job.warmup_steps)
+        if self._resumed is not None:
+            self.clocks.go_on(self._resumed.clocks)
         for group in self.groups:
             if self._runs(group):
                 self.clocks.join(group)
@@ -341,17 +410,23 @@ class Server:
     def _push(self, sender: Address, message: m.Push) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
-            like = self._known.values(message.bucket)
-            body = self._known.encoding.push(sender, message, self._known.bucket(message.bucket), like)
+            bucket = self._known.bucket(message.bucket)
+            check_bits(message.present, len(bucket.pieces), f"{sender}: the pieces of bucket {bucket.id}")
+            body = self._known.encoding.push(sender, message, bucket, self._known.values(message.bucket))
             self._tell_means(sender.group, message.ordinal, staging.push(sender.index, message, body))
 
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
+            self._check_pushed(sender, message)
             self._check_together(sender, message)
             self._tell_means(sender.group, message.ordinal, staging.end(sender.index, message))
             if staging.waits:
                 self._check_nobody_left(sender.group)
+
+    def _check_pushed(self, sender: Address, message: m.BackwardEnd) -> None:
+        if not self._topology.collective:  # else nobody reads it
+            check_bits(message.pushed, len(self._known.buckets), f"{sender}: the buckets of a backward")
 
     def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
         staging = self._known.staging[group]
@@ -373,6 +448,7 @@ class Server:
         self._try_stage(group)
 
     def _rates(self, sender: Address, message: m.Rates) -> None:
+        self._check_hyper(message.hyper)
         self._hyper_of[sender] = self._hyper[sender.group] = message.hyper
 
     def _arrived(self, group: int, bucket: Bucket, present: int, gradient: torch.Tensor) -> None:
@@ -409,6 +485,7 @@ class Server:
             return
         if self._current(sender, message.step) is None:
             return
+        self._check_commit(sender, message)
         self._check_nobody_left(sender.group)
         self._check_together(sender, message)
         # A worker says its hyper-parameters when they have changed; the group must agree about all of them.
@@ -416,6 +493,25 @@ class Server:
         self._hyper_of[sender] = self._hyper[sender.group] = hyper
         staging.commit(sender.index, replace(message, hyper=hyper))
         self._try_stage(sender.group)
+
+    def _check_commit(self, sender: Address, message: m.Commit) -> None:
+        known, where = self._known, f"{sender}: the commit of step {message.step}"
+        for bits in (message.edited, message.dropped):
+            check_bits(bits, known.pieces, where)
+        beside = self._topology.relayed and sender.index == self.me.index  # it speaks of the whole model
+        if len(message.revisions) != len(known.map.buckets if beside else known.buckets):
+            raise m.ProtocolError(f"{where}: revisions of {len(message.revisions)} buckets")
+        self._check_hyper(message.hyper)
+
+    def _check_hyper(self, hyper: bytes) -> None:
+        """Before any value changes: raises StepError for settings that the optimizer could not go on with."""
+        if not hyper or hyper == self._good_hyper:
+            return
+        try:
+            self._known.hyper.check(hyper)
+        except ConfigError as error:
+            raise StepError(str(error)) from error
+        self._good_hyper = hyper
 
     def _current(self, sender: Address, step: int) -> Staging | None:
         """The group's staging, if the message is of its current step; an older message has been dealt with."""
@@ -430,7 +526,8 @@ class Server:
             self._send(self._coordinator, self._vote(group))
 
     def _vote(self, group: int) -> m.Staged:
-        return self._tables.vote(self._known.vote(group, self._order.next), self._known.staging[group].commits)
+        vote = self._known.vote(group, self._order.next, self._members.incarnation(group))
+        return self._tables.vote(vote, self._known.staging[group].commits)
 
     @property
     def _coordinator(self) -> Address:
@@ -448,9 +545,7 @@ class Server:
             return
         for group, step in self._log.ready():
             if self.clocks.may_decide(group):
-                decision = self._log.decide(group, step)
-                for server in self._topology.servers(self.me.group):
-                    self._send(server, decision)
+                self._tell_shards(self._log.decide(group, step))
 
     def _ask_apply(self, sender: Address, message: m.AskApply) -> None:
         assert self._log is not None
@@ -461,7 +556,7 @@ class Server:
         for decision in self._order.arrive(message):
             try:
                 self._carry_out(decision)
-            except StepError as error:
+            except (StepError, ConfigError) as error:
                 self._fail_group(decision.group, f"worker group {decision.group}: {error}")
         self._share()
         self._decide()
@@ -469,9 +564,11 @@ class Server:
 
     def _carry_out(self, decision: m.Apply) -> None:
         if decision.change:
-            self._change_clocks(decision)
+            self._change(decision)
             return
         group, staging = decision.group, self._known.staging[decision.group]
+        if not staging.staged:
+            raise m.ProtocolError(f"a decision about step {decision.step} of group {group}, which is not staged here")
         commit = staging.commits[0]
         staleness = self.version - self.readers.pulled[group]
         norm = global_norm(decision.power, commit)
@@ -489,29 +586,27 @@ class Server:
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
         self._known.encoding.step_done(group, new and not decision.found_inf, commit.inv_scale)
-        self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm)
+        snapshot = self.snapshots.step(group)
+        self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm, snapshot)
         for worker in self._workers[group]:
             self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
         self._send_all(self._tables.step_over(group, staging.step))
         staging.next_step()
         self.clocks.tick(group)
+        self._taken[group] += 1
+        self.snapshots.freeze(self._known, self._facts, self._streams.counts)
 
     def ask(self) -> Out:
         """After a connection was made anew: say again what is staged and undecided, and ask what was decided."""
         self._out = []
+        self._regroup.again()
         if self._model is not None:
             for group, staging in self._model.staging.items():
                 if staging.staged:
                     self._send(self._coordinator, self._vote(group))
             self._send(self._coordinator, m.AskApply(self._order.next))
-        while self._inside:
-            self._take(*self._inside.pop(0))
+        self._go_on()
         return self._out
-
-    def abandon(self, group: int) -> None:
-        """A worker of the group died before its step was decided: the step is applied nowhere."""
-        if self._log is not None:
-            self._log.abandon(group)
 
     def _rest(self, sender: Address, message: m.Rest) -> None:
         group, wait = sender.group, (message.epoch, message.ordinal)
@@ -519,25 +614,88 @@ class Server:
         live = group in self.clocks.live()
         if message.resting:
             if live and not over:
-                self._decree(group, 0, _RESTS)
+                self._decree(group, 0, RESTS)
             return
         if not over:
             self._rested[group] = wait
             if not live and self._runs(group):
-                self._decree(group, self.clocks.entry(group), _IS_BACK)
+                self._decree(group, self.clocks.entry(group), IS_BACK)
         self._send(sender, message)
 
     def _decree(self, group: int, clock: int, change: int) -> None:
         if self._log is not None:
-            decision = self._log.decree(group, clock, change)
-            for server in self._topology.servers(self.me.group):
-                self._send(server, decision)
+            self._tell_shards(self._log.decree(group, clock, change))
 
-    def _change_clocks(self, decision: m.Apply) -> None:
-        if decision.change == _RESTS:
+    def _tell_shards(self, decision: m.Apply) -> None:
+        for server in self._topology.servers(self.me.group):
+            self._send(server, decision)
+
+    def _change(self, decision: m.Apply) -> None:
+        if decision.change == RESTARTS:
             self.clocks.leave(decision.group)
+            self._regroup.carry_out(decision.group, decision.step)
+        elif decision.change == RESTS:
+            self.clocks.leave(decision.group)
+        elif decision.change == SNAPSHOT:
+            self.snapshots.announce(decision.step)
         elif self._runs(decision.group):
             self.clocks.join(decision.group, decision.step)
+
+    # --- a group that comes back (`membership`) ------------------------------------------------------------------
+
+    def lost(self, worker: Address) -> Out:
+        """A worker's process is gone; whether its script had come to its end is known here."""
+        self._out = []
+        self._regroup.lost(worker)
+        self._go_on()
+        return self._out
+
+    def _of_members(self, sender: Address, message: Any) -> None:
+        self._regroup.take(sender, message)
+
+    def begun(self, group: int) -> bool:
+        """Whether workers of the group have begun to train here."""
+        return group in self.readers.asked or self._tables.used
+
+    def objection(self) -> str:
+        """Why no group can be started again by itself."""
+        return "the job has tables, whose changes are not counted by batch" if self._tables.used else ""
+
+    def ended(self, group: int) -> bool:
+        """Whether all scripts of the group have come to their end."""
+        return not self._runs(group)
+
+    def count(self, stream: int) -> int:
+        """How many batches of a data stream are applied."""
+        return self._streams.count(stream)
+
+    def complete(self) -> bool:
+        """Whether the values are known here."""
+        return self._model is not None and len(self._initialised) == len(self._known.buckets)
+
+    def forget(self, group: int, ended: bool) -> None:
+        """Forget what a group has said, but for what is applied."""
+        if not ended:
+            self._ending.forget(group)
+        if group not in self.groups:
+            return
+        self._drawer = [(sender, held) for sender, held in self._drawer if sender not in self._workers[group]]
+        for worker in self._workers[group]:
+            self._parts.pop(worker, None)
+            self._hyper_of.pop(worker, None)
+        if self._model is not None:
+            self._model.staging[group].restart()
+            self._model.encoding.forget(group)
+        self.readers.forget(group)
+        self._rested.pop(group, None)
+        self._exits[group] = Exits(self._topology.workers_per_group)
+        if not ended:
+            self._finished[group] = {}
+
+    def is_back(self, group: int) -> None:
+        """Others may have to wait for the group again; those that warm up begin together."""
+        if group not in self.clocks.live() and self._runs(group) and (self._common or group == 0):
+            self._decree(group, self.clocks.entry(group), IS_BACK)
 
     def _neighbor(self, sender: Address, message: Any) -> None:
         body = self._known.body(message)
@@ -560,6 +718,7 @@ class Server:
         staging = self._known.staging[sender.group]
         if staging.waits:
             self._check_nobody_left(sender.group)
+        self._snapshot_goes_on()
         if not self._runs(sender.group):
             self.clocks.leave(sender.group)
             self._share()
@@ -586,6 +745,8 @@ class Server:
         return self._known.values(bucket.id)
 
     def _close(self, sender: Address, message: Any) -> None:
+        if isinstance(message, m.BufferPut) and message.group != sender.group:
+            raise m.ProtocolError(f"{sender} speaks of the buffers of group {message.group}")
         body = self._known.body(message) if isinstance(message, m.Final) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
@@ -623,7 +784,55 @@ class Server:
 
     def _desk(self, sender: Address, message: m.Message) -> None:
         if self.leases is not None:
-            self._send_all(self.leases.handle(sender, message))
+            replies = self.leases.handle(sender, message)
+            for _, reply in replies:
+                if isinstance(reply, m.Lease) and reply.last > reply.first:
+                    self.snapshots.position.leased(reply.epoch, reply.lease, reply.first)
+            self._send_all(replies)
+
+    def _applied_ask(self, sender: Address, message: m.AppliedAsk) -> None:
+        count = self._taken[sender.group] if message.stream < 0 else self._streams.count(message.stream)
+        self._send(sender, m.AppliedAt(message.stream, count))
+
+    def _deposit(self, sender: Address, message: m.Deposit | m.DepositAsk) -> None:
+        if self.deposits is not None:
+            self._send_all(self.deposits.handle(sender, message))
+            self._snapshot_goes_on()
+
+    # --- snapshots (`snapshotbook`) ------------------------------------------------------------------------------
+
+    def _snapshot_ask(self, sender: Address, message: m.SnapshotAsk) -> None:
+        number = 0 if self._tables.used or not self.complete() else self.snapshots.begin(self._states())
+        if number:
+            self._decree(self.groups[0], number, SNAPSHOT)
+
+    def _snapshot_part(self, sender: Address, message: m.SnapshotPart) -> None:
+        if sender.role is not Role.SERVER:
+            raise m.ProtocolError(f"{sender} has no part in a snapshot")
+        self.snapshots.take(sender, message)
+        self._snapshot_goes_on()
+
+    def _snapshot_goes_on(self) -> None:
+        if self.snapshots.under_way:
+            self.snapshots.go_on(self._states())
+        elif self.deposits is not None:
+            self.deposits.forget(self.snapshots.last)
+
+    def _states(self) -> Workers:
+        """What is known here of the workers' states."""
+        if self.deposits is None:
+            return Workers(set(), {}, {}, self._streams.counts())
+        begun, taken = self.deposits.begun(), self.deposits.taken(self.snapshots.under_way)
+        expected = {worker for worker in begun if worker.group in self.groups and not self.has_finished(worker)}
+        return Workers(expected, taken, begun, self._streams.counts())
+
+    def _facts(self) -> dict[str, Any]:
+        """What a manifest says of this moment."""
+        assert self._schema is not None
+        hyper = {group: text.decode() for group, text in self._hyper.items()}
+        clocks = {group: self.clocks.clock(group) for group in self.groups}
+        version = {"version": self.version, "model": self._schema.text()}
+        return {**version, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}
 
     def _send_all(self, out: Out) -> None:
         for to, reply in out:
@@ -631,15 +840,19 @@ class Server:
 
     def _state(self, sender: Address, message: Any) -> None:
         if isinstance(message, m.StatePart):
-            self._known.state.load(message)
+            self._known.piece(message.bucket, message.piece)
+            if self._resumed is None:  # else the script's own state is older than what is here
+                self._known.state.load(message)
             return
         for part in self._known.state.tell(message.round, sender.index):
             self._send(sender, part)
 
 
-_RESTS, _IS_BACK = 1, 2  # Apply.change
+_OF_MEMBERS = (m.Return, m.AskReturn, m.StreamsAt)
+_OF_DATA = (m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
 
-_BEFORE_MODEL = (m.SchemaPart, m.Window, m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk, *MESSAGES)
+# Steps are decided only where the model is known; changes of members are decided before, too.
+_BEFORE_MODEL = (m.SchemaPart, m.Window, m.Apply, *_OF_DATA, *_OF_MEMBERS, *MESSAGES)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,
@@ -660,7 +873,12 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Finish: Server._finish,
     **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), Server._neighbor),
     **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),
-    **dict.fromkeys((m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk), Server._desk),
+    **dict.fromkeys(_OF_DATA, Server._desk),
+    **dict.fromkeys(_OF_MEMBERS, Server._of_members),
+    m.AppliedAsk: Server._applied_ask,
     **dict.fromkeys((m.StateAsk, m.StatePart), Server._state),
+    **dict.fromkeys((m.Deposit, m.DepositAsk), Server._deposit),
+    m.SnapshotAsk: Server._snapshot_ask,
+    m.SnapshotPart: Server._snapshot_part,
     **dict.fromkeys(MESSAGES, Server._of_tables),
 }

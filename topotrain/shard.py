@@ -19,6 +19,8 @@ from topotrain.topology import Topology
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 MAX_SCHEMA_PARTS = 1024
+MOST_BYTES, MOST_BUCKETS = 1 << 40, 1 << 20
+"""Of a model: beyond this its description alone would fill a server's memory."""
 SENT_BYTES, SLOW_BYTES = 1 << 20, 1 << 16
 SEEN_BYTES = 1 << 22
 """Most bytes of a bucket: one that travels, on a slow link, and one that residents of a host see in shared memory.
@@ -77,11 +79,20 @@ def parse_schema(text: str) -> Schema:
     try:
         parameters, buffers, optimizer, digest = json.loads(text)
         known = tuple(_buffer(*row) for row in buffers)
-        for buffer in known:
-            torch_dtype(buffer.dtype)
-        return Schema(parse(parameters), known, str(optimizer), str(digest))
-    except (ValueError, TypeError, SchemaError) as error:
+        schema = Schema(parse(parameters), known, str(optimizer), str(digest))
+        _check_sizes(schema)
+        return schema
+    except (ValueError, TypeError, OverflowError, RecursionError, SchemaError) as error:
         raise ProtocolError(f"not the description of a model: {error}") from error
+
+
+def _check_sizes(schema: Schema) -> None:
+    if min((buffer.count for buffer in schema.buffers), default=0) < 0:
+        raise SchemaError("a buffer of fewer than no elements")
+    nbytes = sum(buffer.nbytes for buffer in schema.buffers)
+    nbytes += sum(p.count * torch_dtype(p.dtype).itemsize for p in schema.parameters)
+    if nbytes > MOST_BYTES:
+        raise SchemaError(f"a model of {nbytes} bytes: must have at most {MOST_BYTES}")
 
 
 def _buffer(name: object, dtype: object, count: Any, owners: Sequence[Any] = ()) -> Buffer:
@@ -184,8 +195,11 @@ class FlatBuffers:
         return held if held is not None else self._flat.setdefault((name, -1), self._allocate(count, torch.uint8))
 
     def put(self, name: str, space: int, flat: torch.Tensor) -> None:
-        """Use a given tensor as the buffer of a name."""
+        """Use a given tensor as the buffer of a name, also in place of one that was used before."""
         self._flat[(name, space)] = flat
+        for bucket in self._map.buckets:
+            if bucket.space == space:
+                self._views.pop((name, bucket.id), None)
 
     def view(self, name: str, bucket: Bucket) -> torch.Tensor:
         """A bucket's part of a buffer, 1-D. Views are made once: slicing costs more than a dictionary."""
@@ -224,6 +238,9 @@ def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceM
     _check_owners(parameters, topology.workers_per_group)
     groups = topology.server_groups if topology.synced else 1
     size = topology.cluster.slice_bytes or _slice_bytes(topology)
+    nbytes = sum(parameter.count * torch_dtype(parameter.dtype).itemsize for parameter in parameters)
+    if nbytes // size > MOST_BUCKETS:
+        raise SchemaError(f"a model of {nbytes} bytes in slices of {size}: must be at most {MOST_BUCKETS}")
     return cut(parameters, topology.shards, groups, topology.cluster.slicing, bucket_bytes=size)
 
 

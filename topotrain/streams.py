@@ -8,23 +8,33 @@ and what is missing is told.
 from collections.abc import Callable
 from typing import Any
 
-from topotrain.feeds import STATIC, Copied, DataPlan, Desk, Leases, Ledger, Place
-from topotrain.sampling import Dice, epoch_seed, leading, share_of_loaded
+from topotrain.dice import Dice
+from topotrain.feeds import PLAIN, STATIC, Copied, DataPlan, Desk, Leases, Ledger, Opening, Place
+from topotrain.runs import left_below, nth
+from topotrain.sampling import epoch_seed, leading, share_of_loaded
 
 _END = object()
+
+
+def is_own(plan: DataPlan, opening: Opening) -> bool:
+    """The stream shares the script's dice, as in the plain script."""
+    return plan.alone and not opening.drawn
 
 
 class _Reader:
     """Reads a stream's batches by number, forwards. `at` is the next one."""
 
-    def __init__(self, inner: Copied, plan: DataPlan, epoch: int) -> None:
+    def __init__(self, inner: Copied, plan: DataPlan, epoch: int, opening: Opening) -> None:
         self.at = 0
         self._ended = False
-        seed = epoch_seed(plan.seed, epoch)
+        seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
         # Processes of the loader have dice of their own; without them the stream would share the script's.
-        self._dice = None if plan.alone or inner.loader.num_workers else Dice(seed)
-        if not plan.alone:
+        own = is_own(plan, opening)
+        self._dice = None if own or inner.loader.num_workers else Dice(seed if noted is None else noted)
+        if not own and noted is None:
             inner.seed(seed)
+        elif not own and noted is not None:
+            inner.seed_from(noted)
         self._batches = self._with_dice(lambda: iter(inner.loader))
 
     def batch(self, number: int) -> Any:
@@ -46,13 +56,17 @@ class _Reader:
 class StreamFeed:
     """As `MapFeed`, for a stream. Leases are asked for on reading, when all before is read: every question may wait."""
 
-    def __init__(self, inner: Copied, plan: DataPlan, desk: Desk, ledger: Ledger, epoch: int) -> None:
+    def __init__(
+        self, inner: Copied, plan: DataPlan, desk: Desk, ledger: Ledger, epoch: int, opening: Opening = PLAIN
+    ) -> None:
         self._inner, self._plan, self._ledger, self._epoch = inner, plan, ledger, epoch
+        self._opening = opening
         self._leases = Leases(desk, epoch, -1, 0) if plan.mode == "lease" else None
-        self._seq = 0
-        if not plan.alone:
+        returned = opening.returned and self._leases is None
+        self._seq = desk.applied(self._place(0).stream) if returned else 0
+        if not is_own(plan, opening):
             inner.throw()
-        self._front: _Reader | None = _Reader(inner, plan, epoch)
+        self._front: _Reader | None = _Reader(inner, plan, epoch, opening)
         self._back: _Reader | None = None  # for batches that went by: the front must not lose its place
 
     def next(self) -> tuple[Place, int, Any]:
@@ -66,6 +80,12 @@ class StreamFeed:
         else:
             place, unit = self._leased(self._leases)
         return (place, *unit)
+
+    def catch_up(self, then: Callable[[], None]) -> None:
+        """As `MapFeed.catch_up`."""
+        if self._opening.restored and self._front is not None and self._leases is None:
+            self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
+        then()
 
     def leave(self) -> None:
         """As `MapFeed.leave`."""
@@ -97,7 +117,7 @@ class StreamFeed:
             leases.at = leases.last
 
     def _units_read(self) -> int:
-        read = self._front.at if self._front else 0
+        read = left_below(self._opening.done, self._front.at) if self._front else 0
         return -(-read // self._plan.workers) if self._plan.in_rounds else read
 
     def _unit(self, number: int) -> Any:
@@ -113,13 +133,18 @@ class StreamFeed:
             mine = self._batch(number * plan.workers + plan.index)
         return (0, self._counted(first)[1]) if mine is _END else self._counted(mine)
 
-    def _batch(self, number: int) -> Any:
+    def _first(self, unit: int) -> int:
+        return unit * self._plan.workers if self._plan.in_rounds else unit
+
+    def _batch(self, position: int) -> Any:
+        """The batch at this position of what is to be read in this pass."""
         if self._front is None:
             return _END
+        number = nth(self._opening.done, position)
         if number >= self._front.at:
             return self._front.batch(number)
         if self._back is None or number < self._back.at:
-            self._back = _Reader(Copied(self._inner.original, self._plan), self._plan, self._epoch)
+            self._back = _Reader(Copied(self._inner.original, self._plan), self._plan, self._epoch, self._opening)
         return self._back.batch(number)
 
     def _counted(self, batch: Any) -> tuple[int, Any]:

@@ -14,6 +14,7 @@ import torch
 
 from topotrain import message as m
 from topotrain.job import ConfigError, Job, Reduce
+from topotrain.model import to_power
 from topotrain.tablemodes import KINDS, StepTable, SyncTable, Table
 from topotrain.tables import Ids, TableSpec, difference, pack_ids, unpack_ids
 from topotrain.topology import Address, Topology
@@ -22,7 +23,10 @@ from topotrain.update import clip_bounds
 Out = list[tuple[Address, m.Message]]
 Found = dict[str, tuple[Ids, torch.Tensor]]
 
-_MAX_EARLY = 1 << 16
+_MAX_EARLY, _MAX_EARLY_BYTES = 1 << 12, 1 << 26
+_MAX_BARRIERS = 1 << 10
+_MAX_HELD = 1 << 13  # pulls of one worker that wait: as many parts as a pull of millions of rows has
+_MAX_TABLES = 1 << 12
 
 
 @dataclass(slots=True)
@@ -31,6 +35,7 @@ class _Client:
 
     next: int = 0
     early: dict[int, m.Message] = field(default_factory=dict)
+    early_bytes: int = 0  # of the bodies of these
     tables: dict[int, Table] = field(default_factory=dict)
     steps: int = 0  # whose rows are all here
     bye: bool = False
@@ -67,6 +72,11 @@ class TableBook:
         """Every worker has said that it is through with tables."""
         return all(client.bye for client in self._clients.values())
 
+    @property
+    def used(self) -> bool:
+        """Whether any script has a table."""
+        return bool(self._tables)
+
     def place(self, sender: Address, message: m.Message) -> torch.Tensor:
         """Where rows are to be received. Raises ProtocolError."""
         if not isinstance(message, m.TablePush | m.TableGive):
@@ -80,13 +90,16 @@ class TableBook:
         number = getattr(message, "number", -1)
         if number < client.next:
             return []
-        if len(client.early) >= _MAX_EARLY:
-            raise m.ProtocolError(f"{sender}: message {client.next} about tables never came")
+        if number != client.next and number not in client.early:
+            client.early_bytes += 0 if message.body is None else message.body.nbytes
+            if len(client.early) >= _MAX_EARLY or client.early_bytes > _MAX_EARLY_BYTES:
+                raise m.ProtocolError(f"{sender}: message {client.next} about tables never came")
         client.early.setdefault(number, message)
         self._out = []
         while client.next in client.early:
             now = client.early.pop(client.next)
             client.next += 1
+            client.early_bytes = 0 if not client.early else client.early_bytes
             self._take(sender, client, now)
         return self._out
 
@@ -119,15 +132,23 @@ class TableBook:
         spec = TableSpec.from_text(message.spec)
         known = self._tables.get(spec.name)
         if known is None:
-            shards, module = self._topology.shards, self._job.import_
-            known = KINDS[spec.mode](spec, self._me.index, shards, self._workers, module, self._clip)
-            self._tables[spec.name] = known
+            known = self._tables[spec.name] = self._made(spec)
         text = difference(known.spec, spec)
         if text:
             self._fail(text, config=True)
             return
         client.tables[message.table] = known
         self._out.append((sender, m.TableOpen(0, message.table, "")))
+
+    def _made(self, spec: TableSpec) -> Table:
+        if len(self._tables) >= _MAX_TABLES:
+            raise ConfigError("table.name", spec.name, f"is one too many: a job may have {_MAX_TABLES} tables")
+        shards, module = self._topology.shards, self._job.import_
+        try:
+            return KINDS[spec.mode](spec, self._me.index, shards, self._workers, module, self._clip)
+        except (MemoryError, RuntimeError, OverflowError) as error:
+            size = f"{spec.rows} rows of {spec.row_bytes} bytes"
+            raise ConfigError("table.rows", size, f"there is no room for it: {error}") from error
 
     def _rows(self, table: Table, message: m.TablePush | m.TableGive) -> tuple[Ids, torch.Tensor | None]:
         ids = _ids(table, message.ids)
@@ -161,6 +182,8 @@ class TableBook:
     def _pull(self, sender: Address, client: _Client, message: m.TablePull) -> None:
         table = self._table(sender, message.table)
         table.rows.check(_ids(table, message.ids), unique=False)
+        if sum(who == sender for who, _, _ in self._held) >= _MAX_HELD:
+            raise m.ProtocolError(f"{sender} asks on and on for rows that it has to wait for")
         self._held.append((sender, table, message))
         self._answer_held()
 
@@ -195,6 +218,8 @@ class TableBook:
         self._out.append((sender, m.TableIds(message.round, pack_ids(ids[message.first : message.first + m.MAX_IDS]))))
 
     def _barrier(self, sender: Address, client: _Client, message: m.TableBarrier) -> None:
+        if message.round not in self._barriers and len(self._barriers) >= _MAX_BARRIERS:
+            raise m.ProtocolError(f"{sender} is at barrier {message.round}, while {len(self._barriers)} are not passed")
         there = self._barriers.setdefault(message.round, set())
         there.add(sender)
         self._check_barriers()
@@ -259,7 +284,7 @@ class TableBook:
             if staged.infinity:
                 power = max([power, *norms])
             else:
-                power += sum(norm**commit.clip_type for norm in norms)
+                power += sum(to_power(norm, commit.clip_type) for norm in norms)
         return replace(staged, finite=finite, power=power)
 
     def apply(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Out:

@@ -19,6 +19,9 @@ from topotrain.tablerules import Clip, Rule, check_rule, make_rule
 from topotrain.tables import Ids, TableSpec
 from topotrain.topology import Address
 
+_MOST_OPEN = 64  # pushes of one worker that are not complete, or whose step is not over
+_MOST_RULES = 1 << 12  # that a group has said for turns to come
+
 
 @dataclass(slots=True)
 class Push:
@@ -68,6 +71,8 @@ class Table:
 
     def push(self, sender: Address, turn: int, last: bool, ids: Ids, rows: torch.Tensor | None) -> None:
         """Take a part of a push. Raises LookupError for rows that must be given first, ConfigError from the rule."""
+        if (sender, turn) not in self._pushes and sum(who == sender for who, _ in self._pushes) >= _MOST_OPEN:
+            raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r}, and ends none")
         push = self._pushes.setdefault((sender, turn), Push())
         if rows is not None:
             push.parts.append((ids, rows))
@@ -77,6 +82,8 @@ class Table:
     def set_rule(self, sender: Address, since: int, text: str) -> None:
         """From this turn on pushes are applied by this optimizer. Raises ConfigError."""
         check_rule(self.spec, text, self._import)
+        if len(self._rules.get(self._group(sender), ())) >= _MOST_RULES:
+            raise ProtocolError(f"{sender} says again and again by which rule table {self.spec.name!r} is to be pushed")
         insort(self._rules.setdefault(self._group(sender), []), (self._since(since), text), key=itemgetter(0))
 
     def may_read(self, sender: Address, seen: int) -> bool:

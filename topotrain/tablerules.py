@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 from topotrain.job import ConfigError
 from topotrain.tablerows import Rows
 from topotrain.tables import TableSpec
-from topotrain.update import OptimizerSpec, SliceUpdate, UnsupportedOptimizer, hyper
+from topotrain.update import (
+    OWN_ERRORS,
+    HyperCheck,
+    OptimizerSpec,
+    SliceUpdate,
+    UnsupportedOptimizer,
+    check_settings,
+    hyper,
+)
 
 Settings = Mapping[str, Any]
 Clip = tuple[float, float] | None
@@ -60,7 +68,12 @@ def make_rule(rows: Rows, text: str, import_module: str = "", clip: Clip = None)
     """
     rows.drop_columns()
     if rows.spec.dense:
-        return DenseRule(rows, text, import_module, clip)
+        try:
+            return DenseRule(rows, text, import_module, clip)
+        except ConfigError:
+            raise
+        except OWN_ERRORS as error:
+            raise ConfigError("table.optimizer", text[:80], f"cannot be made: {error}") from error
     return SparseRule(rows, text, clip)
 
 
@@ -170,8 +183,9 @@ def _sparse_settings(text: str) -> tuple[str, Settings]:
 def _one_group(spec: OptimizerSpec) -> Settings:
     if len(spec.groups) != 1:
         raise ConfigError("table.optimizer", len(spec.groups), "must have one parameter group")
-    known = getattr(torch.optim, spec.name.removeprefix("torch.optim."))([torch.zeros(1)])
-    return known.defaults | spec.groups[0]  # type: ignore[no-any-return]
+    cls = getattr(torch.optim, spec.name.removeprefix("torch.optim."))
+    check_settings(cls, spec.groups[0])
+    return cls([torch.zeros(1)]).defaults | spec.groups[0]  # type: ignore[no-any-return]
 
 
 # --- dense ---------------------------------------------------------------------------------------------------------
@@ -182,6 +196,8 @@ class DenseRule:
 
     def __init__(self, rows: Rows, text: str, import_module: str = "", clip: Clip = None) -> None:
         spec = OptimizerSpec.from_text(text)
+        if len(spec.groups) != 1 or not spec.assignment:
+            raise ConfigError("table.optimizer", len(spec.groups), "must have one parameter group, with parameters")
         self._rows, self._name, self._import = rows, spec.name, import_module
         values = rows.block()
         segments = [] if values is None else [(0, 0, values)]
@@ -189,6 +205,7 @@ class DenseRule:
         if values is None:
             SliceUpdate(spec, [(0, 0, torch.zeros(1, dtype=rows.spec.torch_dtype))], import_module)
         self._update = SliceUpdate(spec, segments, import_module, clip)
+        self._check = HyperCheck(spec, import_module)
         self._hyper = _hyper(spec)
 
     def set(self, text: str) -> bool:
@@ -196,7 +213,9 @@ class DenseRule:
         spec = OptimizerSpec.from_text(text)
         if spec.name != self._name:
             return False
-        self._hyper = _hyper(spec)
+        hyper = _hyper(spec)
+        self._check.check(hyper)
+        self._hyper = hyper
         return True
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:

@@ -190,6 +190,15 @@ class Topology:
             new += further
         return tuple(sorted(found))
 
+    def regroups(self, g: int) -> bool:
+        """Whether the workers of group `g` can be started again while everybody else stays.
+
+        Not where they add up their gradients among themselves, or share a process with a server. ValueError if there
+        is no group `g`.
+        """
+        _check("worker group", g, self.worker_groups)
+        return not (self.collective or self.inline)
+
     def sum_tree(self, g: int) -> tuple[tuple[int, ...], ...]:
         """Worker indices of group `g`, grouped by unit, in order: the canonical order of every sum over the group.
 

@@ -46,6 +46,10 @@ _DEVICE_ONLY = ("capturable",)  # of the script's own device; where the update i
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
+OWN_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, AssertionError)
+"""What an optimizer raises that does not like its settings, or its state."""
+
+
 class UnsupportedOptimizer(ConfigError):
     """An optimizer that a server cannot run on its part of the parameters."""
 
@@ -304,10 +308,16 @@ class SliceUpdate:
             for key, grad in grads.items():
                 value = self._values[key]
                 value.grad = None if grad is None else self._clipped(grad).view_as(value)
-            self._step(self._optimizer)
+            self._stepped(self._optimizer)
         finally:
             for value in self._values.values():
                 value.grad = None
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        try:
+            self._step(optimizer)
+        except OWN_ERRORS as error:
+            raise ConfigError("optimizer", type(optimizer).__name__, f"cannot go on: {error!r}") from error
 
     def _step(self, optimizer: Optimizer) -> None:
         """torch's fused SGD fails when some momentum buffers exist and some do not: then those without go first."""
@@ -338,6 +348,12 @@ class SliceUpdate:
                 group.update(kernels)  # the choice that was made here when the user made none
         self._hyper = hyper
 
+    def optimizes(self, key: int) -> bool:
+        """Whether a segment has state."""
+        value = self._values[key]
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return any(member is value for group in groups for member in group["params"])
+
     def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
         """(key, name, value): the optimizer's own tensors, of the segment's shape or 0-D, and plain numbers."""
         states = self._optimizer.state if self._optimizer is not None else {}
@@ -361,6 +377,61 @@ class SliceUpdate:
         self._optimizer.state[place][name] = value
 
 
+class HyperCheck:
+    """Whether hyper-parameters are such as the optimizer of a spec goes on with: asked before any value has changed.
+
+    Args:
+        spec: the optimizer; its groups are what it was made with.
+        import_module: as for `SliceUpdate`.
+    """
+
+    def __init__(self, spec: OptimizerSpec, import_module: str = "") -> None:
+        self._spec, self._import = spec, import_module
+        self._good: tuple[dict[str, Any], ...] = spec.groups
+
+    def check(self, hyper: bytes) -> None:
+        """Raises ConfigError for what is no such text, other groups, and settings that the class itself refuses."""
+        try:
+            groups = _groups(json.loads(hyper))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("optimizer.groups", None, f"must be JSON of hyper-parameters: {error}") from None
+        if len(groups) != len(self._spec.groups):
+            raise ConfigError(
+                "optimizer.groups", len(groups), f"must be {len(self._spec.groups)} groups, as when the job began"
+            )
+        for group, made_with, good in zip(groups, self._spec.groups, self._good, strict=True):
+            self._check(group, made_with, good)
+        self._good = groups
+
+    def _check(self, group: dict[str, Any], made_with: dict[str, Any], good: dict[str, Any]) -> None:
+        for name, value in group.items():
+            if not _alike(value, made_with.get(name, value)):
+                raise ConfigError(f"optimizer.groups.{name}", value, f"must be such as {made_with[name]!r}")
+        if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes the rate alone
+            check_settings(_class(self._spec.name, self._import), made_with | group)
+
+
+def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings that the class refuses: asked by making one, over a parameter of one element."""
+    try:
+        _constructed(cls, [{**settings, "params": [torch.zeros(1)]}])
+    except OWN_ERRORS as error:
+        raise ConfigError("optimizer", cls.__name__, f"does not take these settings: {error}") from None
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Of one kind: numbers (finite where the other is), bools or None, texts, lists of these."""
+    if isinstance(value, tuple) or isinstance(other, tuple):
+        same = isinstance(value, tuple) and isinstance(other, tuple) and len(value) == len(other)
+        return same and all(map(_alike, value, other))
+    if isinstance(other, float | int) and not isinstance(other, bool):
+        number = isinstance(value, float | int) and not isinstance(value, bool)
+        return number and (math.isfinite(value) or not math.isfinite(other))
+    if isinstance(other, str):
+        return isinstance(value, str)
+    return value is None or isinstance(value, bool | float | int)
+
+
 def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Of fused SGD with momentum: values that get their first gradient now, while others of their group are past it."""
     if not isinstance(optimizer, torch.optim.SGD):
@@ -382,11 +453,36 @@ def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
             kinds = {(value.dtype, value.device.type) for value in group["params"]}
             fuses = not group.get("differentiable") and all(_fuses(cls, *kind) for kind in kinds)
             group["fused"] = fuses or None
+    return _constructed(cls, groups)
+
+
+def _constructed(cls: Any, groups: list[dict[str, Any]]) -> Optimizer:
     # Some settings act in the constructor only (Adagrad's initial_accumulator_value), so it gets them all.
     known = inspect.signature(cls).parameters
     settings = {name: value for name, value in groups[0].items() if name in known and name != "params"}
     made: Optimizer = cls(groups, **settings)
     return made
+
+
+def remake(spec: OptimizerSpec, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+    """The optimizer that `describe` has described, over these parameters; one of torch's own classes.
+
+    Raises:
+        UnsupportedOptimizer: it is none of those.
+        ConfigError: settings that its class does not take, or an assignment of other parameters.
+    """
+    if len(spec.assignment) != len(parameters) or not any(group >= 0 for group in spec.assignment):
+        raise ConfigError("optimizer.assignment", len(spec.assignment), f"must be of {len(parameters)} parameters")
+    members: list[list[torch.nn.Parameter]] = [[] for _ in spec.groups]
+    for parameter, group in zip(parameters, spec.assignment, strict=True):
+        if group >= 0:
+            members[group].append(parameter)
+    try:
+        return _constructed(
+            _class(spec.name, ""), [{**s, "params": m} for s, m in zip(spec.groups, members, strict=True)]
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError("optimizer", spec.name, f"cannot be made: {error}") from None
 
 
 @lru_cache(maxsize=64)
@@ -436,14 +532,14 @@ def set_lr(optimizer: Optimizer, updater: Updater, step: int) -> None:
         group["lr"] = rate * group["lr_scale"]
 
 
-def follow_schedule(optimizer: Optimizer, updater: Updater) -> Callable[..., None]:
-    """Set the learning rate of step 0; what is returned sets the next one's, and is to be called after each step."""
-    steps = count(1)
+def follow_schedule(optimizer: Optimizer, updater: Updater, done: int = 0) -> Callable[..., None]:
+    """Set the learning rate of the step after `done` others; what is returned sets the next one's, after each step."""
+    steps = count(done + 1)
 
     def after_step(*_: Any) -> None:
         set_lr(optimizer, updater, next(steps))
 
-    set_lr(optimizer, updater, 0)
+    set_lr(optimizer, updater, done)
     return after_step
 
 

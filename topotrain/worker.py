@@ -108,6 +108,8 @@ class Worker:
         self._hyper_now = Hyper(optimizer)
         self._clip = (0.0, 2.0)
         self.last_norm = float("nan")
+        self.snapshot = 0
+        """The snapshot that this worker's state is wanted for; 0: none."""
         self._left: list[tuple[int, torch.Tensor, int]] = []  # lazily committed gradients, and their versions
         self._own_steps = 0
         self._committed = 0
@@ -133,8 +135,11 @@ class Worker:
         if self.me.group == 0 and any(space.speaker == self.me.index for space in self.map.spaces):
             self.buffers.copy_from_model("local")
             self.exchange.give_initial("local")
+            self.buffers.live_in("local")  # until their place is filled: what the script made need not stay as long
         if self.exchange.windowed:
             self.exchange.take_windows()
+        else:
+            self.buffers.make("params")  # readers of several roads would each make it, and it is large
         self.exchange.fetch()
         self.buffers.move_model()
         self.exchange.before_values = self.mirror.settle
@@ -281,6 +286,7 @@ class Worker:
     def _count(self, outcome: Outcome) -> None:
         if outcome.norm >= 0:
             self.last_norm = outcome.norm
+        self.snapshot = outcome.snapshot or self.snapshot
         self.tally.add(outcome)
 
     # --- Downpour's own steps (n_push, n_fetch) --------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A script whose model may be split, and that trains by order as stepper.py does; it tells what it waited and sent.
 
---way job/NET or plain/NET: with topotrain, two workers as the conf says, or ordinary PyTorch in one process. The batch
-is the group's; each worker takes half of it.
+--way job/NET: with topotrain, two workers as the conf says; plain/NET: ordinary PyTorch in one process, which an order
+may tell to take the batch in so many parts; half/NET: the same with half of the batch. The batch is the group's; each
+worker takes half of it.
 """
 
 import argparse
@@ -17,14 +18,14 @@ from torch.optim import SGD
 import topotrain as tt
 from benchmarks.programs.stepper import Line
 
-WORKERS, SAMPLES, WIDTH, CLASSES = 2, 1024, 512, 10
+WORKERS, SAMPLES, INPUTS, WIDTH, CLASSES = 2, 2048, 64, 512, 10
 
 
-def tower(inputs: int, layers: int) -> nn.Sequential:
-    """So many wide layers."""
-    found: list[nn.Module] = []
-    for number in range(layers):
-        found += [nn.Linear(inputs if number == 0 else WIDTH, WIDTH), nn.ReLU()]
+def tower(*layers: nn.Module) -> nn.Sequential:
+    """Layers, and three wide ones after them."""
+    found = list(layers)
+    for _ in range(3):
+        found += [nn.ReLU(), nn.Linear(WIDTH, WIDTH)]
     return nn.Sequential(*found)
 
 
@@ -33,32 +34,41 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = tower(WIDTH, 3), tower(WIDTH, 3)
+        self.left, self.right = tower(nn.Linear(INPUTS, WIDTH)), tower(nn.Linear(INPUTS, WIDTH))
         self.head = nn.Linear(2 * WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cat([self.left(x), self.right(x)], 1))
+        return self.head(torch.cat([self.left(x), self.right(x)], 1).relu())
 
 
 class Stages(nn.Module):
-    """Two towers, one after the other, of about equal work."""
+    """Two towers, one after the other, of equal work: the first has the small layer from the input, of which nobody
+    needs the input's gradient, the second the small one to the classes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = tower(WIDTH, 3), tower(WIDTH, 3)
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.first, self.second = tower(nn.Linear(INPUTS, WIDTH)), tower()
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.second(self.first(x)))
 
 
-NETS: dict[str, type[nn.Module]] = {"branches": Branches, "stages": Stages}
+class Losing(Stages):
+    """The same, with the loss inside: what schedule: k1F1B takes."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x), y)
+
+
+NETS: dict[str, type[nn.Module]] = {"branches": Branches, "stages": Stages, "losing": Losing}
 
 
 def batch(samples: int) -> tuple[Tensor, Tensor]:
     """Samples with their classes, the same in every process."""
     dice = torch.Generator().manual_seed(1)
-    return torch.randn(samples, WIDTH, generator=dice), torch.randint(CLASSES, (samples,), generator=dice)
+    return torch.randn(samples, INPUTS, generator=dice), torch.randint(CLASSES, (samples,), generator=dice)
 
 
 class Counted:
@@ -104,6 +114,7 @@ def main() -> None:
     try:
         if way == "job":
             model, optimizer, _ = tt.prepare(model, optimizer)
+        if way != "plain":
             inputs, labels = (whole.chunk(WORKERS)[tt.rank()] for whole in (inputs, labels))
         count = counted()
         loss = step(model, optimizer, inputs, labels)
@@ -117,19 +128,22 @@ def main() -> None:
         waited, sent = (0.0, 0) if count is None else (count.waited, count.sent)
         began, computed = time.perf_counter(), time.process_time()
         for _ in range(order["steps"]):
-            loss = step(model, optimizer, inputs, labels)
+            loss = step(model, optimizer, inputs, labels, order.get("parts", 1))
         seconds, computed = time.perf_counter() - began, time.process_time() - computed
         told = {} if count is None else {"waited": count.waited - waited, "sent": count.sent - sent}
         line.say(seconds=seconds, computed=computed, loss=loss, **told)
 
 
-def step(model: nn.Module, optimizer: Any, inputs: Tensor, labels: Tensor) -> float:
-    """Take one; its loss, of these samples."""
+def step(model: nn.Module, optimizer: Any, inputs: Tensor, labels: Tensor, parts: int = 1) -> float:
+    """Take one, in so many parts one after the other; its loss, of these samples."""
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(inputs), labels)
-    loss.backward()
+    found = 0.0
+    for x, y in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
+        loss = model(x, y) if isinstance(model, Losing) else F.cross_entropy(model(x), y)
+        (loss if parts == 1 else loss / parts).backward()
+        found += loss.item() / parts
     optimizer.step()
-    return loss.item()
+    return found
 
 
 if __name__ == "__main__":

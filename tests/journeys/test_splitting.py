@@ -13,6 +13,7 @@ import pytest
 import torch
 from programs import cut
 from safetensors import safe_open
+from safetensors.torch import load_file
 from shop import Ended, Shop
 
 from topotrain.launch import forkserver
@@ -86,11 +87,49 @@ def test_made_on_the_meta_device(shop: Shop) -> None:
     [
         (["--wrong"], HYBRID, "model = 'fc': is in parts on /worker:0 to /worker:1 of its group"),
         ([], 'partition { match: "^foo$" partition_dim: 1 }', "partition[0].match = '^foo$': matches no module"),
-        ([], f"{HYBRID} checkpoint_freq: 5", "checkpoint_freq = 5"),
+        (["--look", "state", "--one-looks"], HYBRID, "is in tt.state_dict: all workers of a group must call it"),
     ],
 )
 def test_what_cannot_be_is_said(shop: Shop, args: list[str], extra: str, words: str) -> None:
     assert words in shop.run(TWO, "cut.py", *args, extra=extra, code=2).err
+
+
+LOOKS = "train_steps: 12 test_freq: 5 test_steps: -1 checkpoint_freq: 6"
+
+
+def stored(ended: Ended, step: int) -> dict[str, torch.Tensor]:
+    return load_file(ended.workspace / f"step-{step}.safetensors")
+
+
+def alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_tested_and_written_while_it_trains_and_begun_from_a_file(shop: Shop) -> None:
+    """A pipeline of the whole batch has the bits of one process, and so have its checkpoints."""
+    whole = shop.run("", "cut.py", "--trainer", extra=LOOKS, name="whole")
+    found = shop.run(TWO, "cut.py", "--trainer", extra=f"{LOOKS} {PIPELINE}")
+    for step in (0, 6, 12):
+        assert alike(stored(found, step), stored(whole, step)), step
+    assert alike(stored(found, 12), found.final)
+    cut.Net().load_state_dict(stored(found, 6))  # by plain PyTorch
+    curve = {test["step"]: test for test in found.report["tests"]}
+    assert list(curve) == [0, 5, 10, 12]
+    for expected in whole.report["tests"]:  # beside the training one may be left out
+        assert curve[expected["step"]] == pytest.approx(expected, rel=1e-5)
+    assert "test @ step 5" in found.out
+    again = f'train_steps: 1 checkpoint_freq: 1 checkpoint_path: "{found.workspace}/step-6.safetensors" {HYBRID}'
+    begun = shop.run(TWO, "cut.py", "--trainer", extra=again, name="again")
+    assert alike(stored(begun, 0), stored(found, 6))  # onto another split
+
+
+def test_a_script_that_looks_leaves_no_trace(shop: Shop) -> None:
+    """A forward of its own in eval mode, by all workers, and `tt.state_dict`."""
+    looked = shop.run(TWO, "cut.py", "--look", "state", extra=PIPELINE)
+    same(looked, shop.run("", "cut.py", name="whole"))
+    last = load_file(shop.folder / "state")
+    assert alike(last, looked.final)
+    cut.Net().load_state_dict(last)
 
 
 def test_a_model_larger_than_any_process_may_be(tmp_path: Path) -> None:
@@ -113,4 +152,6 @@ def test_a_model_larger_than_any_process_may_be(tmp_path: Path) -> None:
     final = tmp_path / "job" / "final.safetensors"
     assert final.stat().st_size > MOST
     with safe_open(final, "pt") as file:
-        assert len(file.keys()) == WORKERS * EACH
+        assert len(file.keys()) == WORKERS * EACH == metrics["stored"]
+        last = file.get_tensor(f"layers.{WORKERS * EACH - 1}.weight")
+    assert metrics["sum"] == last.double().sum().item()  # of what tt.state_dict gave in the midst of it

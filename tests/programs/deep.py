@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import topotrain as tt
 
 STEPS, SAMPLES, RATE = 2, 4, 10.0  # a mean over many features has small gradients
+LAST = "layers.{}.weight"
 
 
 class Deep(nn.Module):
@@ -54,6 +55,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    state = tt.state_dict(model)
+    if state is not None:
+        tt.report(stored=len(state), sum=state[LAST.format(options.workers * options.each - 1)].double().sum().item())
     tt.report(limit=float(limit), before=losses[0], loss=lambda: loss_of(model(x)).item())
 
 

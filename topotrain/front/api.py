@@ -13,6 +13,7 @@ from topotrain.buffers import describe_model
 from topotrain.data import DataPlan, ShardedLoader
 from topotrain.front import context as process
 from topotrain.front.context import Context, Metric
+from topotrain.front.continuing import Continuing
 from topotrain.front.debug import NormLog
 from topotrain.front.embedding import Embedding, follow
 from topotrain.front.gpu import device_of
@@ -47,7 +48,8 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
         model: on the CPU or on NVIDIA GPUs (see `device`), with all its parameters made.
         optimizer: any of the tested `torch.optim` classes; None builds the one of the conf's `updater` block.
         loader: a DataLoader; its batch is the group's batch. None: the script divides its data itself.
-        stateful: schedulers, scalers, anything with `state_dict`: restored in place when a run is continued.
+        stateful: scalers, anything with `state_dict`: as for `keep`. Schedulers of the optimizer are found by
+            themselves.
 
     Returns:
         (model, optimizer, loader).
@@ -75,10 +77,15 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     built = optimizer is None
     if optimizer is None:
         optimizer = _build(here, model)
+    for number, thing in enumerate(stateful):
+        here.kept[f"prepare {number}"] = thing
     worker = _enter_job(here, model, optimizer, loader)
+    here.continuing = Continuing(here, worker, optimizer)
+    if isinstance(here.loader, ShardedLoader):
+        here.loader.memory = here.continuing
     updater = here.place.job.updater
     if built and updater is not None:
-        worker.after_step.append(follow_schedule(optimizer, updater))
+        worker.after_step.append(follow_schedule(optimizer, updater, here.continuing.steps))
     return model, optimizer, here.loader
 
 
@@ -156,8 +163,37 @@ def _data_plan(here: Context, model: nn.Module) -> DataPlan:
 
 
 def epochs(count: int) -> Iterator[int]:
-    """`range(count)`; in a job that continues, the epochs that are left."""
-    yield from range(count)
+    """`range(count)`; in a job that goes on after a restart, the epochs that are left, the one under way first.
+
+    A script may have several such loops, one after the other, but not one inside the other.
+    """
+    here = process.current()
+    if here is None or here.continuing is None:
+        yield from range(count)
+    else:
+        yield from here.continuing.epochs(count)
+
+
+def keep(**objects: Any) -> None:
+    """Name what this worker needs again after a restart: tt.keep(average=ema, scaler=scaler).
+
+    Anything with `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors. It is copied when an
+    epoch begins, and at each snapshot; after a restart it is loaded here, or in `prepare` if that comes later, and
+    again as the epoch begins that was under way. Model, optimizer, its LR schedulers and the random number generators
+    need no word. Outside a job this does nothing.
+
+    Raises:
+        ConfigError: an object has no such methods, or there is another one of that name.
+    """
+    here = process.current()
+    for name, thing in objects.items():
+        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            raise ConfigError(f"tt.keep {name}", type(thing).__name__, "must have state_dict and load_state_dict")
+        if here is not None:
+            if here.kept.setdefault(name, thing) is not thing:
+                raise ConfigError(f"tt.keep {name}", type(thing).__name__, "must be the object that has the name")
+            if here.continuing is not None:
+                here.continuing.restore_kept(name)
 
 
 def report(**metrics: Metric) -> None:

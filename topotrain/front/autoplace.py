@@ -1,53 +1,146 @@
-"""`placement: kAuto` in a job: what the forward is called with comes from the loader, the rest from the job alone."""
+"""`placement: kAuto` in a job, and whether what its processes will hold fits.
 
-from collections.abc import Mapping
+What the forward is called with comes from the loader, the rest from the job alone.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from topotrain.front.inputs import Inputs, inputs_of
-from topotrain.job import Cluster, Job, Road, Schedule
+from topotrain.job import Cluster, ConfigError, Job, Schedule
 from topotrain.sampling import cut
+from topotrain.slices import Parameter
 from topotrain.split.assign import Assignment
 from topotrain.split.auto import Chosen
-from topotrain.split.bill import held_bytes
+from topotrain.split.bill import Bill, bill, buffer_bytes
 from topotrain.split.capture import Captured
-from topotrain.split.division import Division
+from topotrain.split.division import Division, divide
+from topotrain.split.holding import Load, Need, loads, needs
+from topotrain.split.infer import program
+from topotrain.split.parts import described
 from topotrain.split.placing import Call, place
-from topotrain.split.room import COPIES, Need, check, limit, room
+from topotrain.split.room import Excess, Room, check, excesses, room
 from topotrain.split.tasks import USUAL, Speeds
+from topotrain.topology import Topology
 
 _BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+_COPIES = 3  # of parameters, in what placements are first compared by
+_TRIES = 12
+_INDEX = re.compile(r"worker \d+/(\d+)")
 
 
-def place_modules(
-    job: Job, model: nn.Module, captured: Captured, found: Mapping[str, Assignment], loader: Any
-) -> tuple[Mapping[str, Assignment], Chosen]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model that is to be split, and how: what a placement and its memory are found from.
+
+    captured: of `model`. found: what the conf and the script say, by `assign.assignments`. call: of the forward; None:
+    shapes are not known. state_factor: elements of optimizer state per element of a parameter.
+    """
+
+    job: Job
+    topology: Topology
+    model: nn.Module
+    captured: Captured
+    found: Mapping[str, Assignment]
+    call: Call | None
+    state_factor: float = 0.0
+
+
+def place_modules(asked: Asked, loader: Any) -> tuple[Mapping[str, Assignment], Chosen]:
     """`placement: kAuto` in a job: where modules go that nobody has placed, the same on all workers of a group.
 
     Args:
-        found: what the conf and the script say, by `assign.assignments`.
+        asked: the model; its call comes from the loader.
         loader: the script's, before it is divided.
 
     Raises:
         ConfigError: shapes are not known, or nothing fits.
     """
-    given = inputs_of(model, loader, job.schedule is Schedule.k1F1B)
-    return placed(job, model, captured, found, call_of(job, model, given), None)
+    given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
+    return placed(replace(asked, call=call_of(asked.job, asked.model, given)), room())
 
 
 def placed(
-    job: Job,
-    model: nn.Module,
-    captured: Captured,
-    found: Mapping[str, Assignment],
-    call: Call,
-    times: Mapping[str, tuple[float, float]] | None,
+    asked: Asked, here: Room, times: Mapping[str, tuple[float, float]] | None = None
 ) -> tuple[Mapping[str, Assignment], Chosen]:
-    """The same for a known call; `times` by module, where they were measured."""
-    bound = limit()
-    limits = None if bound is None else [bound] * len(call.shares)
-    return place(model, captured, found, job.partition, call, job.microbatches, limits, speeds_of(job.cluster), times)
+    """The same for a known call; `times` by module, where they were measured.
+
+    The quickest placement first. Where it does not fit, its workers must give up what is too much, and the quickest of
+    the rest is taken, until one fits. What is in use does not count, and hosts are taken to be alike: all workers must
+    choose the same.
+    """
+    job, call, workers = asked.job, asked.call, asked.topology.workers_per_group
+    assert call is not None
+    alive = min(1.0, workers / job.microbatches) if job.schedule is Schedule.k1F1B else 1.0
+    limits: list[int] | None = None
+    first: list[Excess] = []
+    quickest = ""
+    for _ in range(_TRIES):
+        try:
+            found, chosen = place(
+                *(asked.model, asked.captured, asked.found, job.partition, call, job.microbatches),
+                *(limits, speeds_of(job.cluster), times, _COPIES, alive),
+            )
+        except ConfigError:
+            if first:  # which says more: no cut is small enough
+                raise first[0].error() from None
+            raise
+        planned = needs_of(asked, found, bill_of(asked, found))
+        over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
+        if not over:
+            why = f"the quickest, {quickest}, would not: {first[0].who}: {first[0].words}" if first else ""
+            return found, replace(chosen, tight=why)
+        if not first:
+            first, quickest = over, f"{chosen.way} of about {1000 * chosen.seconds:.3g} ms"
+        if not all(any("worker" in need.who for need in excess.needs) for excess in over):
+            break  # servers alone have too much, wherever modules go
+        limits = _tighter(limits or [max(chosen.memory)] * workers, chosen, over)
+    raise first[0].error()
+
+
+def _tighter(limits: Sequence[int], chosen: Chosen, over: Sequence[Excess]) -> list[int]:
+    """Bytes that each worker may hold next time: those who have too much give it up, each its part."""
+    found = list(limits)
+    for excess in over:
+        mine = sorted({int(index) for need in excess.needs for index in _INDEX.findall(need.who)})
+        held = sum(chosen.memory[worker] for worker in mine)
+        for worker in mine:
+            part = excess.nbytes * chosen.memory[worker] // max(1, held)
+            found[worker] = min(found[worker], max(0, chosen.memory[worker] - part - 1))
+    return found
+
+
+def bill_of(asked: Asked, found: Mapping[str, Assignment]) -> Bill:
+    """What the cut costs with these assignments. Raises ConfigError: it cannot be cut so."""
+    call, workers = asked.call, asked.topology.workers_per_group
+    assert call is not None
+    made = program(
+        asked.captured, found, asked.model, call.args, call.kwargs, call.samples, workers, asked.model.training
+    )
+    division = divide(asked.model, found, workers)
+    named = inspect.signature(type(asked.model).forward).bind(asked.model, *call.args, **call.kwargs).arguments
+    return bill(made, asked.model, division, call.shares, asked.job.microbatches, named)
+
+
+def needs_of(asked: Asked, found: Mapping[str, Assignment], costs: Bill | None) -> tuple[Need, ...]:
+    """What every process of the job will hold; without a bill activations and messages are not counted."""
+    division = divide(asked.model, found, asked.topology.workers_per_group)
+    if costs is None:
+        loaded = tuple(Load(buffer_bytes(division, w)) for w in range(asked.topology.workers_per_group))
+    else:
+        loaded = loads(costs, asked.job.schedule)
+    return needs(asked.job, asked.topology, schema_of(division), asked.state_factor, loaded)
+
+
+def schema_of(division: Division) -> tuple[Parameter, ...]:
+    """One entry for each share of a parameter."""
+    return tuple(described(whole, share) for whole in division.parameters for share in whole.shares)
 
 
 def call_of(job: Job, model: nn.Module, given: Inputs) -> Call:
@@ -68,15 +161,31 @@ def speeds_of(cluster: Cluster) -> Speeds:
     return Speeds(link=rate, delay=USUAL.delay + link.delay / 1000)
 
 
-def check_room(job: Job, model: nn.Module, division: Division, worker: int) -> None:
-    """Refuse, before anything is made, what a worker of a split model cannot hold; activations are not counted.
+def check_room(asked: Asked, loader: Any, host: int) -> None:
+    """Refuse, before anything is made, what the processes of this host cannot hold.
 
     Args:
-        model: as the script has made it; what is of other workers will be given back.
+        asked: `found` is where everything goes. The call comes from the loader; where that does not tell, activations
+            are not counted.
+        loader: the script's, before it is divided.
+        host: this one's number in the topology.
 
     Raises:
-        ConfigError: with what is needed, and what there is.
+        ConfigError: who would need how much, what there is, and what would help.
     """
-    need = Need(COPIES * held_bytes(division, worker), shared=job.cluster.road is not Road.kTcp)
-    here = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
-    check(need, room(job.cluster.nworkers_per_procs), f"worker {worker}", freed=here)
+    planned = needs_of(asked, asked.found, _bill_if_known(asked, loader))
+    check(planned, room(), host)
+
+
+def _bill_if_known(asked: Asked, loader: Any) -> Bill | None:
+    """The bill, if the loader tells what the forward is called with.
+
+    A stream is not asked, for what it gives is gone; and whatever is wrong here the first step tells better.
+    """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    try:
+        given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
+        return bill_of(replace(asked, call=call_of(asked.job, asked.model, given)), asked.found)
+    except Exception:
+        return None

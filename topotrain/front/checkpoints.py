@@ -3,17 +3,19 @@
 A checkpoint is what `final.safetensors` is (`final`), at an earlier step; state of the optimizer is not in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from topotrain.buffers import ModelParts
-from topotrain.front.final import load_tensors, save_tensors, tensors_of
+from topotrain.front import context as process
+from topotrain.front.final import load_tensors, save_tensors
 from topotrain.job import ConfigError
-from topotrain.split.devices import PLACE
+from topotrain.split import devices
+
+Taken = tuple[dict[str, torch.Tensor], dict[str, str]]
 
 _FIELD = "checkpoint_path"
 _SHOWN = 4  # names of a list that an error shows
@@ -26,11 +28,11 @@ class Checkpoints:
 
     Args:
         folder: where; it is made if it is not there.
-        parts: the model, taken apart.
+        take: copies what the model holds now: tensors by name, and a file's metadata.
     """
 
-    def __init__(self, folder: Path, parts: ModelParts) -> None:
-        self._folder, self._parts = folder, parts
+    def __init__(self, folder: Path, take: Callable[[], Taken]) -> None:
+        self._folder, self._take = folder, take
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +40,7 @@ class Checkpoints:
     def write(self, step: int) -> None:
         """Copy what the model holds now, and begin to write it. Raises what went wrong with the last one."""
         self.wait()
-        tensors, metadata = tensors_of(self._parts)
+        tensors, metadata = self._take()
         path = self._folder / f"step-{step}.safetensors"
         self._writing = self._pool.submit(save_tensors, tensors, path, {**metadata, "step": str(step)})
 
@@ -87,7 +89,7 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
             wanted, found = tuple(places[name].shape), tuple(tensor.shape)
             raise ConfigError(_FIELD, path, f"{name} must have the model's shape {wanted}, and has {found}")
     for name in known:
-        if places[name].is_meta and not hasattr(places[name], PLACE):  # else the worker that has it takes it
+        if places[name].is_meta and not _elsewhere(places[name]):
             raise ConfigError(_FIELD, path, f"needs a model with values: {name} is on the meta device")
     with torch.no_grad():
         for name, tensor in known.items():
@@ -98,6 +100,12 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
     text = f"{path}: {len(known)} tensors taken"
     text += f"; not in it: {_names(missing)}" if missing else ""
     return text + (f"; not in the model: {_names(more)}" if more else "")
+
+
+def _elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether the script has given it to another worker, who takes it."""
+    here, task = process.current(), devices.parse(getattr(tensor, devices.PLACE, "")).task
+    return here is not None and task is not None and task != here.me.index
 
 
 def _names(names: Sequence[str] | dict[str, torch.Tensor]) -> str:

@@ -89,11 +89,14 @@ def register(app: typer.Typer, desk: Desk) -> None:
         and end together.
         """
         with desk.refusing():
+            from topotrain.front.commands_resume import refuse_elsewhere
             from topotrain.launch.part import Part
             from topotrain.launch.tables import RENDEZVOUS
             from topotrain.rendezvous import StoreError
 
             job = None if conf is None else desk.load(conf, sets, program, args)
+            if job is not None:
+                refuse_elsewhere(job)
             named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
             start = _start(desk, args or (), rank, nprocs, rendezvous or named, host)
             if report is not None and start.rank == 0:

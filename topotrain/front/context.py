@@ -40,6 +40,9 @@ class Context:
     tables: Any = None  # keeping.InJob, once the script has a table
     split: Any = None  # splitting.Split, where the model is split over the group
     metrics: dict[str, Metric] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
+    continuing: Any = None  # continuing.Continuing, once the script has prepared
+    resumed: Any = None  # earlier.Past, where the job is continued
     finishing: Callable[[], None] | None = None
     spans: Recorder = SILENT
     roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads

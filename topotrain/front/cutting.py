@@ -1,27 +1,25 @@
 """How one model would be cut over the workers of a group, found without a job: for `topotrain plan`."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from topotrain.front.autoplace import call_of, placed
+from topotrain.front.autoplace import Asked, bill_of, call_of, needs_of, placed, schema_of
 from topotrain.front.inputs import Inputs, inputs_of, parse_inputs
 from topotrain.front.splitting import tagged
 from topotrain.job import ConfigError, Job, Placement, Schedule
 from topotrain.slices import Parameter
 from topotrain.split.assign import assignments
 from topotrain.split.auto import Chosen
-from topotrain.split.bill import bill
 from topotrain.split.capture import capture
 from topotrain.split.division import divide
-from topotrain.split.infer import program
-from topotrain.split.parts import described
+from topotrain.split.holding import Need
 from topotrain.split.placing import measure
 from topotrain.split.room import Room, check, room
+from topotrain.topology import layout
 from topotrain.watch.cut import CutPlan
 
 
@@ -33,7 +31,14 @@ class Cut:
     parameters: tuple[Parameter, ...]
 
 
-def cut_of(job: Job, model: nn.Module, loader: Any, said: Sequence[str] = (), measured: bool = False) -> Cut | None:
+def cut_of(
+    job: Job,
+    model: nn.Module,
+    loader: Any,
+    said: Sequence[str] = (),
+    measured: bool = False,
+    state_factor: float = 0.0,
+) -> Cut | None:
     """Cut a model on paper; None where every worker of the job holds all of it.
 
     Args:
@@ -42,6 +47,7 @@ def cut_of(job: Job, model: nn.Module, loader: Any, said: Sequence[str] = (), me
         loader: the script's, which tells the shapes of the forward's arguments.
         said: these instead, as `--input` gives them.
         measured: with kAuto, go by times measured here, and show the result as partition blocks.
+        state_factor: elements of optimizer state per element of a parameter.
 
     Raises:
         ConfigError: it cannot be cut in this way, or shapes are not known.
@@ -53,23 +59,18 @@ def cut_of(job: Job, model: nn.Module, loader: Any, said: Sequence[str] = (), me
     found = assignments(model, job, workers, captured)
     given = parse_inputs(said) if said else inputs_of(model, loader, job.schedule is Schedule.k1F1B)
     call = call_of(job, model, given)
+    asked = Asked(job, layout(job.cluster), model, captured, found, call, state_factor)
     chosen: Chosen | None = None
+    here = room()
     if job.placement is Placement.kAuto:
         times = measure(model, *_real(given)) if measured else None
-        found, chosen = placed(job, model, captured, found, call, times)
-    made = program(captured, found, model, given.args, given.kwargs, given.samples, workers, model.training)
-    division = divide(model, found, workers)
-    costs = bill(made, model, division, call.shares, job.microbatches, _named(model, given))
-    parameters = tuple(described(whole, share) for whole in division.parameters for share in whole.shares)
+        found, chosen = placed(asked, here, times)
+    costs = bill_of(asked, found)
     words = "" if chosen is None else chosen.explain()
     blocks = chosen.conf() if chosen is not None and measured else ""
-    plan = CutPlan(costs, given.told(), words, blocks)
-    return Cut(CutPlan(costs, given.told(), words, blocks, _warnings(plan, room())), parameters)
-
-
-def _named(model: nn.Module, given: Inputs) -> Mapping[str, Any]:
-    """The forward's arguments by name."""
-    return inspect.signature(model.forward).bind(*given.args, **given.kwargs).arguments
+    planned = needs_of(asked, found, costs)
+    plan = CutPlan(costs, given.told(), planned, here, words, blocks, _warnings(planned, here))
+    return Cut(plan, schema_of(divide(model, found, workers)))
 
 
 def _real(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,12 +82,10 @@ def _real(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(map(real, given.args)), {name: real(value) for name, value in given.kwargs.items()}
 
 
-def _warnings(plan: CutPlan, here: Room) -> tuple[str, ...]:
-    """Who would not fit into what this process may have, if it ran here."""
-    found = []
-    for worker, need in enumerate(plan.needs()):
-        try:
-            check(need, here, f"worker {worker}")
-        except ConfigError as error:
-            found.append(str(error))
-    return tuple(found)
+def _warnings(planned: Sequence[Need], here: Room) -> tuple[str, ...]:
+    """What would not fit, if the job ran here and as this process."""
+    try:
+        check(planned, here)
+    except ConfigError as error:
+        return (str(error),)
+    return ()

@@ -2,7 +2,8 @@
 
 Rule: an evaluation leaves no trace. The model computes in eval mode and is set back, the data is drawn with dice of its
 own, and what `tt.weight` and `tt.local` would tell the job is not told. Beside the training it has a copy of the model,
-which gets the values that the worker has just pulled.
+which gets the values that the worker has just pulled. A split model has no copy: all workers of its group stop, the
+first gives it the whole batches, and the others one sample of each, so that they compute their parts of it.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from topotrain.front.context import aside
 from topotrain.job import ConfigError
-from topotrain.sampling import leading
+from topotrain.sampling import leading, share_of_loaded
 
 Values = dict[str, float]
 Loss = nn.Module | Callable[[nn.Module, Any], torch.Tensor]
@@ -61,6 +62,13 @@ class Objective:
     def measure(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """The loss and all metrics of a batch."""
         return self._all(model, batch, {"loss": self._loss, **self._metrics})
+
+    def follow(self, model: nn.Module, batch: Any) -> None:
+        """Call the model as often as `measure` does, for another worker who measures."""
+        if isinstance(self._loss, nn.Module):
+            self._all(model, batch, {})
+        else:
+            self.measure(model, batch)
 
     def _all(self, model: nn.Module, batch: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(self._loss, nn.Module):
@@ -117,23 +125,37 @@ def evaluate(
     """
     sums: Values = {}
     samples = 0
+    with _looking(model):
+        for batch in data:
+            count = leading(batch) or 1
+            for name, value in objective.measure(model, batch).items():
+                sums[name] = sums.get(name, 0.0) + float(value) * count
+            samples += count
+            if stopped():
+                break
+    if not samples:
+        raise ConfigError(f"tt.Trainer {data.kind}", "a loader", "must give at least one batch")
+    return {name: total / samples for name, total in sums.items()}
+
+
+def follow(model: nn.Module, objective: Objective, data: HeldOut) -> None:
+    """Compute this worker's part of what another worker of its group evaluates, of a split model."""
+    with _looking(model):
+        for batch in data:
+            one = batch if leading(batch) is None else share_of_loaded(batch, lambda _: (0, 1), 1)[0]
+            objective.follow(model, one)
+
+
+@contextlib.contextmanager
+def _looking(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad(), aside():
-            for batch in data:
-                count = leading(batch) or 1
-                for name, value in objective.measure(model, batch).items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * count
-                samples += count
-                if stopped():
-                    break
+            yield
     finally:
         for module, training in modes:
             module.training = training
-    if not samples:
-        raise ConfigError(f"tt.Trainer {data.kind}", "a loader", "must give at least one batch")
-    return {name: total / samples for name, total in sums.items()}
 
 
 @dataclass(frozen=True, slots=True)

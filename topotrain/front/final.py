@@ -8,16 +8,19 @@ other names stand in the file's metadata ("tied": JSON of name -> names).
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
-from topotrain.buffers import ModelParts
+from topotrain.buffers import ModelParts, in_file
 from topotrain.job import ConfigError
+
+_APART_BYTES = 64
 
 
 def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
@@ -36,8 +39,28 @@ def tensors_of(
         tensors[described.name] = take(tensor.detach().contiguous())
     for buffer, content in zip(parts.buffers, parts.buffer_tensors, strict=True):
         tensors[buffer.name] = take(content.detach().contiguous())
-    tied = {p.name: list(p.aliases) for p in parts.parameters if p.aliases}
-    return tensors, {"format": "pt", "tied": json.dumps(tied)}
+    return tensors, metadata_of({p.name: p.aliases for p in parts.parameters})
+
+
+def metadata_of(aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Of a file that has these parameters; the other names of each."""
+    return {"format": "pt", "tied": json.dumps({name: list(more) for name, more in aliases.items() if more})}
+
+
+def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+    """Contiguous tensors of these shapes and dtypes, zeroed, over a nameless file of the folder.
+
+    Each has a storage of its own, as a file's writer wants it. Raises ConfigError where the disk has no room.
+    """
+    ends = list(accumulate(-(-like.nbytes // _APART_BYTES) * _APART_BYTES for like in likes))
+    memory = in_file(folder)(ends[-1] if ends else 0, torch.uint8)
+    made = []
+    for like, end in zip(likes, ends, strict=True):
+        at = end - -(-like.nbytes // _APART_BYTES) * _APART_BYTES
+        flat = memory[at : at + like.nbytes]
+        own = torch.frombuffer(flat.numpy().data, dtype=like.dtype) if like.nbytes else flat.view(like.dtype)
+        made.append(own.view(like.shape))
+    return made
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,3 +91,16 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None
+
+
+def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
+    """Contiguous tensors on the CPU, none of which shares memory with another, as the bytes of a safetensors file."""
+    return save(tensors)
+
+
+def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:
+    """The tensors of `to_bytes`. Raises ConfigError, about the field `what`, for bytes that are none."""
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ConfigError(what, f"{len(data)} bytes", f"must be as safetensors writes tensors: {error}") from None

@@ -10,6 +10,7 @@ from topotrain.front.final import save_final
 from topotrain.front.homecoming import bring_home, say_goodbye
 from topotrain.front.splitting import Split
 from topotrain.job import ConfigError
+from topotrain.wire import Unreachable
 from topotrain.worker import Worker
 
 
@@ -24,6 +25,8 @@ def finish(here: Context) -> None:
         return
     if here.loader is not None:
         here.loader.close()
+    if here.continuing is not None:
+        here.continuing.finish()
     worker.finish()
     more = bring_home(here)
     if here.is_main:
@@ -79,4 +82,4 @@ def kind_of(error: BaseException) -> str:
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
         return "internal"
-    return "peer" if isinstance(error, PeerLost) else "program"
+    return "peer" if isinstance(error, PeerLost | Unreachable) else "program"

@@ -86,9 +86,13 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     if counted and groups > 1 and here.place.job.shard is Shard.kLease:
         accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
         raise ConfigError("shard", Shard.kLease.value, accepted)
+    if here.resumed is not None or here.place.identity.incarnation:
+        accepted = "must not happen here: the library's loop has a state of its own, and would begin anew"
+        raise ConfigError("restart", str(here.me), accepted)
     here.counted = counted
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
+    share.memory = here.continuing = None
     if counted and length_hint(share, 1) == 0:  # a stream may have no length
         raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
     return share, share.note_through(Handing)

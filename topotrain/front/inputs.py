@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
+from topotrain.dice import Dice
 from topotrain.job import ConfigError
-from topotrain.sampling import Dice
 
 OPTION = "--input"
 SAY = f"say what the forward is called with, one {OPTION} per tensor, such as {OPTION} 32x1x8x8 or {OPTION} 32x64:int64"

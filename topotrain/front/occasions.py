@@ -2,12 +2,16 @@
 
 Rule: nothing here makes the group wait but copying the values, and a checkpoint that is not written when the next is
 due. Whoever looks, looks at what the worker has just pulled, which nobody changes before its next `step()`.
+
+A split model is the exception: it is in parts on the workers of the group, so each of them computes its part of a test
+and sends its part of a checkpoint. They all go by the same job and the same steps, and nobody has to call them.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,13 +19,16 @@ from torch import nn
 
 from topotrain.buffers import describe_model
 from topotrain.events import Notice, Tested
-from topotrain.front.checkpoints import Checkpoints
+from topotrain.front.checkpoints import Checkpoints, Taken
 from topotrain.front.context import Context
 from topotrain.front.embedding import Embedding
-from topotrain.front.evaluating import Beside, HeldOut, Objective, Result, evaluate, same_dice
+from topotrain.front.evaluating import Beside, HeldOut, Objective, Result, evaluate, follow, same_dice
+from topotrain.front.final import tensors_of
+from topotrain.front.splitting import Split
 from topotrain.job import ConfigError, Job
 
 KINDS = ("test", "validate")
+_CHECKPOINT = "a checkpoint (checkpoint_freq)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +49,14 @@ class Rhythm:
 
 
 class Occasions:
-    """What the main worker does besides training.
+    """What the main worker does besides training, and what its group does with it where the model is split.
 
     Args:
         model: before it is trained.
         objective, job, here: what is measured; the job; this process's place, None in an ordinary process.
         held: the data by kind.
         stack: closes what is opened.
+        split: the model will be split over the group.
 
     Raises:
         ConfigError: the job asks for tests or checkpoints, and the model allows none.
@@ -62,7 +70,9 @@ class Occasions:
         here: Context | None,
         held: Mapping[str, HeldOut],
         stack: ExitStack,
+        split: bool = False,
     ) -> None:
+        self._main = here is None or here.is_main
         self._model, self._objective, self._job, self._here = model, objective, job, here
         self._held, self._stack = held, stack
         self.results: list[Result] = []
@@ -76,16 +86,15 @@ class Occasions:
         tests = any(self._rhythms[kind].freq for kind in KINDS)
         if tests or self._rhythms["checkpoint"].freq:
             _refuse_tables(job, self._model)
-        if tests and here is not None:
+        if tests and here is not None and not split:
             self._beside = Beside(self._model, lambda model, *args: evaluate(model, self._objective, *args))
             stack.callback(self._beside.close)
 
     def begin(self) -> None:
         """The job's initial values are in the model."""
-        if self._rhythms["checkpoint"].freq:
-            worker = None if self._here is None else self._here.worker
+        if self._rhythms["checkpoint"].freq and self._main:
             folder = Path(self._job.workspace) if self._here is None else self._here.workspace
-            self._checkpoints = Checkpoints(folder, describe_model(self._model) if worker is None else worker.parts)
+            self._checkpoints = Checkpoints(folder, self._values())
             self._stack.callback(self._checkpoints.close)
         self._look(0)
         self._since = time.monotonic()
@@ -96,7 +105,7 @@ class Occasions:
         self._loss += float(told) if told.device.type == "cpu" else told.double()  # a GPU is not waited for here
         self._steps += 1
         self._samples += samples
-        if self._rhythms["disp"].due(step):
+        if self._main and self._rhythms["disp"].due(step):
             self._display(step)
         self._look(step)
 
@@ -129,7 +138,7 @@ class Occasions:
                 self._found(result)
         last = step == self._job.train_steps
         # As in SINGA the last values are always written; they are tested as the job's result.
-        write = self._checkpoints is not None and (last or self._rhythms["checkpoint"].due(step))
+        write = self._rhythms["checkpoint"].freq > 0 and (last or self._rhythms["checkpoint"].due(step))
         due = [] if last else [self._held[kind] for kind in KINDS if self._rhythms[kind].due(step)]
         if (write or due) and self._here is not None and self._here.worker is not None:
             self._here.worker.settle()
@@ -137,6 +146,8 @@ class Occasions:
             self._test(step, due)
         if write and self._checkpoints is not None:
             self._checkpoints.write(step)
+        elif write:
+            self._split().gather(_CHECKPOINT)
 
     def _test(self, step: int, due: list[HeldOut]) -> None:
         if self._beside is not None:
@@ -144,7 +155,22 @@ class Occasions:
             return
         with same_dice(self._model):
             for data in due:
-                self._found(Result(data.kind, step, evaluate(self._model, self._objective, data)))
+                if self._main:
+                    self._found(Result(data.kind, step, evaluate(self._model, self._objective, data)))
+                else:
+                    follow(self._model, self._objective, data)
+
+    def _split(self) -> Split:
+        assert self._here is not None
+        cut: Split = self._here.split
+        return cut
+
+    def _values(self) -> Callable[[], Taken]:
+        """Where the main worker's checkpoints have their values from."""
+        if self._here is not None and self._here.split is not None:
+            return lambda: (self._split().gather(_CHECKPOINT) or {}, self._split().metadata)
+        worker = None if self._here is None else self._here.worker
+        return partial(tensors_of, describe_model(self._model) if worker is None else worker.parts)
 
     def _found(self, result: Result) -> None:
         values = "  ".join(f"{name} {value:.6g}" for name, value in result.values.items())

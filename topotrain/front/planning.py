@@ -35,7 +35,7 @@ class Seen:
 
     def state_factor(self) -> float:
         """The optimizer's state per element, in elements."""
-        return _state_factor(self.optimizer)
+        return state_factor(self.optimizer)
 
 
 def look(program: str, args: Sequence[str]) -> Seen:
@@ -56,7 +56,7 @@ def look(program: str, args: Sequence[str]) -> Seen:
     raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")
 
 
-def _state_factor(optimizer: torch.optim.Optimizer | None) -> float:
+def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
     """Elements of optimizer state per parameter element, found by one step of the same class on a small tensor."""
     if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
         return 0.0

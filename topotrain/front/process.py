@@ -7,19 +7,23 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from topotrain import textproto
-from topotrain.events import Failed, Finished, Serving
+from topotrain.checkpoint import Manifest
+from topotrain.checkpointwriter import Writer, writer_for
+from topotrain.events import Failed, Finished, Notice, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.finish import close, finish, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
+from topotrain.job import OnFailure
 from topotrain.launch.child import Control, exit_code
 from topotrain.launch.workspace import TOKEN_FILE
 from topotrain.message import Fail
@@ -38,8 +42,10 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     profile = Profile(Path(spec["run_dir"]), addresses[0])
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
-    watchful = Watchful(control) if spec["hosts"] else None
-    sent, received = serve(_place(spec), addresses, serving, trouble, profile.server, watchful)
+    place = _place(spec)
+    watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
+    writer = _writer(place, addresses, control)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, watchful, writer)
     profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
@@ -49,10 +55,13 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
 
 
 class Watchful:
-    """Tells the unit when a server of its own lost somebody too early; see `host.Attendant`."""
+    """Tells the unit when a server of its own lost somebody too early; see `host.Attendant`.
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    comes_back: whether a worker that is lost will be there again, so that its end here is no news.
+    """
+
+    def __init__(self, control: Control, comes_back: Callable[[Address], bool]) -> None:
+        self._control, self._comes_back = control, comes_back
 
     def came(self, server: Server, worker: Address) -> None:
         """Nothing to tell."""
@@ -65,9 +74,14 @@ class Watchful:
         if peer.role is Role.SERVER:
             over = not server.running
         else:
-            over = peer.group not in server.groups or server.has_finished(peer)
+            over = peer.group not in server.groups or server.has_finished(peer) or self._comes_back(peer)
         if not over:
             self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
+
+
+def _comes_back(place: Place, worker: Address) -> bool:
+    """The worker's unit starts its group again, or tells that it cannot."""
+    return place.job.on_failure is OnFailure.kContinue and place.topology.regroups(worker.group)
 
 
 def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
@@ -88,7 +102,18 @@ def _place(spec: dict[str, Any]) -> Place:
     job = textproto.loads(spec["job"], "the job")
     token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
     store = open_store(spec["rendezvous"])
-    return Place.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
+    place = Place.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
+    return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
+
+
+def _writer(place: Place, servers: Sequence[Address], control: Control) -> Writer | None:
+    """Who writes snapshots of these servers; what goes wrong is a line for the user."""
+
+    def tell(text: str) -> None:
+        control.emit(Notice(str(servers[0]), text))
+
+    resumed = None if place.resumed is None else place.resumed.path
+    return writer_for(place.job, place.topology, servers, resumed, place.identity.incarnation > 0, tell)
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
@@ -100,8 +125,11 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     shared = fds[0] if spec["shared_memfd"] else None
     profile = Profile(Path(spec["run_dir"]), me)
     here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared, spans=profile.worker())
+    here.resumed = place.resumed
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
-    here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server)
+    beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
+    writer = _writer(place, beside, control) if beside else None
+    here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer)
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None

@@ -6,7 +6,7 @@ whole again, with the final values and its own forward.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -14,29 +14,25 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from topotrain.buffers import ModelParts, describe_model, in_file
-from topotrain.exchange import StepEnd
-from topotrain.front.autoplace import check_room, place_modules
+from topotrain.front.autoplace import Asked, check_room, place_modules
 from topotrain.front.context import Context
 from topotrain.front.embedding import Embedding
-from topotrain.gradients import PushPath
+from topotrain.front.final import in_one_file, metadata_of
+from topotrain.front.forward import Forward
+from topotrain.front.planning import state_factor
 from topotrain.job import ConfigError, Job, Placement
 from topotrain.split import devices
 from topotrain.split.assign import Assignment, assignments
 from topotrain.split.capture import Captured, capture
 from topotrain.split.division import divide
-from topotrain.split.infer import program
-from topotrain.split.meeting import Hello, Meeting
+from topotrain.split.gathering import entries, gather, give
 from topotrain.split.parts import Localised, localise, restore
-from topotrain.split.passage import STEPPED, Key, Passage
-from topotrain.split.run import Runner
+from topotrain.split.passage import Passage
 from topotrain.worker import Worker
 
-_DICE = STEPPED - 1
-"""`Key.edge` of the state of torch's generator."""
 _ANY = 1 << 16
 """More workers than a group has: where there is one only, a device may be called by any number."""
 
@@ -62,17 +58,27 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         return None
     _check(job, model)
     found = assignments(model, job, workers, captured)
+    topology, unit = here.place.topology, here.place.topology.unit_of(here.me)
+    asked = Asked(job, topology, model, captured, found, None, state_factor(optimizer))
     if job.placement is Placement.kAuto:
         with _dice_kept(loader):
-            found, chosen = place_modules(job, model, captured, found, loader)
+            found, chosen = place_modules(asked, loader)
         if here.is_main:
             print(chosen.explain(), file=sys.stderr)
     division = divide(model, found, workers)
     if not (job.splits or any(share.owners for whole in division.parameters for share in whole.shares)):
         accepted = "names workers for nothing that has parameters: place a module, or write a partition block"
         raise ConfigError("tt.device", None, accepted)
-    check_room(job, model, division, here.me.index)
+    with _dice_kept(loader):
+        check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
     return Split(here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed))
+
+
+def is_split(here: Context | None, model: nn.Module) -> bool:
+    """Whether `split` will cut the model."""
+    if here is None or here.place.topology.workers_per_group == 1:
+        return False
+    return here.place.job.splits or tagged(model) or says_where(model) is not None
 
 
 def tagged(model: nn.Module) -> bool:
@@ -125,10 +131,6 @@ def _check(job: Job, model: nn.Module) -> None:
         if rows or isinstance(module, Embedding):
             accepted = "its rows travel one by one, which a split model does not do: use nn.Embedding(sparse=False)"
             raise ConfigError("model", name, accepted)
-    for what in ("test", "validate", "checkpoint"):
-        freq = getattr(job, f"{what}_freq")
-        if freq:
-            raise ConfigError(f"{what}_freq", freq, "must be 0: a split model is tested and written at the end only")
 
 
 class Split:
@@ -151,8 +153,12 @@ class Split:
         localised: Localised,
     ) -> None:
         self.parts = localised.parts
+        self.over = False  # the model is whole again
         self._here, self._model, self._optimizer = here, model, optimizer
         self._localised = localised
+        division = localised.division
+        self.metadata = metadata_of({whole.names[0]: whole.names[1:] for whole in division.parameters})
+        """Of a file that has what `gather` returns."""
         self._forward = Forward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
         names = {module: name for name, module in model.named_modules()}
         self._hooks: list[RemovableHandle] = [
@@ -165,15 +171,47 @@ class Split:
     def follow(self, worker: Worker, passage: Passage) -> None:
         """The worker has begun: from now on the model can be called."""
         self._forward.start(worker, passage)
-        self._hooks += [
-            self._optimizer.register_state_dict_pre_hook(_no_optimizer_state),
-            self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state),
-        ]
+        self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
+        self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 
     def weight_said(self) -> None:
         """The script says what the next backward counts. Raises RuntimeError if its forward has been done already."""
         if self._forward.open:
             raise RuntimeError("tt.weight must come before the forward of a split model: it takes part in the backward")
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is the model."""
+        return model is self._model
+
+    def gather(self, what: str) -> dict[str, torch.Tensor] | None:
+        """What the model holds now: all workers of the group call this, at the same point of the training.
+
+        Args:
+            what: in words, what they do.
+
+        Returns:
+            On worker 0 of the group parameters and buffers, whole, by their first names: contiguous, in one nameless
+            file of the workspace, since there may be no room for them in memory. None on the others.
+
+        Raises:
+            ConfigError: another worker of the group goes on without it; the workspace has no room.
+        """
+        parts, division = self.parts, self._localised.division
+        held = entries(division.parameters, parts.tensors) + entries(division.buffers, parts.buffer_tensors)
+        if self._here.me.index:
+            give(self._forward.meeting, held, what)
+            return None
+        wholes = (*division.parameters, *division.buffers)
+        likes = [torch.empty(whole.shape, dtype=whole.tensor.dtype, device="meta") for whole in wholes]
+        found = dict(zip((whole.names[0] for whole in wholes), in_one_file(likes, self._here.workspace), strict=True))
+        gather(self._forward.meeting, held, lambda entry: entry.share.of(found[entry.whole.names[0]]), what)
+        return found
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """All names of what `gather` returns under the first."""
+        division = self._localised.division
+        return {whole.names[0]: whole.names for whole in (*division.parameters, *division.buffers)}
 
     def whole(self, worker: Worker) -> ModelParts:
         """Worker (0,0), at the end: take the job's result; the model is whole again.
@@ -193,138 +231,8 @@ class Split:
         for hook in self._hooks:
             hook.remove()
         del self._model.forward
+        self.over = True
         return describe_model(self._model)
-
-
-class Forward:
-    """What stands in the place of `model.forward`. Graphs are cut when they are first needed: one for each kind of
-    arguments (dtypes, sizes apart from the samples, what is no tensor), and for each mode if the model looks at it."""
-
-    def __init__(
-        self, model: nn.Module, job: Job, captured: Captured, found: Mapping[str, Assignment], workers: int
-    ) -> None:
-        self._model, self._job = model, job
-        self._captured, self._found, self._workers = captured, found, workers
-        self._runners: dict[object, Runner] = {}
-        self._passage: Passage | None = None
-        self._weight: Callable[[], float] = lambda: 1.0
-        self._last: Runner | None = None
-        self.open = False  # a forward has been made whose backward has not begun
-        self.inside = False
-
-    def start(self, worker: Worker, passage: Passage) -> None:
-        """There is somebody to talk to."""
-        self._passage, self._weight = passage, worker.weight
-        self._meeting = _JobMeeting(passage, worker, self._begun)
-        worker.counts = self._counts
-        worker.before_commit.append(self._step)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """This worker's part; the output for its samples."""
-        if self._passage is None:
-            raise ConfigError("model", None, "is split: it can be called once tt.prepare has returned")
-        self.inside = True
-        try:
-            self._last = runner = self._runner(self._passage, args, kwargs)
-            self.open = torch.is_grad_enabled()
-            return runner(*args, **kwargs)
-        finally:
-            self.inside = False
-
-    def _runner(self, passage: Passage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
-        samples = samples_of(args, kwargs)
-        training = self._model.training
-        key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
-        if key not in self._runners:
-            cut = program(
-                self._captured, self._found, self._model, args, kwargs, samples, self._workers, training=training
-            )
-            job = self._job
-            self._runners[key] = Runner(
-                cut,
-                self._model,
-                passage,
-                self._weight,
-                job.microbatches,
-                job.schedule.value,
-                self._meeting,
-                self._meeting.dice,
-            )
-        return self._runners[key]
-
-    def _counts(self) -> float:
-        return self._weight() if self._last is None else self._last.counts
-
-    def _begun(self) -> None:
-        self.open = False
-
-    def _step(self, step: int, end: StepEnd) -> None:
-        self.open = False
-        self._meeting.stepped()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise ConfigError("model", None, "is split over several workers and cannot be copied; at the end it is whole")
-
-    def __reduce__(self) -> NoReturn:
-        self.__deepcopy__(None)
-
-
-class _JobMeeting(Meeting):
-    """A meeting in a job: the worker hears of each backward, and all draw masks with the dice of worker 0.
-
-    A worker would not notice a backward that reaches none of its parameters. And the dice of the workers do not stay
-    alike: in a job one of them draws the order of the batches, as the only process of an ordinary script does.
-    """
-
-    def __init__(self, passage: Passage, worker: Worker, begins: Callable[[], None]) -> None:
-        super().__init__(passage)
-        self._begins = begins
-        assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
-        self._path = worker.path
-        self.dice = torch.default_generator if passage.me == 0 else torch.Generator()
-
-    def begun(self) -> None:
-        """A backward begins here."""
-        super().begun()
-        self._begins()
-        self._path.begin()
-
-    def meet(self, mine: Hello) -> tuple[Hello, ...]:
-        """As `Meeting.meet`; the dice come before worker 0's hello, so that nobody has to wait for them."""
-        passage, key, draws = self.passage, Key(self.forwards, 0, _DICE, False), mine.chance != 0
-        for other in range(1, passage.size if draws and passage.me == 0 else 1):
-            passage.send(other, key, self.dice.get_state())
-        hellos = super().meet(replace(mine, chance=int(draws)))
-        if draws and passage.me != 0:
-            self.dice.set_state(passage.take(0, key)[0])
-        return hellos
-
-
-def samples_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The samples in a call's arguments: the length of the first tensor that has one.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for leaf in tree_leaves((args, dict(kwargs))):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    raise ConfigError("model(…)", None, "a split model needs a tensor whose first dimension counts the samples")
-
-
-def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: int) -> object:
-    """Calls of one kind have one graph."""
-    leaves, form = tree_flatten((args, dict(kwargs)))
-    return str(form), tuple(_kind(leaf, samples) for leaf in leaves)
-
-
-def _kind(leaf: Any, samples: int) -> object:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    sizes = list(leaf.shape)
-    if samples in sizes:
-        sizes[sizes.index(samples)] = -1
-    return leaf.dtype, tuple(sizes)
 
 
 class _Elsewhere:
@@ -340,9 +248,10 @@ class _Elsewhere:
 
 
 def _no_state(*_: Any) -> NoReturn:
-    accepted = "is in parts on several workers until the job ends: use tt.report(…) and final.safetensors"
+    accepted = "is in parts on several workers: call tt.state_dict(model) on all workers of the group"
     raise ConfigError("model.state_dict()", None, accepted)
 
 
 def _no_optimizer_state(*_: Any) -> NoReturn:
-    raise ConfigError("optimizer.state_dict()", None, "is not known of a split model yet")
+    accepted = "is of the parts of a split model, which no other optimizer has: it stays on the servers"
+    raise ConfigError("optimizer.state_dict()", None, accepted)

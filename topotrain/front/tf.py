@@ -23,8 +23,12 @@ from topotrain.front.placing import (
     RoundRobinStrategy,
     byte_size_load_fn,
 )
+from topotrain.front.residence import Residence
 from topotrain.front.serving import Terms, serve
+from topotrain.front.session import TrainOp, minimize
+from topotrain.front.sessiontask import Task
 from topotrain.job import Cluster, ConfigError, Job, Road
+from topotrain.rendezvous import StoreError
 from topotrain.rendezvous.secret import load_secret
 from topotrain.rendezvous.static import StaticStore
 from topotrain.topology import Address, Role, layout
@@ -36,9 +40,11 @@ __all__ = [
     "RoundRobinStrategy",
     "Server",
     "SyncReplicasOptimizer",
+    "TrainOp",
     "byte_size",
     "byte_size_load_fn",
     "device",
+    "minimize",
     "replica_device_setter",
 ]
 
@@ -61,6 +67,8 @@ class Server:
         job_name: "ps" or "worker".
         task_index: number of the task in its job.
         sync: workers take every step together; the same on all tasks. See `SyncReplicasOptimizer`.
+        session: the cluster is driven by clients (`tt.Session`): every task stays in `join`, for one session after the
+            other; the same on all tasks.
         workspace: where worker 0 writes the result; "": ./workspace/tensorflow.
         wait_s: seconds to wait for the other tasks before training starts.
 
@@ -75,12 +83,13 @@ class Server:
         task_index: int | None = None,
         *,
         sync: bool = False,
+        session: bool = False,
         workspace: str = "",
         wait_s: float = 600.0,
     ) -> None:
         self.cluster = ClusterSpec(server_or_cluster_def)
         self.job_name, self.task_index = str(job_name), 0 if task_index is None else task_index
-        self.sync = sync
+        self.sync, self.session = sync, session
         self._ps, workers = (_complete(self.cluster, name) for name in ("ps", "worker"))
         if sorted(self.cluster.jobs) != ["ps", "worker"]:
             raise ConfigError("cluster", self.cluster.as_dict(), 'must have the jobs "ps" and "worker", and no other')
@@ -88,8 +97,11 @@ class Server:
             raise ConfigError("job_name", job_name, 'must be "ps" or "worker"')
         if len(set(self._ps)) < len(self._ps):
             raise ConfigError("cluster['ps']", self._ps, "must be different addresses")
-        if not isinstance(sync, bool):
-            raise ConfigError("sync", sync, "must be True or False")
+        if session and len({*self._ps, *workers}) < len(self._ps) + len(workers):
+            raise ConfigError("cluster", self.cluster.as_dict(), "must have an address of its own for every task")
+        for name, value in (("sync", sync), ("session", session)):
+            if not isinstance(value, bool):
+                raise ConfigError(name, value, "must be True or False")
         if not isinstance(wait_s, int | float) or not wait_s > 0:
             raise ConfigError("wait_s", wait_s, "must be a number of seconds > 0")
         here = self._ps if job_name == "ps" else workers
@@ -100,7 +112,7 @@ class Server:
         how = "sync" if sync else "async"
         self._terms = Terms(f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task)
         self._placed = process.placed()
-        if job_name == "worker" and not self._placed:
+        if job_name == "worker" and not self._placed and not session:
             self._join()
 
     @property
@@ -116,17 +128,34 @@ class Server:
     def join(self) -> None:
         """On a "ps" task: serve until all workers have ended. On a "worker": end this worker's part.
 
+        With `session=True`: be there for clients, until the process is stopped.
+
         Raises:
+            ConfigError: nobody can be let in at this task's address.
             JobError: the job cannot go on.
             WireError: the port cannot be used, or another task refuses this one.
         """
         if self._placed:
             return
+        if self.session:
+            self._reside()
+            return
         if self.job_name == "worker":
+            here = process.current()
+            if here is not None and here.worker is None and here.tables is None:
+                accepted = "must be True on every task where a worker only joins, and waits for the session of a client"
+                raise ConfigError("session", False, accepted)
             leave()
             return
         me = Address(Role.SERVER, 0, self.task_index)
         serve(self._job, [me], StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
+
+    def _reside(self) -> None:
+        me = Task(self.job_name, self.task_index, self.address)
+        try:
+            Residence(self.cluster.as_dict(), me, load_secret(os.environ)).stay()
+        except StoreError as error:
+            raise ConfigError("cluster", self.address, f"cannot be served at: {error}") from None
 
     def _join(self) -> None:
         group, index = (0, self.task_index) if self.sync else (self.task_index, 0)

@@ -22,6 +22,7 @@ from topotrain.front.checkpoints import load_checkpoints
 from topotrain.front.context import Context
 from topotrain.front.evaluating import HeldOut, Loss, Measure, Objective, Result, Values, evaluate
 from topotrain.front.occasions import KINDS, Occasions
+from topotrain.front.splitting import is_split
 from topotrain.job import ConfigError, Job, Updater
 from topotrain.sampling import leading
 from topotrain.update import build, clip, follow_schedule
@@ -82,7 +83,7 @@ class Trainer:
             api.prepare(self.model, self.optimizer, self._train)
         here = process.current()
         job = self._job(here)
-        _check(job, self._loaders)
+        _check(job, self._loaders, here)
         main = here is None or here.is_main
         for found in load_checkpoints(self.model, job.checkpoint_path):
             if main:
@@ -95,7 +96,9 @@ class Trainer:
             if loader is not None
         }
         with ExitStack() as stack:
-            watch = Occasions(self.model, self._objective, job, here, held, stack) if main else None
+            split = is_split(here, self.model)
+            looks = main or (split and here is not None and here.me.group == 0)
+            watch = Occasions(self.model, self._objective, job, here, held, stack, split) if looks else None
             self.results = [] if watch is None else watch.results
             optimizer, loader = self._prepare(job, here)
             self._loop(job, here, optimizer, loader, watch)
@@ -128,7 +131,11 @@ class Trainer:
         if watch is not None:
             watch.begin()
         groups = 1 if here is None else here.place.topology.worker_groups
-        for step, batch in enumerate(_batches(loader, job.train_steps, groups), 1):
+        done = 0
+        if here is not None and here.continuing.steps:
+            done = here.continuing.steps
+            loader.skip_to(here.continuing.first)
+        for step, batch in enumerate(_batches(loader, job.train_steps, groups, done), done + 1):
             optimizer.zero_grad()
             loss = self._objective.loss(self.model, batch)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -155,11 +162,11 @@ class Trainer:
         api.report(**{called(name): partial(value, name) for name in self._objective.names})
 
 
-def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None]) -> None:
+def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Context | None) -> None:
     if job.train_steps == 0:
         raise ConfigError("train_steps", 0, "must be given, at least 1: a Trainer does so many steps")
-    if job.resume:
-        accepted = "must be false: continuing a job is not built yet; checkpoint_path gives parameters to start from"
+    if job.resume and here is None:
+        accepted = "needs a job (topotrain run): an ordinary process leaves no snapshots; see checkpoint_path"
         raise ConfigError("resume", True, accepted)
     for kind in KINDS:
         freq, steps = getattr(job, f"{kind}_freq"), getattr(job, f"{kind}_steps")
@@ -169,9 +176,9 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None]) -> None:
             raise ConfigError(f"{kind}_steps", 0, f"must be a number of batches with {kind}_freq, or -1: all")
 
 
-def _batches(loader: Any, steps: int, groups: int) -> Iterator[Any]:
-    """The batches of `steps` steps, epoch after epoch."""
-    done = empty = 0
+def _batches(loader: Any, steps: int, groups: int, done: int) -> Iterator[Any]:
+    """The batches of the steps up to number `steps`, epoch after epoch; the epoch of step `done` may be over."""
+    empty = -1 if done else 0
     while done < steps:
         before = done
         for batch in loader:

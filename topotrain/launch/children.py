@@ -1,6 +1,6 @@
 """A unit's side of its children: which there are, what each is given, and the descriptors that lead to it.
 
-Rule: here a child is only started and described; who listens to it, and when it must end, is decided in unit.py.
+Rule: here a child is only started and described; who listens to it, and when it must end, is decided in supervisor.py.
 """
 
 import contextlib
@@ -31,6 +31,14 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
+class Life:
+    """Which start of the whole job this is, from 0, and the manifest that it goes on from; "": the beginning."""
+
+    number: int = 0
+    resume: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Home:
     """What all children of a unit have in common.
 
@@ -44,6 +52,7 @@ class Home:
     sockets: str
     hosts: tuple[int, ...] = ()
     host: str = "127.0.0.1"
+    life: Life = Life()
 
     @property
     def logs(self) -> Path:
@@ -55,10 +64,12 @@ class Child:
     """A worker process, or the process of a unit's servers.
 
     `events` come over its control channel; `outputs`, by stream name, are the pipes of the main worker alone, whose
-    output the unit also writes to the log. The other children write to their log themselves.
+    output the unit also writes to the log. The other children write to their log themselves. `fds` are memfds that it
+    shares, which stay the unit's. `doomed`: it must end, since another one takes its place.
     """
 
     residents: tuple[Address, ...]
+    fds: tuple[int, ...]
     log: Path
     control: socket.socket
     events: Lines
@@ -67,6 +78,7 @@ class Child:
     pid: int = 0
     code: int | None = None
     failed: bool = False
+    doomed: bool = False
 
     @property
     def who(self) -> str:
@@ -103,18 +115,30 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
         yield (worker,), shared.get(worker, ())
 
 
-def start(
-    client: forkserver.Client, home: Home, calls: Calls, residents: tuple[Address, ...], fds: tuple[int, ...]
-) -> Child:
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A child to be made: who lives in it, the memfds that it gets, and the incarnation of its workers' group.
+
+    again: why there is a second one; "" for the first.
+    """
+
+    residents: tuple[Address, ...]
+    fds: tuple[int, ...]
+    incarnation: int = 0
+    again: str = ""
+
+
+def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> Child:
     """Ask the forkserver for one child. Raises OSError when the log cannot be written or the forkserver is gone."""
     home.logs.mkdir(parents=True, exist_ok=True)
     control, theirs = socket.socketpair()
     control.setblocking(False)
-    serving = residents[0].role is Role.SERVER
-    log = home.logs / _log_name(home.unit, residents[0])
-    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    child = Child(residents, log, control, Lines(control.fileno()))
-    if MAIN in residents:
+    first = birth.residents[0]
+    serving = first.role is Role.SERVER
+    log = home.logs / _log_name(home.unit, first)
+    log_fd = _open_log(log, home, birth)
+    child = Child(birth.residents, birth.fds, log, control, Lines(control.fileno()))
+    if MAIN in birth.residents:
         child.log_fd = log_fd
         given = [_pipe(child, stream) for stream in ("stdout", "stderr")]
     else:
@@ -124,11 +148,11 @@ def start(
             forkserver.Request(
                 who=child.who,
                 call=calls.server if serving else calls.worker,
-                spec=_spec(home, child, bool(fds)),
+                spec=_spec(home, child, birth.incarnation),
                 control=theirs.fileno(),
                 stdout=given[0],
                 stderr=given[-1],
-                fds=fds,
+                fds=birth.fds,
                 ignore_sigint=serving,
             )
         )
@@ -137,6 +161,16 @@ def start(
         for fd in given:
             os.close(fd)
     return child
+
+
+def _open_log(log: Path, home: Home, birth: Birth) -> int:
+    """The log of a job is one file per resident, however often its process was made; a line stands between two."""
+    again = birth.again or ("the whole job starts again" if home.life.number else "")
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC), 0o644)
+    if again:
+        with contextlib.suppress(OSError):
+            os.write(fd, f"--- {birth.residents[0]} starts again: {again} ---\n".encode())
+    return fd
 
 
 def _log_name(unit: int, first: Address) -> str:
@@ -151,7 +185,7 @@ def _pipe(child: Child, stream: str) -> int:
     return theirs
 
 
-def _spec(home: Home, child: Child, shared_memfd: bool) -> dict[str, Any]:
+def _spec(home: Home, child: Child, incarnation: int) -> dict[str, Any]:
     def pairs(role: Role) -> list[list[int]]:
         return [[a.group, a.index] for a in child.residents if a.role is role]
 
@@ -168,7 +202,8 @@ def _spec(home: Home, child: Child, shared_memfd: bool) -> dict[str, Any]:
         "host": home.host,
         "program": home.job.program,
         "args": list(home.job.args),
-        "incarnation": 0,
-        "shared_memfd": shared_memfd,
+        "incarnation": incarnation,
+        "resume": home.life.resume,
+        "shared_memfd": bool(child.fds),
         "log": str(child.log),
     }

@@ -39,6 +39,7 @@ class Listed:
 
     def __init__(self, root: Store, id: str, url: str) -> None:
         self.url, self.stopped = url, False
+        self._urls = [url]
         self._root, self._id = root, id
         self._registry = Registry(root)
         self._told, self._teller = socket.socketpair()
@@ -82,6 +83,11 @@ class Listed:
             if stop:
                 return
 
+    def again(self) -> None:
+        """The whole job starts again: its processes meet where nobody has left an address of a former one."""
+        self.url = with_job(self.url, f"{self._id}.{secrets.token_hex(4)}")
+        self._urls.append(self.url)
+
     def ended(self, outcome: Outcome) -> None:
         """Note how the job ended."""
         state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
@@ -96,7 +102,8 @@ class Listed:
             self._teller.close()
         self._thread.join(_LEAVE_S)
         with suppress(StoreError):
-            forget(within(self._root, f"jobs/{parse(self.url).job}"))
+            for url in self._urls:
+                forget(within(self._root, f"jobs/{parse(url).job}"))
         self._root.close()
 
 

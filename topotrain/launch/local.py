@@ -1,17 +1,26 @@
 """All units of a job on this machine.
 
-Rule: the launcher decides when a job is over, see running.py; `start` leaves no process behind.
+Rule: the launcher decides when a job is over, see running.py; `start` leaves no process behind. A job that starts again
+as a whole is one Run after the other, with one claim on the workspace and, if it lives, one forkserver.
 """
 
+import secrets
 import signal
+import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from topotrain.checkpoint import FOLDER, latest
 from topotrain.events import Notice
 from topotrain.job import Job
 from topotrain.launch import Launcher, OnEvent, Outcome, Place
-from topotrain.launch.children import Calls
-from topotrain.launch.listed import listed
-from topotrain.launch.running import Grounds, Run, signals
+from topotrain.launch.asked import signals
+from topotrain.launch.children import Calls, Life
+from topotrain.launch.kept import Kept
+from topotrain.launch.listed import Listed, listed
+from topotrain.launch.recovery import recovery
+from topotrain.launch.running import Grounds, Run
 from topotrain.launch.workspace import LOGS, PROCESSES_FILE, claimed, prepare
 from topotrain.topology import Topology
 
@@ -22,12 +31,13 @@ class LocalLauncher(Launcher):
 
     `calls` says what a child runs; only tests change it. `forkserver` is the socket of one that is running already and
     belongs to somebody else; without it the job has its own. `profile`: the step whose spans the processes leave in the
-    run directory, counted from 1; 0 for none.
+    run directory, counted from 1; 0 for none. `resume`: the snapshot that the job goes on from; "": the beginning.
     """
 
     calls: Calls = field(default_factory=Calls)
     forkserver: str = ""
     profile: int = 0
+    resume: str = ""
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
         """Run the whole job; no process of it is left on return.
@@ -36,20 +46,62 @@ class LocalLauncher(Launcher):
         and SIGHUP end the job in order, a second one at once. Raises ConfigError, before anything is started, for a
         workspace that is in use or cannot be written.
         """
+        began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
-            run_dir = workspace / "run"
-            grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, run_dir / "forkserver.log")
-            run = Run(job, topology, on_event, grounds, heard, self.forkserver, place)
-            try:
-                url, units = prepare(job, workspace, self.profile), topology.units
-                url = url if place is None else place.url
-                run.begin(self.calls, [Place(unit.rank, len(units), url, str(run_dir)) for unit in units])
-                outcome = run.watch()
-            finally:
-                run.destroy()
+            goes_on = recovery(job, topology, whole=True, began=began)
+            with closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
+                grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS)
+                life, former = Life(0, self.resume), _identity(workspace / FOLDER)
+                while True:
+                    run = Run(job, topology, on_event, grounds, heard, kept, mark, place, goes_on)
+                    outcome = self._live(run, life, job, workspace, place)
+                    if goes_on is None or not run.again or heard.came or (place is not None and place.over):
+                        break
+                    goes_on.renewed()
+                    life = self._next(life, workspace, former, on_event)
+                    if place is not None:
+                        place.again()
+            outcome = replace(outcome, seconds=time.monotonic() - began)
+            if heard.came:
+                outcome = replace(outcome, code=128 + heard.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)
                 if place.stopped:
                     on_event(Notice("launcher", "stopped by `topotrain jobs stop`"))
                     return replace(outcome, code=128 + signal.SIGINT, cause=None)
             return outcome
+
+    def _live(self, run: Run, life: Life, job: Job, workspace: Path, place: Listed | None) -> Outcome:
+        """One run from its first process to its last."""
+        try:
+            url = prepare(job, workspace, self.profile)
+            url, units = url if place is None else place.url, run.topology.units
+            run.begin(self.calls, [Place(u.rank, len(units), url, str(workspace / "run")) for u in units], life)
+            return run.watch()
+        finally:
+            run.destroy()
+
+    def _next(self, life: Life, workspace: Path, former: tuple[int, int] | None, on_event: OnEvent) -> Life:
+        """What the job goes on from when it starts again. Raises ConfigError for snapshots that are all damaged.
+
+        former: the folder of snapshots that was there before the job: of an earlier one, unless that is continued.
+        """
+
+        def tell(text: str) -> None:
+            on_event(Notice("launcher", text))
+
+        folder, resume = workspace / FOLDER, self.resume
+        if _identity(folder) != former or Path(resume).parent == folder:
+            found = latest(workspace, tell)
+            resume = resume if found is None else str(found.path)
+        tell(f"the whole job starts again from {resume or 'its beginning'}")
+        return Life(life.number + 1, resume)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """By which a folder is known, whatever its name; None for one that does not exist."""
+    try:
+        info = folder.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino

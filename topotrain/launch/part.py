@@ -5,6 +5,7 @@ Rule: every unit ends with the same code and the same cause. The folder of its r
 
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -17,11 +18,14 @@ from selectors import EVENT_READ, DefaultSelector
 from topotrain.events import Event, Notice
 from topotrain.job import ConfigError, Job
 from topotrain.launch import OnEvent, Outcome, Place
+from topotrain.launch.asked import Signals, signals
 from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
 from topotrain.launch.introduction import End, Hosts, Over, with_job
+from topotrain.launch.kept import Kept
 from topotrain.launch.meeting import Hall, Restarted, forget, outlast
-from topotrain.launch.running import DECIDE_S, Grounds, Run, Signals, signals
+from topotrain.launch.recovery import recovery
+from topotrain.launch.running import DECIDE_S, Grounds, Run
 from topotrain.launch.tables import DEFAULT_ID, Start
 from topotrain.launch.tool import Interrupted, interruptible
 from topotrain.launch.workspace import LOGS, claimed_by_unit, furnish
@@ -160,7 +164,8 @@ class Part:
             numbers, url = ",".join(map(str, hosts.numbers)), with_job(hosts.url or self.start.rendezvous, hall.run_id)
             place = Place(rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets))
             logs = workspace / LOGS
-            grounds = Grounds(workspace / f"processes-{rank}.json", logs, logs / f"forkserver-unit-{rank}.log")
+            grounds, mark = Grounds(workspace / f"processes-{rank}.json", logs), secrets.token_hex(16)
+            kept = Kept(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
 
             def hear(event: Event) -> None:
                 notes(event)
@@ -169,7 +174,9 @@ class Part:
             if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
                 hear(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
-            run = Run(job, here, hear, grounds, heard, self.forkserver, company)
+            # Who starts the units again as a whole, if anybody, is not one of them.
+            goes_on = recovery(job, here, whole=False, began=began)
+            run = Run(job, here, hear, grounds, heard, kept, mark, company, goes_on)
             try:
                 run.begin(self.calls, [place])
                 outcome = run.watch()

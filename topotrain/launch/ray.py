@@ -29,7 +29,7 @@ from topotrain.launch.submission import RENDEZVOUS_VARIABLE, Ended, Submission, 
 from topotrain.topology import Topology
 
 if TYPE_CHECKING:
-    from topotrain.launch.running import Signals
+    from topotrain.launch.asked import Signals
 
 INSTALL = "pip install 'topotrain[ray]'"
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -103,7 +103,7 @@ def start(submission: Submission) -> Ended:
     """Run all units to their end, as often as they may start. Raises ConfigError where there is no Ray."""
     asked = ask(submission.topology, submission.options.extra)
     bundles(submission, asked)
-    from topotrain.launch.running import signals
+    from topotrain.launch.asked import signals
 
     with _connected(asked.address) as ray:
         submission.write()

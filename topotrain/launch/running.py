@@ -3,41 +3,37 @@
 Rule: the first failure starts a short wait for its cause (who loses a peer is heard before the peer's end is), then
 everything is asked to end, then made to. Where other units run elsewhere, what ends the job is agreed upon with them
 first (`Company`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the units
-and the forkserver find the end of their stdin.
+and the forkserver find the end of their stdin. Where a job goes on when processes die, `Recovery` hears everything
+first, and what it says is done: a group starts again, or this run ends so that another one follows.
 """
 
 import contextlib
 import os
-import secrets
 import selectors
-import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from topotrain.events import Event, Exited, Failed, Started, from_json
+from topotrain.events import Event, Exited, Failed, Lost, Started, from_json
 from topotrain.job import Job
 from topotrain.launch import (
     RUN_VARIABLE,
-    TABLE,
     OnEvent,
     Outcome,
     Place,
-    arguments,
     choose_cause,
     exit_code,
-    forkserver,
 )
-from topotrain.launch.children import MAIN, Calls
-from topotrain.launch.lines import Lines, ending, log_tail
-from topotrain.launch.sweep import sweep
-from topotrain.launch.unit import GRACE_S
+from topotrain.launch.asked import Signals
+from topotrain.launch.begun import BegunUnit, begin
+from topotrain.launch.children import MAIN, Calls, Life
+from topotrain.launch.kept import Kept
+from topotrain.launch.lines import ending, log_tail
+from topotrain.launch.recovery import GiveUp, Recovery, Regroup, Renew, Word
+from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.workspace import Processes
 from topotrain.topology import Topology
 
@@ -49,7 +45,6 @@ SERVERS_S = 20.0
 """How long servers may take to end after the last worker."""
 DECIDE_S = 15.0
 """How long the company may take to agree on a cause before this machine's units end without it."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Company(Protocol):
@@ -79,32 +74,6 @@ class Grounds:
 
     processes: Path
     logs: Path
-    forkserver_log: Path
-
-
-@dataclass(slots=True)
-class _Unit:
-    rank: int
-    process: "subprocess.Popen[bytes]"
-    lines: Lines
-    log: Path
-
-    @property
-    def who(self) -> str:
-        return f"unit {self.rank}"
-
-    def ask_to_stop(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            os.write(self.process.stdin.fileno(), b'{"command": "stop"}\n')
-
-
-@dataclass(slots=True)
-class Signals:
-    """Which of the signals that end a job came, and a socket that becomes readable when one does."""
-
-    came: list[int]
-    woken: socket.socket
 
 
 class Run:
@@ -115,8 +84,10 @@ class Run:
         on_event: hears every event, on the caller's thread.
         grounds: see there.
         signals: as `signals` gives them.
-        served_at: the socket of a forkserver that is running already; "": the run has its own.
+        kept: the forkserver.
+        mark: the run's, see RUN_VARIABLE.
         company: the units that run elsewhere, if there are any.
+        recovery: decides what starts again; None where a death ends the job.
     """
 
     def __init__(
@@ -126,22 +97,23 @@ class Run:
         on_event: OnEvent,
         grounds: Grounds,
         signals: Signals,
-        served_at: str,
+        kept: Kept,
+        mark: str,
         company: Company | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
-        self._served_at = served_at
         self._job = job
-        self._topology = topology
+        self.topology = topology
         self._on_event = on_event
         self._grounds = grounds
         self._signals = signals
+        self._kept = kept
+        self._mark = mark
         self._company = company
+        self._recovery = recovery
         self._began = time.monotonic()
-        self._mark = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self._processes = Processes(topology, grounds.processes, own_forkserver=not served_at)
-        self._forkserver: forkserver.Running | None = None
-        self._units: list[_Unit] = []
+        self._units: list[BegunUnit] = []
         self._pidfds: list[int] = []
         self._failures: list[Failed] = []
         self._exits: dict[str, int] = {}
@@ -149,45 +121,31 @@ class Run:
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
+        self._released = False
+        self.again = False
+        """The job is not over: it is to start again as a whole."""
 
-    def begin(self, calls: Calls, places: Sequence[Place]) -> None:
+    def begin(self, calls: Calls, places: Sequence[Place], life: Life = Life()) -> None:  # noqa: B008
         """Start the units at `places`."""
         environ = {**os.environ, RUN_VARIABLE: self._mark}
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
         if self._company is not None:
             self._selector.register(self._company.fileno(), selectors.EVENT_READ, self._decided)
-        served_at = self._served_at or self._serve(calls, environ)
+        served_at = self._kept.up(calls.preload, environ, again=life.number > 0)
+        self._processes = Processes(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
+        served = self._kept.process
+        if served is not None:
+            self._watch_process(served, lambda: self._forkserver_ended(served))
+            self._processes(Started("forkserver", served.pid))
         for place in places:
-            self._start_unit(replace(place, forkserver=served_at), calls, environ)
+            self._start_unit(replace(place, forkserver=served_at), calls, life, environ)
 
-    def _serve(self, calls: Calls, environ: dict[str, str]) -> str:
-        """Start the run's own forkserver; returns its socket."""
-        log = self._grounds.forkserver_log
-        self._forkserver = served = forkserver.start(log, calls.preload, environ)
-        self._watch_process(served.process, lambda: self._forkserver_ended(log))
-        self._processes(Started("forkserver", served.process.pid))
-        return served.path
-
-    def _start_unit(self, place: Place, calls: Calls, environ: dict[str, str]) -> None:
-        option, variable = TABLE["rendezvous"]
-        words = arguments(place)
-        if "@" in place.rendezvous:  # everybody on this machine can read a command line, and a URL may have a password
-            at = words.index(option)
-            del words[at : at + 2]
-            environ = {**environ, variable: place.rendezvous}
-        command = [sys.executable, "-m", "topotrain.launch.unit", *words]
-        command += ["--worker-call", calls.worker, "--server-call", calls.server]
-        log = self._grounds.logs / f"unit-{place.rank}.log"
-        with open(log, "wb") as errors:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-            process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)
-        assert process.stdout is not None
-        unit = _Unit(place.rank, process, Lines(process.stdout.fileno()), log)
+    def _start_unit(self, place: Place, calls: Calls, life: Life, environ: dict[str, str]) -> None:
+        unit = begin(place, calls, life, environ, self._grounds.logs / f"unit-{place.rank}.log")
         self._units.append(unit)
-        os.set_blocking(unit.lines.fd, False)
         self._selector.register(unit.lines.fd, selectors.EVENT_READ, lambda: self._heard(unit))
-        self._watch_process(process, lambda: self._unit_ended(unit))
-        self._tell(Started(unit.who, process.pid))
+        self._watch_process(unit.process, lambda: self._unit_ended(unit))
+        self._tell(Started(unit.who, unit.process.pid))
 
     def _watch_process(self, process: "subprocess.Popen[bytes]", ended: Callable[[], None]) -> None:
         pidfd = os.pidfd_open(process.pid)
@@ -203,16 +161,18 @@ class Run:
     def watch(self) -> Outcome:
         """Until every unit has ended."""
         while any(unit.process.returncode is None for unit in self._units):
-            wait_s = self._job.cluster.poll_time / 1000
-            if self._alarm is not None:
-                wait_s = max(0.0, min(wait_s, self._alarm[0] - time.monotonic()))
-            for key, _ in self._selector.select(wait_s):
+            due = [self._alarm[0]] if self._alarm is not None else []
+            due += [self._recovery.due] if self._recovery is not None and self._recovery.due is not None else []
+            wait_s = min([self._job.cluster.poll_time / 1000, *(at - time.monotonic() for at in due)])
+            for key, _ in self._selector.select(max(0.0, wait_s)):
                 if key.fd in self._selector.get_map():
                     key.data()
             if self._alarm is not None and time.monotonic() >= self._alarm[0]:
                 _, do = self._alarm
                 self._alarm = None
                 do()
+            if self._recovery is not None and not self._stopping:
+                self._obey(self._recovery.turn(time.monotonic()))
             self._processes.save()
         return self._outcome()
 
@@ -227,13 +187,54 @@ class Run:
 
     # Hearing
 
-    def _heard(self, unit: _Unit) -> None:
+    def _heard(self, unit: BegunUnit) -> None:
         for line in unit.lines.read() or []:
             self._tell(from_json(line.decode()))
         if not unit.lines.open:
             self._selector.unregister(unit.lines.fd)
 
     def _tell(self, event: Event) -> None:
+        if self._recovery is None or self._stopping:
+            self._pass_on(event)
+        else:
+            self._obey(self._recovery.heard(event, time.monotonic()))
+
+    def _obey(self, words: Sequence[Word]) -> None:
+        """Do what the recovery says."""
+        for word in words:
+            match word:
+                case Regroup():
+                    self._regroup(word)
+                case Renew():
+                    self._renew()
+                case GiveUp(failures=failures):
+                    for failed in failures:
+                        self._on_event(failed)
+                    self._failures += failures
+                    self._decide()
+                case event:
+                    self._pass_on(event)
+        if self._recovery is not None and self._recovery.complete and not self._released:
+            self._released = True
+            for unit in self._units:
+                unit.command("end")
+
+    def _regroup(self, word: Regroup) -> None:
+        ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
+        for unit in self._units:
+            if unit.rank in ranks:
+                unit.command("restart", group=word.group, incarnation=word.incarnation, why=word.why)
+
+    def _renew(self) -> None:
+        """End everything at once; who called `watch` starts the job again."""
+        self.again = self._stopping = True
+        self._alarm = (time.monotonic() + END_S, self._kill)
+        for unit in self._units:
+            unit.command("kill")
+
+    def _pass_on(self, event: Event) -> None:
+        if self.again and isinstance(event, Failed | Lost):  # they follow from what is known
+            return
         self._processes(event)
         self._on_event(event)
         match event:
@@ -241,6 +242,7 @@ class Run:
                 self._failed(event)
             case Started(who=who, pid=pid):
                 self._pids[who] = pid
+                self._exits.pop(who, None)
             case Exited(who=who, code=code):
                 self._exits[who] = code
                 if self._company is None and not self._stopping and self._workers <= self._exits.keys():
@@ -248,7 +250,7 @@ class Run:
             case _:
                 pass
 
-    def _unit_ended(self, unit: _Unit) -> None:
+    def _unit_ended(self, unit: BegunUnit) -> None:
         for line in unit.lines.drain():
             with contextlib.suppress(ValueError):  # a killed unit may leave half a line
                 self._tell(from_json(line.decode()))
@@ -260,13 +262,11 @@ class Run:
             text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}"
             self._tell(Failed(unit.who, "died", text, log_tail(unit.log)))
 
-    def _forkserver_ended(self, log: Path) -> None:
-        assert self._forkserver is not None
-        process = self._forkserver.process
+    def _forkserver_ended(self, process: "subprocess.Popen[bytes]") -> None:
         self._processes(Exited("forkserver", process.pid, process.returncode))
         if not self._stopping:
             text = f"forkserver (pid {process.pid}) {ending(process.returncode)}"
-            self._tell(Failed("forkserver", "died", text, log_tail(log)))
+            self._tell(Failed("forkserver", "died", text, log_tail(self._kept.log)))
 
     # Ending
 
@@ -295,9 +295,11 @@ class Run:
         self._stop()
 
     def _servers_stayed(self) -> None:
+        if not self._workers <= self._exits.keys():  # a worker has started again meanwhile
+            return
         stayed = ", ".join(who for who in self._pids if who.startswith("server") and who not in self._exits)
         text = f"{stayed or 'a unit'} did not end within {SERVERS_S:g} s after the last worker"
-        self._tell(Failed("launcher", "internal", text, ""))
+        self._pass_on(Failed("launcher", "internal", text, ""))
         self._stop()
 
     def _signalled(self) -> None:
@@ -315,49 +317,26 @@ class Run:
         self._stopping = True
         self._alarm = (time.monotonic() + END_S, self._kill)
         for unit in self._units:
-            unit.ask_to_stop()
+            unit.command("stop")
 
     def _kill(self) -> None:
         for unit in self._units:
             unit.process.kill()
 
     def destroy(self) -> None:
-        """End whatever is left; a second time finds nothing."""
+        """End whatever is left, but for a forkserver that is needed again; a second time finds nothing."""
         self._stopping = True
         self._kill()
         for unit in self._units:
-            unit.process.wait()
-            for pipe in (unit.process.stdin, unit.process.stdout):
-                assert pipe is not None
-                pipe.close()
-        if self._forkserver is not None:
-            code = self._forkserver.close()
-            self._processes(Exited("forkserver", self._forkserver.process.pid, code))
+            unit.close()
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._pidfds.clear()
         self._selector.close()
-        sweep(self._mark)
-
-
-@contextlib.contextmanager
-def signals() -> Iterator[Signals]:
-    """Take over the signals that end a job, those that are not ignored, on the main thread alone."""
-    woken, waker = socket.socketpair()
-    came: list[int] = []
-    with woken, waker:
-        waker.setblocking(False)
-        if threading.current_thread() is not threading.main_thread():
-            yield Signals(came, woken)
+        if self.again:
+            self._kept.sweep()
             return
-        former = {number: signal.getsignal(number) for number in _SIGNALS}
-        taken = {number: handler for number, handler in former.items() if handler is not signal.SIG_IGN}
-        former_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        try:
-            for number in taken:
-                signal.signal(number, lambda number, _: came.append(number))
-            yield Signals(came, woken)
-        finally:
-            for number, handler in taken.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(former_fd)
+        served = self._kept.process
+        code = self._kept.close()
+        if served is not None and code is not None:
+            self._processes(Exited("forkserver", served.pid, code))

@@ -4,6 +4,7 @@ import os
 import selectors
 import signal
 import time
+from collections.abc import Set
 from pathlib import Path
 
 from topotrain.launch import RUN_VARIABLE
@@ -24,10 +25,13 @@ def _is_marked(pid: int, mark: str) -> bool:
     return f"{RUN_VARIABLE}={mark}".encode() in environ.split(b"\0")
 
 
-def sweep(mark: str) -> None:
-    """Kill what carries the mark: whatever a program started and left behind, in a process group of its own."""
+def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
+    """Kill what carries the mark: whatever a program started and left behind, in a process group of its own.
+
+    spared: processes that stay.
+    """
     deadline = time.monotonic() + SWEEP_S
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (left := set(marked(mark)) - spared) and time.monotonic() < deadline:
         for pid in left:
             _kill_marked(pid, mark)
 

@@ -1,278 +1,24 @@
-"""One process unit: a supervisor without torch that starts its workers and its server process, and speaks for them.
-
-Rule: one thread, one loop. Events of the children go up as JSON lines on stdout, commands come down on stdin, and the
-end of stdin means that the launcher died: then everything here dies too. A child never outlives its unit, because the
-forkserver kills the children of a closed connection and each child watches its own channel.
-"""
+"""What runs as one process unit: it reads its place and its job, and supervises its processes (supervisor.py)."""
 
 import argparse
 import contextlib
-import json
 import os
-import selectors
-import signal
-import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from topotrain import textproto
-from topotrain.events import Event, Exited, Failed, Notice, Output, Started, StepDone, from_json, to_json
+from topotrain.events import Failed, to_json
 from topotrain.job import ConfigError
-from topotrain.launch import Place, add_arguments, children, forkserver
-from topotrain.launch.children import Calls, Child, Home
-from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
+from topotrain.launch import Place, add_arguments, forkserver
+from topotrain.launch.children import Calls, Home, Life
+from topotrain.launch.supervisor import Unit
 from topotrain.launch.workspace import JOB_FILE
-from topotrain.topology import Topology, layout
+from topotrain.topology import layout
 
-GRACE_S = 1.5
-"""From SIGTERM to SIGKILL."""
-GIVE_UP_S = 1.0
-"""From SIGKILL until we leave without having seen the end; closing the connection kills once more."""
-_BACKLOG_BYTES = 8 << 20
-_STDIN, _STDOUT = 0, 1
-
-
-class Stage(Enum):
-    """How far the ending of a unit has come."""
-
-    RUNNING = 0
-    ASKED = 1
-    KILLED = 2
-    LEFT = 3
-
-
-class Unit:
-    """The supervisor of the unit that `home` names. `run` returns 0 when every child ended with 0, else 1."""
-
-    def __init__(self, home: Home, topology: Topology, client: forkserver.Client, owns_forkserver: bool) -> None:
-        self._home = home
-        self._topology = topology
-        self._client = client
-        self._owns_forkserver = owns_forkserver
-        self._poll_s = home.job.cluster.poll_time / 1000
-        self._selector = selectors.DefaultSelector()
-        self._children: list[Child] = []
-        self._commands = Lines(_STDIN)
-        self._outbox = Outbox(_STDOUT)
-        self._stage = Stage.RUNNING
-        self._deadline: float | None = None
-
-    def run(self, calls: Calls) -> int:
-        os.set_blocking(_STDIN, False)
-        os.set_blocking(_STDOUT, False)
-        self._on_readable(_STDIN, self._commanded)
-        self._on_readable(self._client.fileno(), self._answered)
-        with _stop_signals() as woken:
-            self._on_readable(woken.fileno(), lambda: self._woken(woken))
-            for residents, fds in children.members(self._topology, self._home.unit):
-                child = children.start(self._client, self._home, calls, residents, fds)
-                self._children.append(child)
-                self._listen(child)
-            while self._living() and self._stage is not Stage.LEFT:
-                self._turn()
-            self._flush(time.monotonic() + GIVE_UP_S)
-        return int(any(child.code != 0 for child in self._children))
-
-    # The loop
-
-    def _turn(self) -> None:
-        wait_s = self._poll_s
-        if self._deadline is not None:
-            wait_s = max(0.0, min(wait_s, self._deadline - time.monotonic()))
-        for key, _ in self._selector.select(wait_s):
-            if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
-                key.data()
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._insist()
-
-    def _on_readable(self, fd: int, do: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, do)
-
-    def _ignore(self, fd: int) -> None:
-        if fd in self._selector.get_map():
-            self._selector.unregister(fd)
-
-    def _woken(self, woken: socket.socket) -> None:
-        woken.recv(64)
-        self._stop()
-
-    def _commanded(self) -> None:
-        for line in self._commands.read() or []:
-            if json.loads(line).get("command") == "stop":
-                self._stop()
-        if not self._commands.open:
-            self._vanish()
-
-    def _answered(self) -> None:
-        answers = self._client.receive()
-        if answers is None:
-            self._orphaned()
-            return
-        for answer in answers:
-            self._answer(answer)
-
-    def _answer(self, answer: Mapping[str, Any]) -> None:
-        if "exit" in answer:
-            self._ended(next(c for c in self._children if c.pid == answer["pid"]), answer["exit"])
-            return
-        child = next(c for c in self._children if c.who == answer["who"])
-        if "error" in answer:
-            self._fail(child, f"{child.who} could not be started: {answer['error']}")
-            self._end(child, 1)
-            return
-        child.pid = answer["pid"]
-        for resident in child.residents:
-            self._tell(Started(str(resident), child.pid))
-        if self._stage is not Stage.RUNNING:  # asked to stop before it was born
-            self._signal(child, signal.SIGTERM)
-
-    # Listening to a child
-
-    def _listen(self, child: Child) -> None:
-        self._on_readable(child.events.fd, lambda: self._heard(child, "", child.events))
-        for stream, lines in child.outputs.items():
-            self._on_readable(lines.fd, lambda s=stream, o=lines: self._heard(child, s, o))  # type: ignore[misc]
-
-    def _heard(self, child: Child, stream: str, source: Lines | Raw) -> None:
-        for line in source.read() or []:
-            self._take(child, stream, line)
-        if not source.open:
-            self._ignore(source.fd)
-
-    def _take(self, child: Child, stream: str, line: bytes) -> None:
-        if stream:
-            child.write_log(line)
-            text = child.outputs[stream].text(line)
-            if text:
-                self._tell(Output(child.who, stream, text))
-            return
-        try:
-            event = from_json(line.decode())
-        except ValueError as error:
-            self._tell(Notice(child.who, f"an event that cannot be read: {error}"))
-            return
-        child.failed |= isinstance(event, Failed)
-        self._tell(event)
-
-    def _ended(self, child: Child, code: int) -> None:
-        """The process is gone: hear what it still said, then tell its end."""
-        heard: list[tuple[str, Lines | Raw]] = [*child.outputs.items(), ("", child.events)]
-        for stream, source in heard:
-            for line in source.drain():
-                self._take(child, stream, line)
-        if code and not child.failed and self._stage is Stage.RUNNING:
-            self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}")
-        self._end(child, code)
-
-    def _fail(self, child: Child, text: str) -> None:
-        self._tell(Failed(child.who, "died", text, log_tail(child.log)))
-
-    def _end(self, child: Child, code: int) -> None:
-        child.code = code
-        for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):
-            self._ignore(fd)
-        child.close()
-        for resident in child.residents:
-            self._tell(Exited(str(resident), child.pid, code))
-
-    # Ending
-
-    def _living(self) -> list[Child]:
-        return [child for child in self._children if child.code is None]
-
-    def _stop(self) -> None:
-        """Ask the children to end; a second time changes nothing."""
-        if self._stage is not Stage.RUNNING:
-            return
-        self._enter(Stage.ASKED, GRACE_S)
-        for child in self._living():
-            with contextlib.suppress(OSError):
-                child.control.send(b'{"command": "stop"}\n')
-            self._signal(child, signal.SIGTERM)
-        if not any(child.pid for child in self._living()):  # nobody is born yet: the closed connection forbids it
-            self._enter(Stage.LEFT, 0)
-
-    def _insist(self) -> None:
-        """The time of a stage is up."""
-        if self._stage is not Stage.ASKED:
-            self._enter(Stage.LEFT, 0)
-            return
-        self._enter(Stage.KILLED, GIVE_UP_S)
-        for child in self._living():
-            self._signal(child, signal.SIGKILL, group=True)
-
-    def _enter(self, stage: Stage, patience_s: float) -> None:
-        self._stage = stage
-        self._deadline = time.monotonic() + patience_s
-
-    def _signal(self, child: Child, number: int, group: bool = False) -> None:
-        if child.pid:
-            with contextlib.suppress(OSError):  # a forkserver that is gone is noticed by its end of file
-                self._client.signal(child.pid, number, group)
-
-    def _vanish(self) -> None:
-        """The launcher died, so nobody is left to work for."""
-        self._enter(Stage.LEFT, 0)
-        self._kill_groups()
-
-    def _orphaned(self) -> None:
-        """The forkserver died, and its children with it; what they had started may not know yet."""
-        self._ignore(self._client.fileno())
-        self._kill_groups()
-        if self._stage is Stage.RUNNING:
-            who = f"unit {self._home.unit}"
-            # Of a forkserver that serves the whole host the launcher tells the end itself: it knows what killed it.
-            kind = "died" if self._owns_forkserver else "peer"
-            self._tell(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
-        self._enter(Stage.KILLED, GIVE_UP_S)
-        for child in self._living():
-            self._ended(child, -signal.SIGKILL)
-
-    def _kill_groups(self) -> None:
-        """Without the forkserver: only for the moment after somebody's death, when no pid can be somebody else's."""
-        for child in self._living():
-            if child.pid:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
-
-    # Telling the launcher
-
-    def _tell(self, event: Event) -> None:
-        """Queue an event. With a launcher that does not read, what repeats or is in a log file anyway is left out."""
-        if len(self._outbox.waiting) > _BACKLOG_BYTES and isinstance(event, StepDone | Output):
-            return
-        self._outbox.put(to_json(event).encode())
-        if self._outbox.waiting and _STDOUT not in self._selector.get_map():
-            self._selector.register(_STDOUT, selectors.EVENT_WRITE, self._write)
-
-    def _write(self) -> None:
-        self._outbox.write()
-        if not self._outbox.waiting:
-            self._ignore(_STDOUT)
-
-    def _flush(self, until: float) -> None:
-        while self._outbox.waiting and time.monotonic() < until:
-            self._selector.select(self._poll_s)
-            self._outbox.write()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[socket.socket]:
-    """A socket that becomes readable at SIGTERM and SIGINT."""
-    woken, waker = socket.socketpair()
-    with woken, waker:
-        waker.setblocking(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(waker.fileno())
-        yield woken
-        signal.set_wakeup_fd(-1)
+_STDOUT = 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -283,10 +29,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--worker-call", default=defaults.worker)
     parser.add_argument("--server-call", default=defaults.server)
     parser.add_argument("--preload", nargs="*", default=defaults.preload)
+    parser.add_argument("--life", type=int, default=0)
+    parser.add_argument("--resume", default="")
     given = parser.parse_args(arguments)
     place = Place(**{f.name: getattr(given, f.name) for f in fields(Place)})
     try:
-        return supervise(place, Calls(given.worker_call, given.server_call, tuple(given.preload)))
+        calls = Calls(given.worker_call, given.server_call, tuple(given.preload))
+        return supervise(place, calls, Life(given.life, given.resume))
     except (ConfigError, OSError) as error:
         wrong = isinstance(error, ConfigError)
         failed = Failed(f"unit {place.rank}", "config" if wrong else "internal", str(error), traceback.format_exc())
@@ -295,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if wrong else 1
 
 
-def supervise(place: Place, calls: Calls) -> int:
+def supervise(place: Place, calls: Calls, life: Life) -> int:
     """Read the job, then start and watch the unit at `place`; returns its exit code. Raises ConfigError, OSError."""
     run_dir = Path(place.run_dir)
     job = textproto.load(run_dir / JOB_FILE)
@@ -312,10 +61,10 @@ def supervise(place: Place, calls: Calls) -> int:
             stack.callback(own.close)
             path = own.path
         sockets = place.sockets or os.path.dirname(path)
-        home = Home(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host)
+        home = Home(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
         client = forkserver.Client(path)
         stack.callback(client.close)
-        return Unit(home, topology, client, owns_forkserver=not place.forkserver).run(calls)
+        return Unit(home, topology, calls, client, owns_forkserver=not place.forkserver).run()
 
 
 if __name__ == "__main__":

@@ -129,6 +129,11 @@ class Entry:
     address: list[str] = field(default_factory=list)
     exit: int | None = None
 
+    def born(self, pid: int) -> None:
+        """The process is there; one that was there before it is forgotten."""
+        if self.pid != pid:
+            self.pid, self.address, self.exit = pid, [], None
+
 
 class Processes:
     """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes.
@@ -154,9 +159,9 @@ class Processes:
         if entry is None:
             return
         if isinstance(event, Started):
-            entry.pid = event.pid
+            entry.born(event.pid)
         elif isinstance(event, Serving):
-            entry.pid = event.pid
+            entry.born(event.pid)
             entry.address += [url for url in event.urls if url not in entry.address]
         elif isinstance(event, Exited):
             entry.exit = event.code

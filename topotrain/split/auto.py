@@ -35,7 +35,8 @@ UNEVEN = 1.25
 class Chosen:
     """A placement. `locations`: module -> worker; those of the user's among them. Seconds are estimates per step.
 
-    alone: seconds of one worker that does everything. memory: bytes per worker.
+    alone: seconds of one worker that does everything. memory: bytes per worker. tight: why the quickest was not
+    taken, "" if it was.
     """
 
     locations: Mapping[str, int]
@@ -46,6 +47,7 @@ class Chosen:
     memory: tuple[int, ...]
     shares: tuple[float, ...]
     order: tuple[str, ...]
+    tight: str = ""
 
     def explain(self) -> str:
         """What was chosen and why, in a few lines."""
@@ -58,6 +60,8 @@ class Chosen:
         for worker, (size, share) in enumerate(zip(self.memory, self.shares, strict=True)):
             mine = [name for name in self.order if self.locations[name] == worker]
             lines.append(f"  worker {worker}: {_few(mine)}; {size / 1e6:,.2f} MB, {share:.0%} of the work")
+        if self.tight:
+            lines.append(f"  chosen because it fits: {self.tight}")
         lines.append(
             f"  about {1000 * self.seconds:.3g} ms per step by estimate, {1000 * self.alone:.3g} ms on one worker alone"
         )
@@ -128,7 +132,8 @@ def _no_room(work: Work, workers: int, limits: Sequence[int]) -> ConfigError:
     words = (
         f"no cut fits: all modules need {need / 1e6:,.1f} MB, {workers} workers may hold "
         f"{sum(limits) / 1e6:,.1f} MB together and {min(limits) / 1e6:,.1f} MB at least each; the largest is "
-        f"{largest.name} with {largest.memory / 1e6:,.1f} MB. More workers, a smaller batch or other locations may help"
+        f"{largest.name} with {largest.memory / 1e6:,.1f} MB. More workers, a smaller batch, "
+        f"microbatches with schedule: k1F1B, or other locations would help"
     )
     return ConfigError("placement", "kAuto", words)
 

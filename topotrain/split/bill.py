@@ -110,10 +110,10 @@ def bill(
         done = rehearse(program, model, division, worker, samples, examples)
         held = [_held(whole, worker) for whole in division.parameters]
         trained = [_held(whole, worker) for whole in division.parameters if whole.tensor.requires_grad]
-        others = [_held(whole, worker) for whole in (*division.buffers, *division.passing)]
+        others = buffer_bytes(division, worker)
         flops = [(cost.flops, cost.backward_flops) for cost in done.costs.values()]
         both = (sum(forward for forward, _ in flops), sum(back for _, back in flops))
-        workers.append(WorkerBill(worker, sum(held), sum(trained), sum(others), done.kept, done.peak, both))
+        workers.append(WorkerBill(worker, sum(held), sum(trained), others, done.kept, done.peak, both))
         steps.append(MappingProxyType(done.costs))
     return Bill(program, tuple(samples), microbatches, edges, tuple(workers), tuple(steps))
 
@@ -124,9 +124,9 @@ def chunks(samples: Sequence[int], microbatches: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(high - low for low, high in (cut[m] for cut in cuts)) for m in range(microbatches))
 
 
-def held_bytes(division: Division, worker: int) -> int:
-    """Bytes of parameters that a worker holds."""
-    return sum(_held(whole, worker) for whole in division.parameters)
+def buffer_bytes(division: Division, worker: int) -> int:
+    """Bytes of the model's buffers that a worker holds."""
+    return sum(_held(whole, worker) for whole in (*division.buffers, *division.passing))
 
 
 def _held(whole: Whole, worker: int) -> int:

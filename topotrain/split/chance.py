@@ -2,20 +2,22 @@
 
 Every worker draws the masks of the whole batch from the same state of torch's default generator, in the order of the
 graph, as `torch.nn.functional.dropout` would draw them there, and keeps its parts: one byte per element until they are
-used. A module that draws by itself (attention, a recurrent layer) gets a state of its own, so that the workers'
-generators stay alike.
+used. A module that is one piece (attention, a recurrent layer) has the masks that it draws inside put in its way
+(`Given`). Whatever else it draws comes from a state of its own, so that the workers' generators stay alike.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from topotrain.job import ConfigError
 from topotrain.split.layout import even
 from topotrain.split.program import Kind, Program, Shape, Step, Where
 
@@ -88,10 +90,19 @@ def dropout(step: Step, model: nn.Module) -> Dropout | None:
 def digest(program: Program, model: nn.Module, generator: torch.Generator) -> int:
     """A number that stands for the generator's state; 0 where this forward draws no masks."""
     drops = (dropout(step, model) for step in program.steps)
-    if not any(drop is not None and drop.draws for drop in drops):
+    if not any(drop is not None and drop.draws for drop in drops) and not inside(program, model):
         return 0
     hashed = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
     return int.from_bytes(hashed[:7], "little") + 1
+
+
+def inside(program: Program, model: nn.Module) -> frozenset[int]:
+    """The steps that draw masks themselves now. Of a module of which only a part is in training nothing is known."""
+    return frozenset(step.number for step in program.steps if step.inside and not step.random and _trains(step, model))
+
+
+def _trains(step: Step, model: nn.Module) -> bool:
+    return step.kind is not Kind.MODULE or all(module.training for module in model.get_submodule(step.target).modules())
 
 
 def draw(
@@ -101,6 +112,7 @@ def draw(
     samples: Sequence[int],
     micros: int,
     generator: torch.Generator,
+    themselves: Container[int] = (),
 ) -> dict[tuple[int, int], torch.Tensor]:
     """All masks of a forward; this worker's parts of them by (step, micro-batch), as bool tensors on the CPU.
 
@@ -109,21 +121,41 @@ def draw(
         samples: each worker's number.
         micros: micro-batches into which each worker cuts its samples (`layout.even`).
         generator: on the CPU; in the same state on all workers.
+        themselves: the steps that draw inside (`inside`); all masks of one are one flat tensor.
     """
     kept = {}
     for step in program.steps:
-        drop = drops.get(step.number)
-        if drop is None or not drop.draws:
-            continue
-        shape = _noise(step.shape, drop.features, step)
-        sizes = shape.at(sum(samples))
-        if math.prod(sizes) == 0:
-            continue
-        mask = torch.empty(sizes, dtype=getattr(torch, shape.dtype)).bernoulli_(1 - drop.p, generator=generator).bool()
-        if step.layout.on(me):
-            for micro in range(micros):
-                kept[step.number, micro] = _part(mask, step, shape, me, samples, micro, micros)
+        masks = list(_masks(step, drops.get(step.number), step.number in themselves))
+        parts: dict[int, list[torch.Tensor]] = {micro: [] for micro in range(micros if step.layout.on(me) else 0)}
+        for shape, keep, order in masks:
+            sizes = shape.at(sum(samples))
+            if math.prod(sizes) == 0:
+                continue
+            mask = _drawn(sizes, order, keep, getattr(torch, shape.dtype), generator)
+            for micro, found in parts.items():
+                found.append(_part(mask, step, shape, me, samples, micro, micros))
+        for micro, found in parts.items():
+            if found:
+                whole = torch.cat([part.flatten() for part in found]) if step.number in themselves else found[0]
+                kept[step.number, micro] = whole
     return kept
+
+
+def _masks(step: Step, drop: Dropout | None, itself: bool) -> Iterator[tuple[Shape, float, tuple[int, ...]]]:
+    """What a step draws: shapes, the chance of an element to stay, and the order of memory (`program.Mask`)."""
+    if drop is not None and drop.draws:
+        yield _noise(step.shape, drop.features, step), 1 - drop.p, step.inside[0].order if step.inside else ()
+    elif itself:
+        yield from ((mask.shape, mask.keep, mask.order) for mask in step.inside)
+
+
+def _drawn(
+    sizes: Sequence[int], order: Sequence[int], keep: float, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """A mask of the whole batch, drawn in the order of memory that the unsplit step's would have."""
+    order = order or range(len(sizes))
+    mask = torch.empty([sizes[d] for d in order], dtype=dtype).bernoulli_(keep, generator=generator).bool()
+    return mask.permute([order.index(d) for d in range(len(sizes))])
 
 
 def _noise(shape: Shape | None, features: bool, step: Step) -> Shape:
@@ -158,6 +190,54 @@ def _by_samples(
         start = (sum(samples[:worker]) + first) * shape.per_sample
         parts.append(mask.narrow(shape.batch, start, (end - first) * shape.per_sample))
     return torch.cat(parts, shape.batch)
+
+
+class Given(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, whoever draws a mask gets the next of those that were drawn for the whole batch.
+
+    Args:
+        masks: end to end, flat.
+        name: of the step.
+    """
+
+    def __init__(self, masks: torch.Tensor, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._masks, self._name, self._at = masks, name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.bernoulli_.float:
+            return func(*args, **(kwargs or {}))
+        target: torch.Tensor = args[0]
+        self._at += target.numel()
+        self._check(self._at <= self._masks.numel())
+        return target.copy_(self._masks[self._at - target.numel() : self._at].view(target.shape))
+
+    def done(self) -> None:
+        """The step has ended. Raises ConfigError if it has not drawn what it drew when its graph was made."""
+        self._check(self._at == self._masks.numel())
+
+    def _check(self, holds: bool) -> None:
+        if not holds:
+            accepted = "draws other masks than it did when its graph was made: its dropout must stay as it is"
+            raise ConfigError("model", self._name, accepted)
+
+
+@contextmanager
+def apart(step: Step, masks: torch.Tensor | None, seed: int, micro: int, me: int) -> Iterator[None]:
+    """Inside, a step that is one piece gets its masks, and draws nothing from the worker's generator.
+
+    Args:
+        masks: of this step and micro-batch, from `draw`; None: they are not known.
+        seed, micro, me: see `state_of_its_own`.
+    """
+    with state_of_its_own(seed, step, micro, me):
+        if masks is None:
+            yield
+            return
+        given = Given(masks, str(step.target if step.kind is Kind.MODULE else step.name))
+        with given:
+            yield
+        given.done()
 
 
 def draws_by_itself(step: Step, model: nn.Module) -> bool:

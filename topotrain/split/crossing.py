@@ -1,12 +1,15 @@
 """The way from worker to worker of a group over the roads: `passage.Passage` where a job runs.
 
-Rule: sending waits for nobody, so no two workers can stop each other. A tensor travels in parts of at most PART_BYTES;
-each is received into memory of its own, made when the part is there: what a peer says of a tensor's size is compared
-with what has come, and reaches no allocator. A worker that has left is no failure until something is wanted of it: at
-the end, all leave one after another.
+Rule: sending waits for nobody, so no two workers can stop each other. A tensor is copied into a slot (`slots`), where
+on one host its receiver sees it, and travels in parts of at most PART_BYTES; each is received into memory of its own,
+made when the part is there: what a peer says of a tensor's size is compared with what has come, and reaches no
+allocator. Every message also says how many have been read of those that came the other way, which frees their slots. A
+worker that has left is no failure until something is wanted of it: at the end, all leave one after another.
 """
 
 import math
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -17,6 +20,7 @@ from topotrain.message import Activation, Greeting, Message, ProtocolError
 from topotrain.shard import torch_dtype
 from topotrain.slices import ITEM_BYTES
 from topotrain.split.passage import Key, Store
+from topotrain.split.slots import Allocate, Slots, private
 from topotrain.topology import Address, Role
 from topotrain.wire import WireError
 
@@ -30,6 +34,7 @@ class Crossing:
         exchange: the worker's.
         send: send(to, message); never waits.
         look: take in what has come, where nothing is read while nobody waits.
+        allocate: memory for what is sent, such as the road can show.
     """
 
     def __init__(
@@ -37,11 +42,16 @@ class Crossing:
         exchange: Exchange,
         send: Callable[[Address, Message], None],
         look: Callable[[], None] = lambda: None,
+        allocate: Allocate = private,
     ) -> None:
         self.me, self.size = exchange.me.index, exchange.group_size
         self._exchange, self._send, self._look = exchange, send, look
         self._group = exchange.me.group
-        self._store = Store()
+        self._store, self._slots = Store(), Slots(allocate)
+        self._turn = (
+            threading.Lock()
+        )  # what is lent and what is said come in one order, whichever device's thread sends
+        self._read: dict[int, int] = defaultdict(int)  # messages of each worker
         self._coming: dict[tuple[int, Key], list[torch.Tensor]] = {}
         self._greeted: set[int] = set()
         self._left: dict[int, str] = {}
@@ -64,10 +74,9 @@ class Crossing:
         tensor = tensor.detach()
         if to == self.me:
             with self._exchange.waiter.update():
-                self._store.put(to, key, tensor, grad)
+                self._store.put(to, key, tensor.clone(), grad)
             return
-        here = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        flat, nbytes = here.view(-1).view(torch.uint8), here.nbytes
+        nbytes = tensor.nbytes
         parts = _parts(nbytes)
         said = partial(
             Activation,
@@ -78,12 +87,16 @@ class Crossing:
             grad=grad,
             parts=parts,
             nbytes=nbytes,
-            sizes=tuple(here.shape),
-            dtype=str(here.dtype).removeprefix("torch."),
+            sizes=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
         )
-        for part in range(parts):
-            body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
-            self._say(to, said(part=part, body=body))
+        with self._turn:
+            flat = self._slots.lend(to, nbytes, parts, again=key.edge >= 0)
+            if nbytes:
+                flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for part in range(parts):
+                body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
+                self._say(to, said(part=part, taken=self._read[to], body=body))
 
     def here(self, source: int, key: Key) -> bool:
         """As `Passage.here`."""
@@ -137,17 +150,18 @@ class Crossing:
 
     def place(self, sender: Address, message: Activation) -> torch.Tensor:
         """Memory for one part. Raises ProtocolError."""
-        self._check_sender(sender)
         if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
             raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
         return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
 
     def come(self, sender: Address, message: Activation | Greeting) -> None:
         """A part is there, in its turn. Raises ProtocolError."""
-        self._check_sender(sender)
         if isinstance(message, Greeting):
             self._greeted.add(sender.index)
             return
+        if not self._slots.read(sender.index, message.taken):
+            raise ProtocolError(f"{sender} says that it has read {message.taken} messages")
+        self._read[sender.index] += 1
         key = Key(message.forward, message.micro, message.edge, message.backward)
         came = self._coming.setdefault((sender.index, key), [])
         if message.body is not None:
@@ -161,10 +175,6 @@ class Crossing:
     def lost(self, peer: Address, reason: str) -> None:
         """Nothing more will come from a worker."""
         self._left[peer.index] = reason
-
-    def _check_sender(self, sender: Address) -> None:
-        if sender.role is not Role.WORKER or sender.group != self._group or sender.index >= self.size:
-            raise ProtocolError(f"{self._exchange.me} takes activations from workers of its group, not from {sender}")
 
 
 def _parts(nbytes: int) -> int:

@@ -1,7 +1,6 @@
 """One micro-batch on its way through one worker's share of the graph."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,11 +11,12 @@ from torch import nn
 from topotrain.split import chance
 from topotrain.split.layout import even
 from topotrain.split.local import Stop, edges_of, replaced, share, taken_out
-from topotrain.split.moves import Move, Post
+from topotrain.split.moves import Move, Plan, Post
 from topotrain.split.passage import Key
 from topotrain.split.program import Kind, Program, Ref, Size, Step, Where
 
 OWN_SHARE = (Where.BATCH, Where.SAME, Where.OWN)
+_PLANS = 10_000  # that a route keeps: samples of any number may come in any order
 
 
 class Route:
@@ -27,11 +27,24 @@ class Route:
         self.stops, self.edges = share(program, me), edges_of(program)
         self.taken = frozenset(step.number for step in taken_out(program))
         self.anchor = torch.zeros((), requires_grad=True)
+        self._plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
+
+    def plan(self, edge: int, samples: tuple[int, ...]) -> Plan:
+        """What travels over an edge. Few numbers of samples come again and again, and are kept."""
+        found = self._plans.get((edge, samples))
+        if found is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            found = self._plans[edge, samples] = Plan.of(self.edges[edge], self.me, samples)
+        return found
 
 
 @dataclass(slots=True)
 class Trip:
-    """One forward: what was given, each worker's samples in it, and in how many micro-batches they are cut."""
+    """One forward: what was given, each worker's samples in it, and in how many micro-batches they are cut.
+
+    modules: of this worker's steps, by number; apart: steps that draw random numbers by themselves.
+    """
 
     number: int
     post: Post
@@ -40,6 +53,8 @@ class Trip:
     micros: int
     drops: Mapping[int, chance.Dropout]
     masks: dict[tuple[int, int], torch.Tensor]
+    modules: Mapping[int, nn.Module]
+    apart: Set[int]
 
     def samples_of(self, micro: int) -> tuple[int, ...]:
         """Each worker's samples of a micro-batch."""
@@ -69,6 +84,11 @@ class Flight:
     def done(self) -> bool:
         """Whether the end is reached."""
         return self.place == len(self.route.stops)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all steps are done, and only the last arrivals may be left."""
+        return self.place >= len(self.route.stops) - 1
 
     @property
     def next(self) -> Stop:
@@ -110,7 +130,7 @@ class Flight:
 
     def _move(self, edge: int) -> Move:
         if edge not in self._moves:
-            self._moves[edge] = Move(self.route.edges[edge], self.micro, self.samples, self.trip.post)
+            self._moves[edge] = Move(self.route.plan(edge, self.samples), self.micro, self.trip.post)
         return self._moves[edge]
 
     def _leave(self, edge: int, value: Any) -> None:
@@ -136,10 +156,11 @@ class Flight:
 
     def _step(self, step: Step) -> Any:
         try:
-            itself = chance.draws_by_itself(step, self.route.model)
+            if step.number not in self.trip.apart:
+                return self._compute(step)
             seed = torch.initial_seed() + self.trip.number
-            apart = chance.state_of_its_own(seed, step, self.micro, self.route.me) if itself else nullcontext()
-            with apart:
+            masks = self.trip.masks.pop((step.number, self.micro), None)
+            with chance.apart(step, masks, seed, self.micro, self.route.me):
                 return self._compute(step)
         except Exception as error:
             where = f"{step.line}: " if step.line else ""
@@ -156,7 +177,7 @@ class Flight:
         if drop is not None:
             return drop(args[0] if args else kwargs["input"], self.trip.masks.pop((step.number, self.micro), None))
         if step.kind is Kind.MODULE:
-            return self.route.model.get_submodule(step.target)(*args, **kwargs)
+            return self.trip.modules[step.number](*args, **kwargs)
         if step.kind is Kind.METHOD:
             return getattr(args[0], step.target)(*args[1:], **kwargs)
         value = step.target(*args, **kwargs)
@@ -174,10 +195,20 @@ class Flight:
 def pipe(flights: Sequence[Flight], wait_any: Callable[[list[tuple[int, Key]]], None]) -> None:
     """Run all micro-batches to their ends: whatever can run does, the lowest first.
 
-    None overtakes the one before it, so that modules with a memory (BatchNorm) see them in order.
+    None overtakes the one before it, so that modules with a memory (BatchNorm) see them in order. Their ends come when
+    all their steps are done: what arrives there then comes first in the backward, and whoever waits for its gradient
+    does not have to wait for other micro-batches' backwards.
     """
-    while not all(flight.done for flight in flights):
-        ran, wanted = one_step(flights, range(len(flights)))
+    _run(flights, lambda flight: flight.at_end, wait_any)
+    _run(flights, lambda flight: flight.done, wait_any)
+
+
+def _run(
+    flights: Sequence[Flight], there: Callable[[Flight], bool], wait_any: Callable[[list[tuple[int, Key]]], None]
+) -> None:
+    """Until all are there."""
+    while left := [index for index, flight in enumerate(flights) if not there(flight)]:
+        ran, wanted = one_step(flights, left)
         if not ran:
             wait_any(wanted)
 

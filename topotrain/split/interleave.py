@@ -101,6 +101,7 @@ class Interleaved:
         self.flights: list[Flight | None] = [Flight(route, trip, m, loss.edge) for m in range(trip.micros)]
         self.parameters = [p for p in route.model.parameters() if p.requires_grad and not p.is_meta]
         self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._sums: set[int] = set()  # gradients to which another one may be added in place
         self.losses: list[torch.Tensor] = []
         self.back = 0
 
@@ -165,8 +166,18 @@ class Interleaved:
         found = torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
         for index, gradient in enumerate(found[:-1]):
             if gradient is not None:
-                before = self.gradients[index]
-                self.gradients[index] = gradient if before is None else before + gradient
+                self._add(index, gradient)
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        """The first sum makes memory of its own: what autograd gives may be another parameter's gradient, too."""
+        before = self.gradients[index]
+        if before is None:
+            self.gradients[index] = gradient
+        elif index in self._sums:
+            before.add_(gradient)
+        else:
+            self.gradients[index] = before + gradient
+            self._sums.add(index)
 
     def _seed(self) -> float:
         """What would come back from all workers' loss.backward()."""

@@ -13,6 +13,9 @@ import torch
 from topotrain.checks import ConfigError
 from topotrain.split.passage import HELLO, STEPPED, Key, Passage
 
+_DRAW = STEPPED - 4
+"""`Key.edge` of the word that a worker goes on to other batches; -3 to -5 are used in other files."""
+_NOWHERE = (-1, -1)
 HINT = "all workers of a group must call the model, and go backward, the same number of times and in the same order"
 
 
@@ -59,6 +62,9 @@ class Meeting:
         self._others = [worker for worker in range(passage.size) if worker != passage.me]
         self._heard: dict[tuple[int, Key], Hello] = {}
         self._stepped = dict.fromkeys(self._others, 0)  # steps of each one whose word has been read
+        self._drawn = _NOWHERE
+        self._asked = 0
+        self._draws = dict.fromkeys(self._others, (0, _NOWHERE))  # words of each one that have been read, and the last
 
     def begun(self) -> None:
         """A backward begins here."""
@@ -95,13 +101,21 @@ class Meeting:
     def _hear(self, worker: int, key: Key) -> Hello:
         word = (worker, Key(self.steps, 0, STEPPED, False))
         while (worker, key) not in self._heard and not self.passage.here(worker, key):
-            if self.passage.here(*word):
+            stepped, draws = self.passage.here(*word), self._draws_on(worker)
+            if self.passage.here(worker, key):  # asked again: it was sent before what the worker does next
+                break
+            if stepped:
                 called = self._word(word)[0]
                 raise disagreement(
                     f"worker {worker} of the group called the split model {called} times before its optimizer.step() "
                     f"number {self.steps + 1}, worker {self.passage.me} has called it {self.forwards} times: {HINT}"
                 )
-            self.passage.wait_any([(worker, key), word])
+            if draws:
+                raise disagreement(
+                    f"worker {worker} of the group goes on to other batches, worker {self.passage.me} calls the split "
+                    f"model: {HINT}"
+                )
+            self.passage.wait_any([(worker, key), word, self._draw_word(worker)])
         return self._read(worker, key)
 
     def wait(self, source: int, key: Key) -> None:
@@ -118,6 +132,49 @@ class Meeting:
         while not passage.here(source, key):
             signs = self._without_known(signs, source)
             passage.wait_any([(source, key), *signs])
+
+    def take(self, source: int, key: Key, what: str) -> torch.Tensor:
+        """What a worker sends that is of no forward: all workers of the group are in `what`, or come to it.
+
+        Raises:
+            ConfigError: it has gone on without.
+        """
+        signs = (source, self._hello(self.forwards)), (source, Key(self.steps, 0, STEPPED, False))
+        while True:
+            went = signs[0] in self._heard or any(self.passage.here(*sign) for sign in signs) or self._draws_on(source)
+            if self.passage.here(source, key):
+                return self.passage.take(source, key)[0]
+            if went:
+                raise disagreement(
+                    f"worker {source} of the group goes on with the training, worker {self.passage.me} is in {what}: "
+                    f"all workers of a group must call it, at the same point of the script"
+                )
+            self.passage.wait_any([(source, key), *signs, self._draw_word(source)])
+
+    def draw(self, epoch: int, chunk: int) -> None:
+        """This worker goes to this part of the order of the batches, which worker 0 makes; tell worker 0.
+
+        A worker that is there would wait for ever for a worker 0 that waits for it in something else.
+        """
+        if self.passage.me == 0:
+            self._drawn = epoch, chunk
+            for other in self._others:
+                self._draws_on(other)  # so that no words pile up
+        else:
+            self.passage.send(0, Key(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
+            self._asked += 1
+
+    def _draws_on(self, other: int) -> bool:
+        """Whether it waits for a part of the order that is to be made here, and is not made yet."""
+        word = self._draw_word(other)
+        while self.passage.here(*word):
+            epoch, chunk = self.passage.take(*word)[0].tolist()
+            self._draws[other] = word[1].forward + 1, (epoch, chunk)
+            word = self._draw_word(other)
+        return self.passage.me == 0 and self._draws[other][1] > self._drawn
+
+    def _draw_word(self, other: int) -> tuple[int, Key]:
+        return other, Key(self._draws[other][0], 0, _DRAW, False)
 
     def _without_known(self, signs: Iterable[tuple[int, Key]], source: int) -> list[tuple[int, Key]]:
         left = []

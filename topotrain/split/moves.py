@@ -15,6 +15,8 @@ has come from worker i is multiplied by w_i / w_k.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -22,12 +24,12 @@ from torch.autograd import Function
 
 from topotrain.split.layout import Box, Transfer, box, sizes_of, transfers, within
 from topotrain.split.passage import Key, Passage, Store
-from topotrain.split.program import Edge, Where
+from topotrain.split.program import Edge
 
 
 @dataclass(slots=True)
 class Post:
-    """A worker's messages of one forward and its backward; those to itself stay here, without a copy."""
+    """A worker's messages of one forward and its backward; those to itself stay here."""
 
     passage: Passage
     forward: int
@@ -45,7 +47,7 @@ class Post:
     def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool) -> None:
         """As `Passage.send`, also to oneself."""
         if to == self.me:
-            self.own.put(to, key, tensor, grad)
+            self.own.put(to, key, _copy(tensor), grad)
         else:
             self.passage.send(to, key, tensor, grad)
 
@@ -63,16 +65,39 @@ class Post:
         return [(t.source, key) for t in move.incoming if t.source != self.me and not self.passage.here(t.source, key)]
 
 
-class Move:
-    """One edge, one micro-batch, one worker: `outgoing` it sends, `incoming` it gets; boxes of the whole tensor."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One edge and one worker, for given numbers of samples: `outgoing` it sends, `incoming` it gets.
 
-    def __init__(self, edge: Edge, micro: int, samples: Sequence[int], post: Post) -> None:
-        self.edge, self.micro, self.post = edge, micro, post
+    have, want: its boxes of the whole tensor, before and after.
+    """
+
+    edge: Edge
+    outgoing: tuple[Transfer, ...]
+    incoming: tuple[Transfer, ...]
+    have: Box | None
+    want: Box | None
+
+    @staticmethod
+    def of(edge: Edge, me: int, samples: Sequence[int]) -> "Plan":
+        """For each worker's number of samples."""
         found = transfers(edge, samples)
-        self.outgoing = [t for t in found if t.source == post.me]
-        self.incoming = [t for t in found if t.target == post.me]
-        self._have = box(edge.source, post.me, edge.shape, samples)
-        self._want = box(edge.target, post.me, edge.shape, samples)
+        return Plan(
+            edge,
+            tuple(t for t in found if t.source == me),
+            tuple(t for t in found if t.target == me),
+            box(edge.source, me, edge.shape, samples),
+            box(edge.target, me, edge.shape, samples),
+        )
+
+
+class Move:
+    """A plan at work for one micro-batch."""
+
+    def __init__(self, plan: Plan, micro: int, post: Post) -> None:
+        self.edge, self.micro, self.post = plan.edge, micro, post
+        self.outgoing, self.incoming = plan.outgoing, plan.incoming
+        self._have, self._want = plan.have, plan.want
         self._answers: tuple[Transfer, ...] = ()
 
     def key(self, backward: bool) -> Key:
@@ -103,14 +128,12 @@ class Move:
         return value if self._want == self._have else value[within(_box(self._want), _box(self._have))]
 
     def send(self, part: torch.Tensor, grad: bool) -> None:
-        """Each one its box. A copy: a later step may write to the value, and the road is slower than memory."""
-        have, copies = _box(self._have), dict[Box, torch.Tensor]()
+        """Each one its box. It is copied at once, for a later step may write to the value."""
+        have = _box(self._have)
         if part.shape != torch.Size(sizes_of(have)):
             raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan says {sizes_of(have)}")
         for transfer in self.outgoing:
-            if transfer.box not in copies or transfer.target == self.post.me:
-                copies[transfer.box] = _copy(part[within(transfer.box, have)])
-            self.post.send(transfer.target, self.key(False), copies[transfer.box], grad)
+            self.post.send(transfer.target, self.key(False), part[within(transfer.box, have)], grad)
 
     def _assemble(self) -> tuple[torch.Tensor, tuple[Transfer, ...]]:
         want, whole, answers = _box(self._want), None, []
@@ -136,25 +159,25 @@ class Move:
                 nothing = torch.empty(0, device=self.post.device)
                 self.post.send(transfer.source, self.key(True), nothing, False)
             else:
-                self.post.send(transfer.source, self.key(True), _copy(gradient[within(transfer.box, want)]), True)
+                self.post.send(transfer.source, self.key(True), gradient[within(transfer.box, want)], True)
 
     def collect(self) -> torch.Tensor | None:
         """The gradient of this worker's part: what those say who got some of it, added in the order of workers."""
-        have, overlap, total = _box(self._have), self.edge.target.where is Where.WHOLE, None
+        have, found = _box(self._have), list[tuple[Transfer, torch.Tensor]]()
         for transfer in self.outgoing:
             gradient, there = self.post.take(transfer.target, self.key(True))
-            if not there:
-                continue
-            factor = self.post.weights[transfer.target] / self.post.weights[self.post.me]
-            if factor != 1.0:
-                gradient = gradient * factor
-            if total is None and transfer.box == have:
-                total = gradient
-            elif overlap and total is not None:
-                total = total + gradient
-            else:
-                total = gradient.new_zeros(sizes_of(have)) if total is None else total
-                total[within(transfer.box, have)] = gradient
+            if there:
+                factor = self.post.weights[transfer.target] / self.post.weights[self.post.me]
+                found.append((transfer, gradient if factor == 1.0 else gradient * factor))
+        if not found:
+            return None
+        if found[0][0].box == have:  # one worker has got all of it, or each has
+            return reduce(torch.add, [gradient for _, gradient in found])
+        covered = sum(prod(sizes_of(transfer.box)) for transfer, _ in found) == prod(sizes_of(have))
+        make = torch.empty if covered else torch.zeros
+        total = make(sizes_of(have), dtype=found[0][1].dtype, device=found[0][1].device)
+        for transfer, gradient in found:
+            total[within(transfer.box, have)] = gradient
         return total
 
 

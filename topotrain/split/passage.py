@@ -36,7 +36,7 @@ class Passage(Protocol):
     """Workers in the group."""
 
     def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
-        """Never waits. Nobody writes to `tensor` any more; it may be sent to several workers.
+        """Never waits. `tensor` has been read when this returns.
 
         grad: forward, the sender wants a gradient back; backward, there is one (else `tensor` is empty: zero).
         """

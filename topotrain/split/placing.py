@@ -50,6 +50,8 @@ def place(
     limits: Sequence[int] | None = None,
     speeds: Speeds = USUAL,
     measured: Mapping[str, tuple[float, float]] | None = None,
+    copies: int = 3,
+    alive: float = 1.0,
 ) -> tuple[Mapping[str, Assignment], Chosen]:
     """Give every module that nobody has placed a worker.
 
@@ -62,7 +64,7 @@ def place(
         said: by `assign.assignments`; what is in there because somebody has said it stays.
         blocks: the job's partition blocks; what they match stays, too.
         call: of the forward.
-        microbatches, limits, speeds, measured: see `choose` and `work_of`.
+        microbatches, limits, speeds, measured, copies, alive: see `choose` and `work_of`.
 
     Returns:
         all assignments, and what was chosen.
@@ -76,7 +78,7 @@ def place(
     cut = program(captured, fixed, model, call.args, call.kwargs, call.samples, workers, model.training)
     costs = bill(cut, model, divide(model, fixed, workers), call.shares, examples=call.kwargs)
     stays = {name: EVERYWHERE if one.location is None else one.location for name, one in fixed.items()}
-    work = work_of(costs, model, stays, speeds=speeds, measured=measured)
+    work = work_of(costs, model, stays, copies, speeds, measured, alive)
     if not work.units:
         raise ConfigError("placement", "kAuto", "finds no module to place: the forward calls none that has parameters")
     chosen = choose(work, workers, microbatches, limits, speeds)

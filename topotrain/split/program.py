@@ -85,12 +85,24 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Mask:
+    """Drawn by a step: its shape, the chance of an element to stay, and its dimensions in the order of memory.
+
+    That is the order in which elements are drawn, outermost dimension first; (): as they are counted.
+    """
+
+    shape: Shape
+    keep: float
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One node of the graph. `args` and `kwargs` are nested tuples, lists and dicts that may hold Ref and Size.
 
     layout: where its result is; the workers that have any of it run it.
     shape: of the result, None where that is no single tensor.
-    random: it draws a mask like dropout's (`chance`).
+    random: it draws a mask like dropout's (`chance`). inside: the masks that it draws in training.
     line: "file:line" of the user's code that it stands for, or "".
     """
 
@@ -104,6 +116,7 @@ class Step:
     shape: Shape | None = None
     random: bool = False
     line: str = ""
+    inside: tuple[Mask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,10 +146,14 @@ class Runner:
     def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> Trip:
         micros = max(1, min(self._microbatches, *samples))
         drops = {step.number: drop for step in self.program.steps if (drop := chance.dropout(step, self.model))}
-        masks = chance.draw(self.program, drops, self.passage.me, samples, micros, self._generator)
+        themselves = chance.inside(self.program, self.model)
+        masks = chance.draw(self.program, drops, self.passage.me, samples, micros, self._generator, themselves)
         forward = self.meeting.forwards - 1
         post = Post(self.passage, forward, weights, self._device(given), self.meeting.wait)
-        return Trip(forward, post, given, samples, micros, drops, masks)
+        mine = [stop.step for stop in self._route.stops if stop.step is not None]
+        modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is Kind.MODULE}
+        apart = themselves | {step.number for step in mine if chance.draws_by_itself(step, self.model)}
+        return Trip(forward, post, given, samples, micros, drops, masks, modules, apart)
 
     def _device(self, given: Mapping[str, Any]) -> torch.device:
         """Where this worker computes: where its parameters are, else its arguments."""

@@ -84,6 +84,7 @@ def work_of(
     copies: int = 3,
     speeds: Speeds = USUAL,
     measured: Mapping[str, tuple[float, float]] | None = None,
+    alive: float = 1.0,
 ) -> Work:
     """Turn a bill into tasks: of a program in which what is free to be placed is computed by samples.
 
@@ -94,6 +95,7 @@ def work_of(
         copies: bytes that training needs per byte of a parameter: value, gradient, what is on its way.
         speeds: for the estimate.
         measured: module -> seconds of its forward and backward, instead of the estimate.
+        alive: the part of the activations that is kept at once.
     """
     units: dict[str, int] = {}
     memory: list[int] = []
@@ -111,9 +113,9 @@ def work_of(
         if step.kind in (Kind.INPUT, Kind.ATTRIBUTE) or cost is None:
             continue
         if unit == EVERYWHERE:
-            everywhere += cost.kept
+            everywhere += round(alive * cost.kept)
         else:
-            memory[unit] += cost.kept
+            memory[unit] += round(alive * cost.kept)
         seconds = (
             cost.flops / speeds.flops + cost.touched / speeds.memory,
             cost.backward_flops / speeds.flops + cost.backward_touched / speeds.memory,

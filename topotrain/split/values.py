@@ -5,7 +5,7 @@ with them by the same step each time is linear in them; anything else is not kno
 it would have to be.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,16 +52,39 @@ def stored(model: nn.Module) -> dict[str, Stored]:
     return {name: Stored(tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in found}
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a node draws. masks: of each, in order, its tensor for each number of samples, and the chance of an element
+    to stay; None if it draws anything else."""
+
+    masks: tuple[tuple[Values, float], ...] | None = ()
+
+    def __bool__(self) -> bool:
+        return self.masks is None or bool(self.masks)
+
+
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether anything inside draws random numbers."""
+    """Notes what draws random numbers inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
+        self.masks: list[tuple[torch.Tensor, float]] = []
+        self.others = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        if func is torch.ops.aten.bernoulli_.float:
+            self.masks.append((args[0].detach(), float(args[1]) if len(args) > 1 else 0.5))
+        else:
+            self.others = self.others or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def _drawn(seen: Sequence[_Draws]) -> Drawn:
+    """What a node has drawn with each number of samples."""
+    if any(one.others for one in seen) or len({tuple(keep for _, keep in one.masks) for one in seen}) > 1:
+        return Drawn(None)
+    rows = zip(*(one.masks for one in seen), strict=True)
+    return Drawn(tuple((tuple(tensor for tensor, _ in row), row[0][1]) for row in rows))
 
 
 class Bench:
@@ -114,16 +137,16 @@ class Bench:
             self._made[name] = made
         return self._made[name]
 
-    def run(self, node: fx.Node) -> tuple[Values, bool]:
-        """A node's results, and whether it draws random numbers."""
-        found = []
-        draws = _Draws()
+    def run(self, node: fx.Node) -> tuple[Values, Drawn]:
+        """A node's results, and what it draws."""
+        found, seen = [], []
         for index in range(len(self.counts)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_value, index))
-            with torch.enable_grad(), self._mode, draws:
+            with torch.enable_grad(), self._mode, _Draws() as draws:
                 result = self._call(node, args, kwargs)
             found.append(tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, result))
-        return tuple(found), draws.drew
+            seen.append(draws)
+        return tuple(found), _drawn(seen)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "call_function":

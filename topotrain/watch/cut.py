@@ -6,8 +6,9 @@ from typing import Any
 
 from topotrain.plan import columns, mb
 from topotrain.split.bill import Bill, EdgeBill
+from topotrain.split.holding import Need
 from topotrain.split.program import Kind, Step, Where
-from topotrain.split.room import COPIES, Need
+from topotrain.split.room import ITSELF, Room, on_host
 from topotrain.split.stretches import stretches, told
 
 
@@ -15,19 +16,18 @@ from topotrain.split.stretches import stretches, told
 class CutPlan:
     """A bill, and what else a reader wants to know of it.
 
-    inputs: what the forward was thought to be called with, in words. chosen: why modules are where they are, "" where
-    the job says it itself. conf: the choice as partition blocks. warnings: who would not fit on this machine.
+    inputs: what the forward was thought to be called with, in words. needs: of each process of the job. room: what this
+    machine has for them. chosen: why modules are where they are, "" where the job says it itself. conf: the choice as
+    partition blocks. warnings: who would not fit on this machine.
     """
 
     bill: Bill
     inputs: str
+    needs: tuple[Need, ...]
+    room: Room
     chosen: str = ""
     conf: str = ""
     warnings: tuple[str, ...] = ()
-
-    def needs(self) -> tuple[Need, ...]:
-        """What each worker will hold."""
-        return tuple(need_of(self.bill, worker) for worker in range(self.bill.program.workers))
 
     def as_data(self) -> dict[str, Any]:
         """Plain data for `plan --json`, sizes in bytes."""
@@ -43,6 +43,8 @@ class CutPlan:
             "steps": [_step_data(step, bill) for step in bill.program.steps],
             "edges": [_edge_data(edge, bill) for edge in bill.edges],
             "memory": [_memory_data(self, worker) for worker in range(bill.program.workers)],
+            "processes": [_need_data(need) for need in self.needs],
+            "hosts": [{"host": host, "total": total, "room": self.room.machine} for host, total in self._hosts()],
         }
 
     def explain(self) -> str:
@@ -56,27 +58,35 @@ class CutPlan:
         ]
         chosen = ["", self.chosen] if self.chosen else []
         conf = ["", "as partition blocks:", self.conf] if self.conf else []
-        body = ["", *_stretches(bill), "", *_edges(bill), "", *self._workers()]
+        body = ["", *_stretches(bill), "", *_edges(bill), "", *self._workers(), "", *self._memory()]
         return "\n".join([*head, *chosen, *body, *conf, *(f"warning: {text}" for text in self.warnings)])
 
     def _workers(self) -> list[str]:
         rows = []
-        for one, need in zip(self.bill.workers, self.needs(), strict=True):
+        for one in self.bill.workers:
             forward, back = self.bill.sent(one.worker)
             work = f"{sum(one.flops) / 1e6:,.1f}"
-            held = (one.parameters, need.parameters, need.activations, need.total, forward, back)
-            rows.append((f"worker {one.worker}", *map(amount, held), work))
-        header = ("worker", "parameters", "trained", "activations", "total", "sends", "sends back", "MFLOP")
-        return [
-            "per worker (trained: with gradients and what is on its way), and per step what it sends and computes:",
-            *columns(header, rows),
-        ]
+            rows.append((f"worker {one.worker}", *map(amount, (one.parameters, one.kept, forward, back)), work))
+        header = ("worker", "parameters", "kept", "sends", "sends back", "MFLOP")
+        head = "per worker of a group, and per step what it keeps for the backward, sends and computes:"
+        return [head, *columns(header, rows)]
 
+    def _memory(self) -> list[str]:
+        rows = []
+        for need in self.needs:
+            parts = (need.values, need.gradients, need.exchange, need.state, need.activations, need.total, need.shared)
+            rows.append((need.who, *map(amount, parts)))
+        header = ("process", "parameters", "gradients", "on its way", "state", "activations", "total", "shared")
+        own = f"each process takes about {amount(ITSELF)} more itself"
+        room = self.room.machine
+        bound = "" if room is None else f" of {amount(room)} ({self.room.words})"
+        hosts = [f"host {host}: {amount(total)} with that{bound}" for host, total in self._hosts()]
+        return [f"memory at its most, an estimate; {own}:", *columns(header, rows), *hosts]
 
-def need_of(bill: Bill, worker: int) -> Need:
-    """What one worker of a bill will hold; all micro-batches' activations at once, as GPipe keeps them."""
-    one = bill.workers[worker]
-    return Need(one.parameters + (COPIES - 1) * one.trainable + one.buffers, one.peak)
+    def _hosts(self) -> list[tuple[int, int]]:
+        """What the processes of each host take, themselves and all."""
+        hosts = sorted({need.host for need in self.needs})
+        return [(host, on_host([need for need in self.needs if need.host == host], ITSELF)) for host in hosts]
 
 
 def amount(size: int) -> str:
@@ -184,15 +194,30 @@ def _layout_data(where: Where, dim: int, worker: int) -> dict[str, Any]:
 
 
 def _memory_data(plan: CutPlan, worker: int) -> dict[str, Any]:
-    one, need = plan.bill.workers[worker], plan.needs()[worker]
+    one = plan.bill.workers[worker]
     forward, back = plan.bill.sent(worker)
     return {
         "worker": worker,
         "parameters": one.parameters,
-        "trained": need.parameters,
+        "trained": one.trainable,
         "kept": one.kept,
-        "activations": need.activations,
-        "total": need.total,
+        "peak": one.peak,
         "flops": list(one.flops),
         "sent": [forward, back],
+    }
+
+
+def _need_data(need: Need) -> dict[str, Any]:
+    return {
+        "process": need.who,
+        "unit": need.unit,
+        "host": need.host,
+        "parameters": need.values,
+        "gradients": need.gradients,
+        "exchange": need.exchange,
+        "state": need.state,
+        "activations": need.activations,
+        "total": need.total,
+        "shared": need.shared,
+        "seen": need.seen,
     }

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from topotrain.events import Event, Exited, Failed, Finished, Notice, Output, Started, StepDone
+from topotrain.events import Event, Exited, Failed, Finished, Incident, Notice, Output, Recovered, Started, StepDone
 from topotrain.topology import Topology
 
 LINE_EVERY = 5.0
@@ -103,7 +103,7 @@ def progress(topology: Topology, console: Console, quiet: bool = False, out: Tex
 
 
 class Silent:
-    """Shows what the program prints, and notices; the other windows add to this one."""
+    """Shows what the program prints, notices, and what the job has survived; the other windows add to this one."""
 
     def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
         self.console = console
@@ -120,6 +120,10 @@ class Silent:
                 self._print(event)
             case Notice():
                 self._say(f"topotrain: {event.who}: {event.text}")
+            case Incident():
+                self._say(f"topotrain: {event.what}; {event.action}")
+            case Recovered():
+                self._say(f"topotrain: {recovery(event)}")
             case _:
                 pass
 
@@ -213,6 +217,12 @@ class LiveTable(Silent):
         self._unfinished = _last_state(rest)
         for line in lines:
             self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
+
+
+def recovery(event: Recovered) -> str:
+    """What a recovery cost, in words."""
+    others = f", other groups were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
+    return f"training again {event.waited_s:.1f} s after that loss{others}"
 
 
 def _last_state(line: str) -> str:

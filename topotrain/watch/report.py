@@ -2,14 +2,29 @@
 
 Rule: counters in events are cumulative, so the last one of a resident counts, and a lost or late event costs nothing.
 Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes.
+A resident whose process was made again counts on from where the last word of the former one was: that is the work that
+was done, with what had to be done twice.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, Started, StepDone, Tabled, Tested
+from topotrain.events import (
+    Event,
+    Failed,
+    Final,
+    Finished,
+    Incident,
+    Metrics,
+    Recovered,
+    Serving,
+    Started,
+    StepDone,
+    Tabled,
+    Tested,
+)
 from topotrain.job import Job
 from topotrain.launch import Outcome
 from topotrain.topology import Address, Role, Topology
@@ -63,25 +78,48 @@ def _mean(points: Sequence[Point]) -> Point:
     return sum(t for t, _ in points) / len(points), sum(loss for _, loss in points) / len(points)
 
 
-@dataclass(slots=True)
-class _Tally:
-    """The last that was heard of one resident."""
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """What a resident has done; `stale` is the staleness of all its steps together."""
 
-    pid: int | None = None
     steps: int = 0
     samples: int = 0
     bytes_out: int = 0
     bytes_in: int = 0
-    staleness_mean: float = 0.0
+    stale: float = 0.0
     staleness_max: int = 0
-    loss: float | None = None
     time: float = 0.0
+
+    def and_then(self, more: "_Count") -> "_Count":
+        """What its process did, and after that another one."""
+        both = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
+        return _Count(**both | {"staleness_max": max(self.staleness_max, more.staleness_max)})
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The last that was heard of one resident: of its process, and of those before."""
+
+    pid: int | None = None
+    before: _Count = _Count()
+    now: _Count = _Count()
+    loss: float | None = None
     curve: Curve = field(default_factory=Curve)
 
+    @property
+    def whole(self) -> _Count:
+        return self.before.and_then(self.now)
+
+    def born(self, pid: int) -> None:
+        if self.pid not in (None, pid):
+            self.before, self.now = self.whole, _Count()
+        self.pid = pid
+
     def take(self, event: StepDone | Finished) -> None:
-        self.samples = event.samples
-        self.bytes_out, self.bytes_in = event.bytes_out, event.bytes_in
-        self.staleness_mean, self.staleness_max = event.staleness_mean, event.staleness_max
+        steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
+        stale = event.staleness_mean * steps
+        traffic = event.bytes_out, event.bytes_in
+        self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
 
 
 class Report:
@@ -96,6 +134,8 @@ class Report:
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
         self._tables: dict[str, list[Tabled]] = {}
+        self._incidents: list[Incident] = []
+        self._recovered: dict[int, Recovered] = {}
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -108,6 +148,10 @@ class Report:
                 self._tables.setdefault(event.table, []).append(event)
             case Final():
                 self._final = event.path
+            case Incident():
+                self._incidents.append(event)
+            case Recovered():
+                self._recovered[event.number] = event
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
@@ -124,8 +168,8 @@ class Report:
     def as_data(self, outcome: Outcome) -> dict[str, Any]:
         """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
         workers = self._of(Role.WORKER)
-        seconds = max((tally.time for tally in workers), default=0.0)
-        samples = sum(tally.samples for tally in workers)
+        seconds = max((tally.whole.time for tally in workers), default=0.0)
+        samples = sum(tally.whole.samples for tally in workers)
         losses = [tally.loss for tally in workers if tally.loss is not None]
         return {
             "job": self._job.name,
@@ -138,7 +182,7 @@ class Report:
             "layout": self._topology.as_data(),
             "seconds": seconds,
             "wall_seconds": outcome.seconds,
-            "steps": max((tally.steps for tally in workers), default=0),
+            "steps": max((tally.whole.steps for tally in workers), default=0),
             "samples": samples,
             "samples_per_s": samples / seconds if seconds > 0 else 0.0,
             "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
@@ -150,6 +194,7 @@ class Report:
             **_traffic(list(self._tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
+            "incidents": [_incident(found, self._recovered.get(found.number)) for found in self._incidents],
             "processes": self._processes(),
         }
 
@@ -176,8 +221,8 @@ class Report:
             "pid": pid,
             "workers": [[r.group, r.index] for r in workers],
             "servers": [[r.group, r.index] for r in residents if r.role is Role.SERVER],
-            "steps": max(tally.steps for tally in tallies),
-            "samples": sum(self._tallies[str(r)].samples for r in workers),
+            "steps": max(tally.whole.steps for tally in tallies),
+            "samples": sum(self._tallies[str(r)].whole.samples for r in workers),
             **_traffic(tallies),
             **_staleness(tallies),
         }
@@ -189,17 +234,28 @@ class Report:
 def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None:
     match event:
         case Started() | Serving():
-            tally.pid = event.pid
+            tally.born(event.pid)
         case Finished():
             tally.take(event)
-            tally.steps = event.steps
         case StepDone():
             tally.take(event)
-            tally.steps, tally.time = event.step, event.time
             if event.loss is not None:
                 tally.loss = event.loss
                 if math.isfinite(event.loss):  # one that is not would spoil every mean it enters
-                    tally.curve.add(event.time, event.loss)
+                    tally.curve.add(tally.whole.time, event.loss)
+
+
+def _incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
+    """What was lost, what was done about it, and how long training waited; null where nothing had to wait, or never
+    went on."""
+    return {
+        "who": found.who,
+        "what": found.what,
+        "action": found.action,
+        "at_s": found.at_s,
+        "waited_s": None if recovered is None else recovered.waited_s,
+        "others_waited_s": None if recovered is None else recovered.others_s,
+    }
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
@@ -225,16 +281,17 @@ def _finite(value: float) -> float | None:
 
 def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
     """Mean over steps and maximum."""
-    steps = sum(tally.steps for tally in tallies)
-    total = sum(tally.staleness_mean * tally.steps for tally in tallies)
+    steps = sum(tally.whole.steps for tally in tallies)
+    total = sum(tally.whole.stale for tally in tallies)
     return {
         "staleness_mean": total / steps if steps else 0.0,
-        "staleness_max": max((tally.staleness_max for tally in tallies), default=0),
+        "staleness_max": max((tally.whole.staleness_max for tally in tallies), default=0),
     }
 
 
 def _traffic(tallies: Sequence[_Tally]) -> dict[str, int]:
-    return {"bytes_out": sum(t.bytes_out for t in tallies), "bytes_in": sum(t.bytes_in for t in tallies)}
+    counts = [tally.whole for tally in tallies]
+    return {"bytes_out": sum(c.bytes_out for c in counts), "bytes_in": sum(c.bytes_in for c in counts)}
 
 
 def _cause(failed: Failed | None) -> dict[str, str] | None:

@@ -316,6 +316,7 @@ class SocketWire:
             self._connections.add(connection)
         if older is not None:
             older.cut("replaced by a newer connection of the same peer")
+            older.join(LINGER)  # all that came on it, and its end, are heard before the first word of the newer one
         return connection
 
     def _leave(self, connection: Connection) -> None:

@@ -307,10 +307,10 @@ class Connection:
             self._sock.close()
         self._intake.close()
         self._foreign.clear()
-        self._ended(self)
         try:
             self._resident.lost(self.peer, self.reason)
         finally:
+            self._ended(self)  # only now may a newer connection of the peer come without waiting for this one
             self._done.set()
 
 

@@ -1,0 +1,70 @@
+"""Two programs whose result shows whether a job went on where it was: all that a training has, or one cell per sample.
+
+As long as the file `--hold` is there, every worker stops behind step `--at`, for somebody to kill it.
+"""
+
+import argparse
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import topotrain as tt
+
+SAMPLES, BATCH = 96, 4
+
+
+class Ledger(nn.Module):
+    """The gradient of the loss is -1 in the cell of every sample of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(SAMPLES))
+
+    def loss(self, number: Tensor, *_: Tensor) -> Tensor:
+        return -self.cells[number].sum()
+
+
+class Net(nn.Module):
+    """Dropout throws dice, and a batch norm has statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Dropout(0.3), nn.ReLU(), nn.Linear(40, 1))
+
+    def loss(self, _: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layers(x).squeeze(1), y)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=["ledger", "net"])
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--hold", type=Path, default=Path("nothing"))
+    parser.add_argument("--at", type=int, default=30)
+    given = parser.parse_args()
+    torch.manual_seed(5)
+    model = Ledger() if given.kind == "ledger" else Net()
+    if given.kind == "ledger":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 6), torch.randn(SAMPLES))
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = tt.prepare(model, optimizer, loader)
+    gamma = 1.0 if given.kind == "ledger" else 0.7
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=gamma)
+    steps, still = 0, threading.Event()
+    for _ in tt.epochs(given.epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            model.loss(*batch).backward()
+            still.wait(0.01)  # computing, in place of a larger model
+            optimizer.step()
+            steps += 1
+            if steps == given.at and given.hold.exists():
+                print("holding", flush=True)
+                still.wait()
+        schedule.step()

@@ -1,0 +1,96 @@
+"""Torment by dice: the same seed gives the same blows, they hit living processes of the job, and nobody else."""
+
+import itertools
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from topotrain.events import Exited, Serving, Started, StepDone
+from topotrain.front.commands_chaos import seconds
+from topotrain.job import ConfigError
+from topotrain.launch.chaos import Torment, Tormentor, steps
+
+FIRST_STEP = StepDone("worker 0/0", 0.0, 1, 1, None, 0.0, 0, 0, 0)
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list["subprocess.Popen[bytes]"]]:
+    children = [subprocess.Popen(["sleep", "1000"]) for _ in range(3)]
+    yield children
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def test_the_dice_of_a_seed():
+    first, again, other = (list(itertools.islice(steps(Torment(2.0, 60.0, seed, 0.5)), 40)) for seed in (7, 7, 8))
+    assert first == again != other
+    assert all(1.0 <= step.wait_s <= 3.0 and 0 <= step.pick < 1 for step in first)
+    assert any(step.frozen_s for step in first) and not all(step.frozen_s for step in first)
+    assert not any(step.frozen_s for step in itertools.islice(steps(Torment(2.0, 60.0, 7)), 40))
+
+
+def test_all_are_killed_once_the_job_has_begun(sleepers):
+    with Tormentor(Torment(0.01, 1000.0, 1)) as tormentor:
+        for number, child in enumerate(sleepers):
+            tormentor(Started(f"worker {number}/0", child.pid))
+        assert all(child.poll() is None for child in sleepers)  # before the first step nobody is hurt
+        tormentor(FIRST_STEP)
+        assert [child.wait(30) for child in sleepers] == [-signal.SIGKILL] * 3
+    assert {blow.pid for blow in tormentor.blows} == {child.pid for child in sleepers}
+    assert all("killed" in str(blow) for blow in tormentor.blows)
+
+
+def test_only_workers_and_servers_and_only_whom_it_is_told(sleepers):
+    with Tormentor(Torment(0.01, 1000.0, 1, whom="server")) as tormentor:
+        tormentor(Started("unit 0", sleepers[0].pid))
+        tormentor(Started("worker 0/0", sleepers[1].pid))
+        tormentor(Serving("server 0/0", (), sleepers[2].pid))
+        tormentor(Started("server 0/1", sleepers[2].pid))  # the same process
+        tormentor(FIRST_STEP)
+        assert sleepers[2].wait(30) == -signal.SIGKILL
+    assert [child.poll() for child in sleepers[:2]] == [None, None]
+
+
+def test_who_has_exited_is_left_alone_and_who_comes_again_is_not(sleepers):
+    with Tormentor(Torment(0.01, 1000.0, 1)) as tormentor:
+        tormentor(Started("worker 0/0", sleepers[0].pid))
+        tormentor(Exited("worker 0/0", sleepers[0].pid, 0))
+        tormentor(Started("worker 0/0", sleepers[1].pid))
+        tormentor(FIRST_STEP)
+        assert sleepers[1].wait(30) == -signal.SIGKILL
+    assert sleepers[0].poll() is None
+
+
+def test_who_is_frozen_goes_on(sleepers):
+    (child, *_) = sleepers
+    with Tormentor(Torment(0.01, 1000.0, 1, freeze=1.0)) as tormentor:
+        tormentor(Started("worker 0/0", child.pid))
+        tormentor(FIRST_STEP)
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        _, status = os.waitpid(child.pid, os.WCONTINUED)
+        assert os.WIFCONTINUED(status)
+    assert tormentor.blows[0].frozen_s > 0
+
+
+def test_no_descriptor_is_left(sleepers):
+    before = set(os.listdir("/proc/self/fd"))
+    with Tormentor(Torment(1000.0, 1.0, 1)) as tormentor:
+        for child in sleepers:
+            tormentor(Started("worker 0/0", child.pid))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("text", "length"), [("2s", 2.0), ("500ms", 0.5), ("1min", 60.0), ("3", 3.0), (".5s", 0.5)])
+def test_a_time(text, length):
+    assert seconds("--for", text) == length
+
+
+@pytest.mark.parametrize("text", ["", "0s", "2 hours", "-1s", "s", "1e3s"])
+def test_no_time(text):
+    with pytest.raises(ConfigError, match="--for"):
+        seconds("--for", text)

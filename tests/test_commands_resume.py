@@ -1,0 +1,82 @@
+"""Which snapshot and which job `topotrain run --resume` goes on with."""
+
+import json
+
+import pytest
+import torch
+from vault import Vault
+
+from topotrain.checkpoint import FOLDER, MANIFEST, MODEL, hashed
+from topotrain.checkpointwriter import Files
+from topotrain.cli import main, separate
+from topotrain.front.commands_resume import asked_for, earlier, refuse_elsewhere
+from topotrain.job import Cluster, ConfigError, Job
+from topotrain.textproto import dumps
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A workspace with the snapshot of a job that stood somewhere else when it was taken."""
+    job = Job(name="old", program="train.py", args=("--epochs", "5"), cluster=Cluster(workspace="elsewhere"))
+    small = lambda: torch.nn.Linear(4, 3)  # noqa: E731
+    vault = Vault(torch.optim.SGD, 1, net=small)
+    for number in (1, 2):
+        vault.write(Files(tmp_path / FOLDER), number, conf=dumps(job))
+    return tmp_path
+
+
+def failed(capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_the_job_of_the_snapshot_in_its_workspace(workspace):
+    found = earlier(workspace, ["cluster.nworkers_per_group=2"])
+    assert found.path == str(workspace / FOLDER / "000002")
+    assert (found.job.program, found.job.args) == ("train.py", ("--epochs", "5"))
+    assert (found.job.workspace, found.job.cluster.nworkers_per_group) == (str(workspace), 2)
+
+
+def test_a_damaged_one_gives_way_with_a_warning(workspace, capsys):
+    (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
+    assert earlier(workspace).path.endswith("000001")
+    assert "snapshot 000002 has 0 bytes of model.safetensors" in capsys.readouterr().err
+
+
+def test_resume_in_the_file(workspace, tmp_path, capsys):
+    def job(resume, path):
+        return Job(resume=resume, cluster=Cluster(workspace=str(path)))
+
+    assert asked_for(job(False, workspace)) == ""
+    assert asked_for(job(True, workspace)).endswith("000002")
+    assert asked_for(job(True, tmp_path / "new")) == ""
+    assert "starts at the beginning" in capsys.readouterr().err
+
+
+def test_where_nobody_could_choose_for_all(tmp_path):
+    refuse_elsewhere(Job())
+    with pytest.raises(ConfigError, match="resume = true: needs `topotrain run`"):
+        refuse_elsewhere(Job(resume=True))
+
+
+def test_words_for_a_workspace_without_one(tmp_path, capsys):
+    code, text = failed(capsys, "run", "--resume", str(tmp_path))
+    assert code == 2 and f"--resume = '{tmp_path}': has no snapshot" in text
+    code, text = failed(capsys, "run")
+    assert code == 2 and "no job file" in text
+
+
+def test_a_job_text_that_is_none_is_told(workspace, capsys):
+    for number in (1, 2):
+        path = workspace / FOLDER / f"{number:06d}" / MANIFEST
+        data = json.loads(path.read_text()) | {"conf": "cluster { nworkers: 3 }"}
+        del data["sha256"]
+        path.write_text(json.dumps({**data, "sha256": hashed(data)}))
+    code, text = failed(capsys, "run", "--resume", str(workspace))
+    assert code == 2 and "snapshot 2:1:11" in text
+
+
+def test_the_programs_own_options_stay_its_own():
+    words = ["run", "--resume", "w", "job.conf", "train.py", "--resume", "x"]
+    assert separate(words) == ["run", "--resume", "w", "job.conf", "train.py", "--", "--resume", "x"]

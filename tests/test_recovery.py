@@ -1,0 +1,298 @@
+"""What is decided when processes die, without any: events and times go in, decisions come out."""
+
+from dataclasses import replace
+
+import pytest
+
+from topotrain.events import Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.job import Cluster, Job, OnFailure
+from topotrain.launch.recovery import CAUSE_S, WINDOW_S, GiveUp, Recovery, Regroup, Renew, Terms, recovery
+from topotrain.topology import layout
+
+DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)
+TOPOLOGY = layout(DOWNPOUR)
+WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
+EVERYBODY = (*WORKERS, "server 0/0")
+ALL = Terms(frozenset({0, 1}), whole=True, limit=3)
+BEGAN = 100.0
+
+
+def lost(who: str, pid: int = 7) -> Lost:
+    return Lost(who, pid, f"{who} (pid {pid}) was killed by SIGKILL", "last words")
+
+
+def step(who: str) -> StepDone:
+    return StepDone(who, 1.0, 1, 8, None, 0.0, 0, 0, 0)
+
+
+def finished(who: str) -> Finished:
+    return Finished(who, 1, 8, 0.0, 0, 0, 0)
+
+
+def machine(terms: Terms = ALL) -> Recovery:
+    """One whose processes are all up."""
+    made = Recovery(TOPOLOGY, terms, BEGAN)
+    tell(made, BEGAN, *(Started(who, number) for number, who in enumerate(("unit 0", *EVERYBODY))))
+    return made
+
+
+def tell(made: Recovery, now: float, *events: Event) -> list[object]:
+    return [word for event in events for word in made.heard(event, now)]
+
+
+def test_what_nobody_dies_of_goes_through() -> None:
+    made = machine()
+    for event in (step(WORKERS[0]), Exited("unit 3", 5, 0), finished("server 0/0")):
+        assert made.heard(event, 101.0) == [event]
+    assert made.due is None
+
+
+def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
+    made = machine()
+    found = made.heard(lost("worker 1/0"), 105.0)
+    what = "worker 1/0 (pid 7) was killed by SIGKILL"
+    assert found == [
+        Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
+        Regroup(1, 1, what),
+    ]
+
+
+def test_what_the_group_says_while_it_goes_is_no_cause() -> None:
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"))
+    follows = [
+        Failed("worker 1/1", "peer", "lost worker 1/0", ""),
+        Failed("worker 1/1", "internal", "JobError: worker 1/0 is gone", ""),
+        Failed("worker 1/1", "program", "RuntimeError: reset by peer", ""),
+        lost("worker 1/1"),
+        lost("worker 1/0"),
+    ]
+    assert tell(made, 105.1, *follows) == []
+    assert made.due is None
+    assert made.turn(200.0) == []
+
+
+def test_the_second_death_after_a_new_start_is_another_incarnation() -> None:
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"), Exited("worker 1/0", 7, -9), Started("worker 1/0", 17))
+    incident, again = tell(made, 106.0, lost("worker 1/0", 17))
+    assert isinstance(incident, Incident)
+    assert incident.number == 1
+    assert isinstance(again, Regroup)
+    assert again.incarnation == 2
+    # The other worker's first new process may be told of only now: it is ended as well, and missed by nobody.
+    assert [type(word) for word in tell(made, 106.1, Exited("worker 1/1", 3, -9))] == [Exited]
+    assert not made.complete
+
+
+def test_an_error_that_may_follow_from_a_death_waits_for_one() -> None:
+    made = machine()
+    assert tell(made, 105.0, Failed("worker 1/0", "peer", "lost server 0/0", "")) == []
+    assert made.due == 105.0 + CAUSE_S
+    incident, again = tell(made, 105.2, lost("server 0/0"))
+    assert isinstance(incident, Incident)
+    assert incident.who == "server 0/0"
+    assert isinstance(again, Renew)
+    assert made.due is None
+
+
+def test_the_error_of_a_member_is_explained_by_the_death_in_its_group_only() -> None:
+    made = machine()
+    tell(made, 105.0, Failed("worker 1/1", "internal", "JobError", ""), Failed("worker 0/1", "internal", "x", "trace"))
+    tell(made, 105.2, lost("worker 1/0"))
+    assert made.due == 105.0 + CAUSE_S
+    assert made.turn(105.9) == []
+    assert made.turn(106.0) == [GiveUp((Failed("worker 0/1", "internal", "x", "trace"),))]
+
+
+def test_a_lost_connection_that_no_death_explains_is_a_lost_worker() -> None:
+    made = machine()
+    tell(made, 105.0, Failed("worker 1/0", "peer", "lost server 0/0: reset", ""))
+    incident, again = made.turn(106.0)
+    assert isinstance(incident, Incident)
+    assert incident.what == "worker 1/0 cannot go on: lost server 0/0: reset"
+    assert again == Regroup(1, 1, incident.what)
+
+
+def test_a_group_that_is_not_taken_in_again_takes_the_whole_job_along() -> None:
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"), Started("worker 1/0", 17), Started("worker 1/1", 18))
+    tell(made, 105.5, Failed("worker 1/0", "internal", "JobError: too late", ""))
+    assert [type(word) for word in made.turn(106.5)] == [Incident, Renew]
+
+
+@pytest.mark.parametrize("kind", ["program", "config"])
+def test_the_programs_error_ends_the_job_at_once_and_then_everything_is_passed_on(kind: str) -> None:
+    made = machine()
+    error = Failed("worker 1/0", kind, "ValueError", "trace")
+    assert tell(made, 105.0, error) == [error]
+    later = Failed("worker 0/0", "program", "ValueError", "trace")
+    assert tell(made, 105.1, later) == [later]
+    assert tell(made, 105.2, lost("worker 1/1")) == [
+        Failed("worker 1/1", "died", lost("worker 1/1").text, "last words")
+    ]
+    assert not made.complete
+
+
+@pytest.mark.parametrize("who", ["server 0/0", "unit 1", "forkserver"])
+def test_whoever_serves_all_takes_the_whole_job_along(who: str) -> None:
+    made = machine()
+    event = lost(who) if who.startswith("server") else Failed(who, "died", f"{who} was killed by SIGKILL", "")
+    incident, again = tell(made, 105.0, event)
+    assert isinstance(incident, Incident)
+    assert incident.action == "the whole job starts again"
+    assert isinstance(again, Renew)
+    made.renewed()
+    assert not made.complete
+    tell(made, 106.0, *(Started(name, 50) for name in EVERYBODY))
+    regroup = tell(made, 107.0, lost("worker 0/0"))[1]
+    assert isinstance(regroup, Regroup)
+    assert regroup.incarnation == 1  # nobody of the first life can speak to the second
+
+
+def test_where_a_group_cannot_start_alone_all_do_or_none() -> None:
+    assert isinstance(tell(machine(replace(ALL, groups=frozenset())), 105.0, lost("worker 0/1"))[1], Renew)
+    (give_up,) = tell(machine(Terms(frozenset(), False, 3)), 105.0, lost("worker 0/1"))
+    assert isinstance(give_up, GiveUp)
+    (failed,) = give_up.failures
+    assert (failed.who, failed.kind, failed.traceback) == ("worker 0/1", "died", "last words")
+    assert failed.text.startswith(lost("worker 0/1").text + "; the whole job would have to start again")
+
+
+def test_where_others_have_a_say_a_lost_connection_is_told_to_them() -> None:
+    made = machine(replace(ALL, whole=False))
+    failed = Failed("worker 1/0", "peer", "lost server 0/0: reset", "")
+    tell(made, 105.0, failed)
+    assert made.turn(106.0) == [GiveUp((failed,))]
+
+
+def restarted(made: Recovery, who: str, at: float) -> list[object]:
+    """The answer to a death; after it, the group is up again."""
+    answer = tell(made, at, lost(who))
+    group = [name for name in WORKERS if name.startswith(who[:-1])]
+    tell(made, at + 0.1, *(Started(name, int(at)) for name in group))
+    return answer
+
+
+def test_the_fourth_death_in_ten_minutes_ends_the_job_and_names_all() -> None:
+    made = machine()
+    for number in range(3):
+        assert isinstance(restarted(made, "worker 1/0", 110.0 + 10 * number)[1], Regroup)
+    assert isinstance(restarted(made, "worker 0/0", 141.0)[1], Regroup)  # each group for itself
+    (give_up,) = restarted(made, "worker 1/1", 142.0)
+    assert isinstance(give_up, GiveUp)
+    (failed,) = give_up.failures
+    assert (failed.who, failed.kind, failed.traceback) == ("worker 1/1", "died", "last words")
+    assert (
+        "worker 1/1 (pid 7) was killed by SIGKILL, and group 1 has started again 3 times within 10 min" in failed.text
+    )
+    assert "at 10.0 s worker 1/0" in failed.text
+    assert "at 30.0 s worker 1/0" in failed.text
+
+
+def test_old_deaths_are_forgotten() -> None:
+    made = machine()
+    for number in range(8):
+        assert isinstance(restarted(made, "worker 1/0", 110.0 + number * WINDOW_S / 3)[1], Regroup)
+
+
+def test_restarts_of_the_whole_job_are_counted_over_its_lives() -> None:
+    made = machine(replace(ALL, limit=1))
+    assert isinstance(tell(made, 105.0, lost("server 0/0"))[1], Renew)
+    made.renewed()
+    (give_up,) = tell(made, 106.0, lost("server 0/0"))
+    assert isinstance(give_up, GiveUp)
+    assert "the job has started again once within 10 minutes" in give_up.failures[0].text
+
+
+def test_without_restarts_a_death_is_told_as_it_is() -> None:
+    (give_up,) = tell(machine(replace(ALL, limit=0)), 105.0, lost("worker 0/1"))
+    assert give_up == GiveUp((Failed("worker 0/1", "died", lost("worker 0/1").text, "last words"),))
+
+
+def test_who_has_done_its_part_is_not_missed() -> None:
+    made = machine()
+    tell(made, 105.0, finished("worker 1/0"))
+    (incident,) = tell(made, 106.0, lost("worker 1/0"))
+    assert isinstance(incident, Incident)
+    assert incident.action == "nothing is missing: its part was done"
+
+
+def test_when_servers_have_gone_before_the_result_is_saved_all_is_done_again() -> None:
+    made = machine()
+    tell(made, 105.0, *map(finished, (*WORKERS[1:], "server 0/0")), Exited("server 0/0", 5, 0))
+    assert isinstance(tell(made, 105.1, lost("worker 0/0"))[1], Renew)
+
+
+def test_when_all_workers_are_through_no_death_matters() -> None:
+    made = machine()
+    tell(made, 105.0, *map(finished, WORKERS))
+    for event in (lost("server 0/0"), Failed("unit 2", "died", "unit 2 was killed", "")):
+        assert [type(word) for word in tell(made, 106.0, event)] == [Incident]
+
+
+def test_a_member_that_had_ended_well_starts_again_with_its_group() -> None:
+    made = machine()
+    tell(made, 105.0, finished("worker 1/0"), Exited("worker 1/0", 2, 0))
+    assert isinstance(tell(made, 105.1, lost("worker 1/1"))[1], Regroup)
+    tell(made, 105.2, *(Exited(name, 1, 0) for name in EVERYBODY))
+    assert not made.complete
+    tell(made, 106.0, *(Started(name, 20) for name in WORKERS[2:]))
+    assert not made.complete
+    assert isinstance(tell(made, 107.0, lost("worker 1/0"))[1], Regroup)  # its first end no longer counts
+    tell(made, 108.0, *(Started(name, 30) for name in WORKERS[2:]), *(Exited(name, 30, 0) for name in WORKERS[2:]))
+    assert made.complete
+
+
+def test_all_is_complete_when_everybody_has_ended() -> None:
+    made = machine()
+    tell(made, 105.0, *(Exited(name, 1, 0) for name in EVERYBODY[:-1]))
+    assert not made.complete
+    tell(made, 105.0, Failed("server 0/0", "peer", "?", ""), Exited("server 0/0", 1, 1))
+    assert not made.complete  # what it said still waits for its cause
+    tell(made, 105.0)
+    assert [type(word) for word in made.turn(107.0)] == [Incident, Renew]
+
+
+def test_how_long_training_waited() -> None:
+    made = machine()
+    tell(made, 104.0, step("worker 0/0"), step("worker 0/1"), step("worker 1/0"))
+    tell(made, 105.0, lost("worker 1/0"))
+    assert tell(made, 105.5, step("worker 1/1")) == [step("worker 1/1")]  # its last word, and no new step
+    tell(made, 105.5, step("worker 0/1"))
+    tell(made, 105.7, Started("worker 1/0", 20), Started("worker 1/1", 21))
+    tell(made, 105.8, step("worker 0/0"), step("worker 0/1"))
+    found = tell(made, 106.0, step("worker 1/1"))
+    assert found[0] == step("worker 1/1")
+    assert found[1:] == [Recovered(0, 1.0, pytest.approx(1.8))]
+    assert tell(made, 106.1, step("worker 1/0")) == [step("worker 1/0")]
+
+
+def test_after_a_restart_of_the_whole_the_first_step_of_anybody_counts() -> None:
+    made = machine()
+    tell(made, 105.0, lost("worker 1/0"))
+    tell(made, 106.0, lost("server 0/0"))
+    assert tell(made, 106.2, step("worker 0/0")) == [step("worker 0/0")]  # of a process that is being ended
+    made.renewed()
+    assert tell(made, 109.0, step("worker 0/1"))[1:] == [Recovered(0, 4.0, 0.0), Recovered(1, 3.0, 0.0)]
+
+
+def test_the_job_says_what_may_start_again() -> None:
+    job = Job(cluster=DOWNPOUR)
+    assert recovery(job, TOPOLOGY, True, BEGAN) is None
+    goes_on = replace(job, on_failure=OnFailure.kContinue, restarts=1)
+    here = replace(TOPOLOGY, units=TOPOLOGY.units[:1])
+    assert layout(DOWNPOUR).unit_of(TOPOLOGY.workers(0)[1]) == 1
+    for topology, answer in ((TOPOLOGY, Regroup), (here, GiveUp)):  # of whom a part is elsewhere, cannot start alone
+        made = recovery(goes_on, topology, False, BEGAN)
+        assert made is not None
+        assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], answer)
+
+
+def test_groups_of_one_worker_start_again_where_they_are() -> None:
+    cluster = Cluster(nworker_groups=2, nworkers_per_group=1, server_worker_separate=True)
+    whole = layout(cluster)
+    job = Job(cluster=cluster, on_failure=OnFailure.kContinue)
+    made = recovery(job, replace(whole, units=whole.units[1:2]), False, BEGAN)
+    assert made is not None
+    assert isinstance(tell(made, 105.0, lost("worker 1/0"))[-1], Regroup)

@@ -1,0 +1,142 @@
+"""A worker's process is gone and another takes its place, on real roads and in shared memory, in threads."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from topotrain.buffers import describe_model
+from topotrain.exchange import PeerLost
+from topotrain.feeds import STATIC
+from topotrain.host import WorkerRoads, serve
+from topotrain.job import Cluster, Job, OnFailure, Reduce, Road
+from topotrain.optimizer import adopt
+from topotrain.rendezvous import open_store
+from topotrain.roads import Place
+from topotrain.shard import FlatBuffers
+from topotrain.topology import Address, layout
+from topotrain.wire.auth import Identity
+from topotrain.wire.shm import socket_directory
+from topotrain.worker import Worker
+
+BATCHES = 5  # of each group
+CELLS = 400  # of each batch
+
+
+class Ledger(nn.Module):
+    """A cell for every batch of every group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(2, BATCHES, CELLS))
+
+
+class Process:
+    """What one process of a worker does: join, train on some batches of its own, and perhaps come to its end."""
+
+    def __init__(self, place: Place, me: Address) -> None:
+        self.roads = WorkerRoads(place, me)
+        workers = place.topology.workers_per_group
+        self.mine = slice(me.index * CELLS // workers, (me.index + 1) * CELLS // workers)
+        self.model = Ledger()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
+        exchange, allocate = self.roads.exchange, self.roads.allocate
+        self.worker = Worker(
+            self.roads.me,
+            place.job,
+            place.topology,
+            describe_model(self.model),
+            self.optimizer,
+            exchange,
+            lambda slice_map: FlatBuffers(slice_map, None, allocate),
+        )
+        self.worker.start()
+        adopt(self.optimizer, self.worker)
+        self.worker.scatter_state()
+        self.stream = STATIC | me.group
+        self.at = exchange.applied(self.stream)
+
+    def train(self, batches: int) -> None:
+        for _ in range(batches):
+            self.worker.drawn(self.stream, self.at, 1.0, 1)
+            self.optimizer.zero_grad()
+            (-self.model.cells[self.roads.me.group, self.at, self.mine].sum()).backward()
+            self.optimizer.step()
+            self.at += 1
+
+    def push(self) -> None:
+        """The first part of a step leaves for the servers."""
+        bucket, flats = self.worker.map.buckets[0], self.worker.buffers.flats
+        pieces = (1 << len(bucket.pieces)) - 1
+        self.roads.exchange.push(self.at, 0, bucket, 1.0, pieces, flats.view("grad", bucket).fill_(-9.0))
+
+    def end(self) -> None:
+        self.worker.finish()
+        if self.roads.me[1:] == (0, 0):
+            self.worker.take_final()
+        self.roads.close()
+
+
+def all_of(group: list[Process], do: Callable[[Process], None]) -> None:
+    """Workers of a group wait for each other."""
+    with ThreadPoolExecutor(len(group)) as pool:
+        list(pool.map(do, group))
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["gone", "replaced"])
+@pytest.mark.parametrize("road", [Road.kShm, Road.kTcp])
+@pytest.mark.parametrize(("number", "workers"), [(0, 1), (1, 1), (0, 2), (1, 2)])
+def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bool, number: int, workers: int) -> None:
+    separate = {"server_worker_separate": True, "road": road}
+    cluster = Cluster(nworker_groups=2, nworkers_per_group=workers, nservers_per_group=2, **separate)  # type: ignore[arg-type]
+    job = Job(cluster=cluster, reduce=Reduce.kSum, on_failure=OnFailure.kContinue)
+    topology, sockets = layout(cluster), Path(socket_directory())
+    (tmp_path / "store").mkdir(mode=0o700)
+    troubles: list[str] = []
+
+    def place(incarnation: int = 0) -> Place:
+        store = open_store((tmp_path / "store").as_uri())
+        return Place(job, topology, Identity(job.name, bytes(32), incarnation, 0, job.digest()), store, sockets)
+
+    def start(*groups: int, incarnation: int = 0) -> list[list[Process]]:
+        workers = [worker for group in groups for worker in topology.workers(group)]
+        with ThreadPoolExecutor(len(workers)) as pool:
+            made = list(pool.map(lambda me: Process(place(incarnation), me), workers))
+        return [[process for process in made if process.roads.me.group == group] for group in groups]
+
+    homes = []
+    for unit in topology.units:
+        if unit.servers:
+            live = partial(serve, place(), unit.servers, lambda *_: None, lambda: troubles.append("a server failed"))
+            homes.append(threading.Thread(target=live, daemon=True))
+            homes[-1].start()
+    groups = start(0, 1)
+    for group in groups:
+        all_of(group, lambda process: process.train(2))
+    dead = groups[number]
+    dead[-1].push()  # its servers have a gradient of a step that never comes
+    for process in dead if closed else ():
+        process.roads.close(finished=False)
+    all_of(groups[1 - number], lambda process: process.train(1))
+    (groups[number],) = start(number, incarnation=1)
+    for process in () if closed else dead:
+        with pytest.raises(PeerLost):
+            process.roads.exchange.wait_until(lambda: False)
+        process.roads.close(finished=False)
+    for process in groups[number]:
+        assert process.at == 2
+        assert torch.equal(process.model.cells[number, :2], torch.ones(2, CELLS)), "what was applied is there"
+    for group in reversed(groups):
+        all_of(group, lambda process: process.train(BATCHES - process.at))
+    all_of([process for group in groups for process in group], Process.end)
+    assert torch.equal(groups[0][0].model.cells, torch.ones(2, BATCHES, CELLS))
+    for home in homes:
+        home.join(20)
+    shutil.rmtree(sockets, ignore_errors=True)
+    assert not troubles and not any(home.is_alive() for home in homes)

@@ -1,0 +1,573 @@
+"""A client drives a cluster: what it writes down of a model, what tasks take of that, and how sessions begin and end.
+
+The clusters here are real ones on threads of this process: every task has its listener, and the roads are TCP.
+"""
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as f
+
+import topotrain as tt
+from topotrain.exchange import JobError
+from topotrain.front import residence
+from topotrain.front.residence import Residence
+from topotrain.front.sessionline import MAX_BODY, Gone, Talk, call
+from topotrain.front.sessiontask import Task
+from topotrain.job import ConfigError
+from topotrain.split.allowed import FUNCTIONS, name_of
+from topotrain.split.arguments import read_json
+from topotrain.split.described import Description, State, states_from
+from topotrain.split.kept import Cluster, Kept
+from topotrain.split.program import Where
+from topotrain.split.recording import record
+from topotrain.split.replay import Box, Held, program
+from topotrain.update import OptimizerSpec, describe, remake
+
+TOKEN = "ab" * 32
+ROOM = 1 << 30
+ONE, TWO = "/job:worker/task:0", "/job:worker/task:1"
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with tt.device("/job:ps/task:0"):
+            self.a = nn.Linear(6, 8)
+        self.b = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with tt.device(TWO):
+            hidden = torch.tanh(self.a(x))
+        return f.cross_entropy(self.b(hidden), y)
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with tt.device(ONE):
+            self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten())
+        with tt.device(TWO):
+            self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return f.cross_entropy(self.head(self.body(x.view(-1, 1, 2, 3).repeat(1, 1, 3, 2)[:, :, :5, :5])), y)
+
+
+class Residual(nn.Module):
+    """A block with BatchNorm, of whose two ways each worker has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with tt.device(ONE):
+            self.conv, self.norm = nn.Conv1d(1, 4, 3, padding=1, bias=False), nn.BatchNorm1d(4)
+        with tt.device(TWO):
+            self.short, self.head = nn.Conv1d(1, 4, 1), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        both = torch.relu(self.norm(self.conv(x)) + self.short(x))
+        return f.cross_entropy(self.head(both.flatten(1)), y)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place = nn.Embedding(9, 8), nn.Embedding(6, 8)
+        with tt.device(TWO):
+            self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        ids = (x.abs() * 3).long().clamp(max=8)
+        first, *_ = self.block(self.word(ids) + self.place(torch.arange(ids.shape[1]))).unbind(1)
+        return f.cross_entropy(self.head(first), y)
+
+
+MODELS = (Mlp, Cnn, Residual, Transformer)
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    dice = torch.Generator().manual_seed(7)
+    return [(torch.randn(n, 6, generator=dice), torch.randint(3, (n,), generator=dice)) for n in sizes]
+
+
+def made(kind: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = kind()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def written(model: nn.Module, *args: Any, workers: int = 2) -> tuple[Description, tuple[State, ...]]:
+    kept = Kept.of(model, Cluster(workers, 1))
+    return record(kept, args, {}, loss=True), kept.states()
+
+
+# --- what is written down ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_description_survives_its_way(kind):
+    described, states = written(made(kind)[0], *batches(4)[0])
+    assert {node.worker for node in described.nodes} == ({1} if kind is Mlp else {0, 1})
+    text = json.dumps([described.to_data(), [state.to_data() for state in states]])
+    came, held = read_json(text.encode())
+    again = states_from(held, 2, 1)
+    assert again == states
+    assert Description.from_data(came, 2, len(again)) == described
+
+
+def test_who_computes_and_who_holds():
+    described, states = written(Mlp(), *batches(4)[0])
+    assert [(node.function.rpartition(".")[2], node.worker) for node in described.nodes] == [
+        ("linear", 1),
+        ("tanh", 1),
+        ("linear", 1),  # where its input is: nobody has said otherwise
+        ("cross_entropy", 1),
+    ]
+    assert [(state.worker, state.home) for state in states] == [(1, 0), (1, 0), (1, -1), (1, -1)]
+    assert all(":" in node.line and "test_session.py" in node.line for node in described.nodes)
+
+
+def test_the_cut_graph_has_one_edge_for_what_is_needed_twice():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = self.a(x)
+            with tt.device(TWO):
+                return (hidden * 2 + hidden).sum()
+
+    described, states = written(Twice(), *batches(4)[0])
+    cut = program(described, states, 2, 0, None, ROOM)
+    assert [edge.target.where for edge in cut.edges] == [Where.AT, Where.WHOLE]
+    evaluated = program(described, states, 2, 0, Box(), ROOM)
+    assert [edge.target.worker for edge in evaluated.edges] == [1, 0]
+
+
+def test_the_list_of_functions_is_what_torch_calls_them():
+    assert all(callable(function) for function in FUNCTIONS.values())
+    assert all(name_of(function) in FUNCTIONS for function in FUNCTIONS.values())
+    for name in (
+        "torch.load",
+        "torch.empty",
+        "torch.as_strided",
+        "torch.randn",
+        "torch.Tensor.set_",
+        "torch.Tensor.apply_",
+    ):
+        assert name not in FUNCTIONS
+
+
+class Does(nn.Module):
+    def __init__(self, does: Callable[["Does", Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.does, self.plain = nn.Linear(6, 6), does, torch.ones(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(self, x)
+
+
+def by_value(model: Does, x: Tensor) -> Tensor:
+    return model.a(x).sum() if x.sum() > 0 else model.a(x).mean()
+
+
+def by_item(model: Does, x: Tensor) -> Tensor:
+    return model.a(x).sum() * x.max().item()
+
+
+def writes_what_travels(model: Does, x: Tensor) -> Tensor:
+    hidden = model.a(x)
+    part = hidden[0]
+    part.add_(1)
+    with tt.device(TWO):
+        return hidden.sum()
+
+
+def nowhere(model: Does, x: Tensor) -> Tensor:
+    with tt.device("/job:worker/task:5"):
+        return model.a(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (by_value, "decides or counts by a tensor's values"),
+        (by_item, "decides or counts by a tensor's values"),
+        (lambda m, x: m.a(x + torch.randn(6)).sum(), "calls torch.randn, which a session does not run"),
+        (lambda m, x: m.a(x.mul_(2)).sum(), "torch.Tensor.mul_ writes over a value that was given"),
+        (writes_what_travels, "torch.Tensor.add_ writes over a value"),
+        (nowhere, "no such device; there are /job:worker/task:0 to task:1"),
+        (lambda m, x: m.a(x), "must return the loss"),
+        (lambda m, x: m.a(x).sum().detach(), "must return the loss"),
+        (lambda m, x: m.a(x[:, :2]).sum(), "cannot be captured: RuntimeError"),
+    ],
+)
+def test_what_cannot_be_written_down_is_refused_with_its_line(does, words):
+    with pytest.raises(ConfigError, match=r"test_session\.py:\d+") as refused:
+        written(Does(does), torch.ones(2, 6))
+    assert words in str(refused.value)
+
+
+def test_a_constant_of_the_forward_comes_along():
+    described, states = written(Does(lambda m, x: (m.a(x) * m.plain * torch.tensor(2.0)).sum()), torch.ones(2, 6))
+    assert states[-1].graded is None and states[-1].form.sizes == (6,)
+    assert program(described, states, 2, 0, None, ROOM).steps
+
+
+# --- hostile words -----------------------------------------------------------------------------------------------
+
+
+def sane() -> dict[str, Any]:
+    return {
+        "inputs": [["float32", [2, 6]]],
+        "nodes": [["torch.Tensor.sum", 0, [{"input": 0}], {}, True, "here.py:1"]],
+        "output": {"value": [0, []]},
+    }
+
+
+def node(**changed: Any) -> dict[str, Any]:
+    fields = dict(zip(("function", "worker", "args", "kwargs", "graded", "line"), sane()["nodes"][0], strict=True))
+    return {**sane(), "nodes": [list({**fields, **changed}.values())]}
+
+
+def deep(levels: int) -> Any:
+    return [deep(levels - 1)] if levels else 1
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (node(function="torch.load"), "torch.load"),
+        (node(function="os.system"), "os.system"),
+        (node(function="torch.Tensor.__reduce_ex__"), "none that a session may call"),
+        (node(worker=2), "must be 0 to 1"),
+        (node(worker=True), "must be 0 to 1"),
+        (node(args=[{"value": [0, []]}]), "a node before"),
+        (node(args=[{"value": [-1, []]}]), "a node before"),
+        (node(args=[{"input": 1}]), "must be one of 1"),
+        (node(args=[{"stated": 0}]), "must be one of 0"),
+        (node(args=[{"pickle": "gASV"}]), "no kind of argument"),
+        (node(args=[{"dtype": "__class__"}]), "must be one of"),
+        (node(args=[{"memory_format": "__class__"}]), "must be one of"),
+        (node(args=[1 << 70]), "none that a description has"),
+        (node(args=["x" * 5000]), "none that a description has"),
+        (node(args=deep(40)), "nested at most"),
+        (node(line=1), "must have a line"),
+        ({**sane(), "inputs": [["float32", [1 << 39, 1 << 39]]]}, "elements"),
+        ({**sane(), "inputs": [["float32", [-1]]]}, "whole numbers"),
+        ({**sane(), "inputs": [["object", [1]]]}, "dtype"),
+        ({**sane(), "more": 1}, "must have inputs, nodes and output"),
+        ([], "must have inputs, nodes and output"),
+    ],
+)
+def test_hostile_descriptions_are_refused(data, words):
+    Description.from_data(sane(), 2, 0)
+    with pytest.raises(ConfigError) as refused:
+        Description.from_data(read_json(json.dumps(data).encode()), 2, 0)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[" * 100_000, b"\xff", b"[NaN]", b"[Infinity]"])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(ConfigError):
+        read_json(text)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        ("torch.zeros", [{"tuple": [1 << 20, 1 << 20]}]),
+        ("torch.Tensor.repeat", [{"input": 0}, 1 << 20, 1 << 10]),
+        ("torch.eye", [1 << 20]),
+        ("torch.Tensor.matmul", [{"input": 0}, {"input": 0}]),
+        ("torch.Tensor.sum", ["dim"]),
+    ],
+)
+def test_what_is_too_large_or_no_call_is_refused_before_it_is_computed(function, args):
+    described = Description.from_data(node(function=function, args=args), 2, 0)
+    with pytest.raises(ConfigError, match=r"here\.py:1"):
+        program(described, (), 2, 0, Box(), ROOM)
+
+
+@pytest.mark.parametrize(
+    "data", [[["float32", [2]], 2, True, -1], [["float32", [2]], 0, 1, -1], [["float32", [2]], 0, True, 1]]
+)
+def test_hostile_states_are_refused(data):
+    with pytest.raises(ConfigError):
+        states_from([data], 2, 1)
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, Talk]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, Talk(other)
+
+
+def frame(text: bytes, body: int = 0) -> bytes:
+    return struct.pack("<4sIQ", b"ttSe", len(text), body) + text
+
+
+LIES = b'{"words":{},"tensors":[["float32",[1000000]]]}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<4sIQ", b"ttSe", 0xFFFFFFFF, 0),
+        frame(b"{}", MAX_BODY + 1),
+        frame(b"{}"),
+        frame(b'{"words":1,"tensors":[]}'),
+        frame(b'{"words":{},"tensors":[1]}'),
+        frame(LIES, 4),
+        frame(LIES, 4_000_000),  # and then nothing comes
+    ],
+)
+def test_hostile_frames_end_the_connection(raw):
+    with pair() as (sock, talk):
+        sock.sendall(raw)
+        sock.shutdown(socket.SHUT_WR)
+        with pytest.raises(Gone):
+            talk.hear()
+
+
+def test_frames_carry_words_and_tensors():
+    tensors = [torch.randn(3, 2).t(), torch.tensor(True), torch.empty(0, 4, dtype=torch.int64), torch.arange(5).half()]
+    with pair() as (sock, talk):
+        Talk(sock).say({"do": "run"}, tensors)
+        words, came = talk.hear()
+    assert words == {"do": "run"}
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, came, strict=True))
+
+
+# --- the optimizer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
+def test_an_optimizer_is_made_again_of_its_description(name):
+    model = nn.Linear(3, 2)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    spec = describe(getattr(torch.optim, name)(groups, lr=0.1), list(model.parameters()))
+    again = remake(OptimizerSpec.from_text(spec.to_text()), list(model.parameters()))
+    assert describe(again, list(model.parameters())) == spec
+
+
+def test_a_model_is_held_in_parts():
+    states = states_from(
+        [[["float32", [2, 3]], 0, True, 0], [["float32", [2]], 1, False, -1], [["int64", []], 1, None, -1]], 2, 1
+    )
+    held = Held(states, {0: torch.ones(2, 3)})
+    assert [p.is_meta for p in held.parameters()] == [False, True]
+    assert [share.owners for whole in held.divided(states, 2).parameters for share in whole.shares] == [(0,), (1,)]
+
+
+# --- sessions ----------------------------------------------------------------------------------------------------
+
+
+class Town:
+    """One ps task and some workers, on threads."""
+
+    def __init__(self, workers: int = 2) -> None:
+        probes = [socket.socket() for _ in range(1 + workers)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        ps, *others = (f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes)
+        for probe in probes:
+            probe.close()
+        self.cluster = {"ps": [ps], "worker": others}
+        tasks = [Task(job, k, at) for job, addresses in self.cluster.items() for k, at in enumerate(addresses)]
+        self.residents = [Residence(self.cluster, task, bytes.fromhex(TOKEN)) for task in tasks]
+        self.threads = [threading.Thread(target=resident.stay, daemon=True) for resident in self.residents]
+        for thread in self.threads:
+            thread.start()
+
+    def target(self, worker: int = 0) -> str:
+        return f"tcp://{self.cluster['worker'][worker]}"
+
+    def close(self) -> None:
+        for resident in self.residents:
+            resident.close()
+        for thread in self.threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in self.threads)
+
+
+@pytest.fixture(scope="module")
+def town() -> Iterator[Town]:
+    opened = Town()
+    yield opened
+    opened.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("session")]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", TOKEN)
+
+
+def trained(target: str, kind: type[nn.Module], sizes: Sequence[int]) -> tuple[list[float], Tensor, dict[str, Tensor]]:
+    """Losses of the steps, one evaluation, and the values at the end."""
+    model, optimizer = made(kind)
+    train_op = tt.train.minimize(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses = []
+    with tt.Session(target) as session:
+        for x, y in batches(*sizes):
+            losses.append(float(session.run(train_op, x, y)))
+            scheduler.step()
+        model.eval()
+        evaluated = session.run(model, x, feed_dict={"y": y})
+    return losses, evaluated, model.state_dict()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_session_equals_one_process(town, kind, worker):
+    sizes = (6, 6, 4, 6)
+    expected, found = (trained(target, kind, sizes) for target in ("", town.target(worker)))
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert float(found[1]) == pytest.approx(float(expected[1]), rel=1e-6) and not found[1].requires_grad
+    for name, value in expected[2].items():
+        torch.testing.assert_close(found[2][name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_cluster_of_one_worker_and_the_answer_of_a_nest():
+    town = Town(workers=1)
+    try:
+        model = Does(lambda m, x: {"sum": m.a(x).sum(), "parts": (x.chunk(2), 3, None)})
+        with tt.Session(town.target()) as session:
+            found = session.run(model, torch.ones(4, 6))
+        torch.testing.assert_close(found["sum"], model(torch.ones(4, 6))["sum"].detach())
+        (first, second), number, nothing = found["parts"]
+        assert first.shape == second.shape == (2, 6) and (number, nothing) == (3, None)
+    finally:
+        town.close()
+
+
+def test_values_come_home_when_they_are_pulled(town):
+    model, optimizer = made(Mlp)
+    before = model.b.weight.detach().clone()
+    with tt.Session(town.target()) as session:
+        loss = session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
+        assert torch.equal(model.b.weight, before)
+        session.pull()
+        assert not torch.equal(model.b.weight, before) and model.b.weight.requires_grad
+    assert loss.dim() == 0 and not loss.requires_grad
+
+
+def test_an_error_in_a_step_names_the_worker_and_the_line_and_frees_the_cluster(town):
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with tt.device(TWO):
+                self.table = nn.Embedding(4, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).sum()
+
+    model = Lookup()
+    session = tt.Session(town.target())
+    with pytest.raises(JobError, match=r"/job:worker/task:1: IndexError: .*test_session.py:\d+"):
+        session.run(tt.train.minimize(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.tensor([9]))
+    with pytest.raises(ConfigError, match="is closed"):
+        session.run(model, torch.tensor([1]))
+    trained(town.target(1), Mlp, (4,))
+
+
+def test_a_description_that_is_refused_leaves_the_session_alive(town):
+    model, optimizer = made(Mlp)
+    with tt.Session(town.target()) as session:
+        session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
+        with pytest.raises(ConfigError, match=r"os\.system"):
+            session._ask({"do": "learn", "number": 99, "description": node(function="os.system"), "loss": False})
+        session.run(model, *batches(6)[0])
+
+
+def test_a_second_client_is_refused_and_one_that_vanishes_frees_the_cluster(town, monkeypatch):
+    monkeypatch.setattr(residence, "GRACE_S", 0.1)
+    model, optimizer = made(Mlp)
+    session = tt.Session(town.target())
+    session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
+    with pytest.raises(ConfigError, match="belongs to the session of another client"):
+        tt.Session(town.target())
+    session._talk.close()  # as the system does it for a process that was killed
+    monkeypatch.setattr(residence, "GRACE_S", 30.0)
+    trained(town.target(), Mlp, (4,))
+
+
+def test_who_is_not_let_in_reads_why(town, monkeypatch):
+    host, port = town.cluster["ps"][0].split(":")
+    with pytest.raises(ConfigError, match="a session talks to a worker, tcp://127"):
+        tt.Session(f"tcp://{host}:{port}")
+    for target, words in (("grpc://a:1", "must be a worker's"), ("tcp://127.0.0.1:1", "cannot be reached")):
+        with pytest.raises(ConfigError, match=words):
+            tt.Session(target)
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", "cd" * 32)
+    with pytest.raises(ConfigError, match="has another token"):
+        tt.Session(town.target())
+
+
+def test_a_stranger_that_has_the_token_and_talks_nonsense_disturbs_nobody(town):
+    host, port = town.cluster["worker"][0].split(":")
+    for words in ({}, {"do": 3}, {"do": "begin", "meet": {"name": 1}}, {"do": "begin"}):
+        talk = call(host, int(port), bytes.fromhex(TOKEN))
+        talk.say(words)
+        assert "error" in talk.hear()[0]
+        talk.close()
+    trained(town.target(), Mlp, (4,))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda model, optimizer: optimizer.state.update({model.b.weight: {"a": 1}}), "has taken steps already"),
+        (lambda model, optimizer: model.double(), ""),
+    ],
+)
+def test_what_a_session_takes(town, spoil, words):
+    model, optimizer = made(Mlp)
+    spoil(model, optimizer)
+    (x, y), *_ = batches(4)
+    with tt.Session(town.target()) as session:
+        run = lambda: session.run(tt.train.minimize(model, optimizer), x.to(model.b.weight.dtype), y)  # noqa: E731
+        if not words:
+            assert run().dtype is torch.float64
+            return
+        with pytest.raises(ConfigError, match=words):
+            run()
+
+
+def test_one_model_and_one_optimizer_for_a_session(town):
+    model, optimizer = made(Mlp)
+    with tt.Session(town.target()) as session:
+        session.run(tt.train.minimize(model, optimizer), *batches(4)[0])
+        with pytest.raises(ConfigError, match="one for each session"):
+            session.run(made(Mlp)[0], *batches(4)[0])
+        with pytest.raises(ConfigError, match="has one optimizer"):
+            session.run(tt.train.minimize(model, torch.optim.SGD(model.parameters(), lr=1.0)), *batches(4)[0])
+        with pytest.raises(ConfigError, match="must be a model"):
+            session.run("loss")
+    with pytest.raises(ConfigError, match="minimize"):
+        tt.train.minimize(model, "sgd")
+
+
+def test_what_a_server_is_told_of_sessions():
+    with pytest.raises(ConfigError, match="session = 1: must be True or False"):
+        tt.train.Server({"ps": ["a:1"], "worker": ["a:2"]}, "ps", 0, session=1)
+    with pytest.raises(ConfigError, match="an address of its own for every task"):
+        tt.train.Server({"ps": ["a:1"], "worker": ["a:2", "a:2"]}, "ps", 0, session=True)

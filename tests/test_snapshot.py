@@ -1,0 +1,316 @@
+"""Snapshots under the simulated road: what shards freeze together, and what a job goes on from."""
+
+import pytest
+import torch
+from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
+
+from topotrain import message as m
+from topotrain.job import Apply, Grads
+from topotrain.position import STATIC, Position
+from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.statetable import StateError, from_rows, merge, to_rows
+from topotrain.topology import Address, Role
+
+
+class Archive:
+    """The host of all servers of a town: keeps what it is to write, and answers at once."""
+
+    def __init__(self, town: Town, fails: int = -1) -> None:
+        self.town, self.fails = town, fails
+        self.parts: dict[int, dict[int, Write]] = {}
+        self.values: dict[int, dict[str, torch.Tensor]] = {}
+        self.published: list[Publish] = []
+        self.dropped: list[Drop] = []
+        for me, house in town.houses.items():
+            house.server.snapshots.follow(lambda what, me=me: self.work(me, what))
+
+    def ask(self) -> None:
+        me = Address(Role.SERVER, 0, 0)
+        self.town.houses[me].handle(me, m.SnapshotAsk())
+
+    def work(self, me: Address, what: Write | Publish | Drop) -> None:
+        if isinstance(what, Drop):
+            self.dropped.append(what)
+            return
+        answer = {}
+        if isinstance(what, Write):
+            for slab in what.frozen.values:
+                whole = self.values.setdefault(what.number, {}).setdefault(
+                    slab.name, torch.full((self.count(slab.name),), torch.nan, dtype=slab.body.dtype)
+                )
+                whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
+            answer = {"error": "the disk is full"} if what.shard == self.fails else {"shard": what.shard}
+        else:
+            self.published.append(what)
+        stage = WRITTEN if isinstance(what, Write) else PUBLISHED
+        said = texts(what.number, stage, answer)
+        self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
+
+    def say(self, me: Address, said: list[m.SnapshotPart]) -> None:
+        for part in said:
+            self.town.houses[me].handle(me, part)
+
+    def count(self, name: str) -> int:
+        return next(p.count for p in self.town.map.parameters if p.name == name)
+
+
+@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
+@pytest.mark.parametrize("seed", range(4))
+def test_all_shards_freeze_behind_the_same_decision(weather, seed):
+    town = Town(job(groups=3, workers=1, shards=3), seed, weather)
+    archive = Archive(town)
+    pushed: dict[int, list[list[torch.Tensor]]] = {0: [], 1: [], 2: []}
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(6):
+            gradient = seat.numbers()
+            pushed[seat.me.group].append([g.clone() for g in gradient])
+            seat.sleep(0.0, 0.01)
+            if seat.me.group == 0:
+                archive.ask()
+            seat.step(gradient)
+        seat.finish()
+
+    town.play(script)
+    assert archive.published and not archive.dropped
+    for published in archive.published:
+        steps = dict(published.facts["steps"])
+        done = [g for group, count in steps.items() for g in pushed[group][:count]]
+        wanted = [-t for t in total(done)]
+        found = [archive.values[published.number][p.name] for p in town.map.parameters]
+        assert same(found, wanted), (published.number, steps)
+        assert published.facts["version"] == sum(steps.values()) >= 1
+    versions = [published.facts["version"] for published in archive.published]
+    assert versions == sorted(set(versions))
+
+
+def test_the_workers_of_every_group_are_told_with_their_next_step():
+    town = Town(job(groups=2, workers=1, shards=2, max_staleness=0), 1, VIEWS)
+    archive = Archive(town)
+    told: dict[int, list[int]] = {0: [], 1: []}
+
+    def observe(sender: Address, to: Address, message: m.Message) -> None:
+        if isinstance(message, m.Applied) and sender.index == 0:
+            told[to.group].append(message.snapshot)
+
+    town.wire.observers.append(observe)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for step in range(4):
+            if seat.me.group == 0 and step == 1:
+                archive.ask()
+            seat.step(seat.numbers())
+        seat.finish()
+
+    town.play(script)
+    assert sum(told[0]) == sum(told[1]) == 1
+    assert len(archive.published) == 1
+
+
+def test_none_is_taken_before_the_first_step():
+    town = Town(job(workers=1, shards=2), 1, VIEWS)
+    archive = Archive(town)
+
+    def script(seat: Seat) -> None:
+        archive.ask()
+        seat.open()
+        archive.ask()
+        seat.finish()
+
+    town.play(script)
+    assert not archive.values and not archive.published
+
+
+def test_a_shard_that_cannot_write_costs_this_snapshot_only():
+    town = Town(job(workers=1, shards=3), 1, VIEWS)
+    archive = Archive(town, fails=1)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for step in range(8):
+            archive.fails = 1 if step < 4 else -1
+            archive.ask()
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert archive.dropped and all("the disk is full" in drop.why for drop in archive.dropped)
+    assert archive.published and archive.published[0].number > archive.dropped[-1].number
+
+
+def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
+    town = Town(job(workers=1, shards=1), 1, VIEWS)
+    archive = Archive(town)
+    places = []
+    work = archive.work
+    archive.work = lambda me, what: (
+        places.append([slab.body.data_ptr() for slab in (*what.frozen.values, *what.frozen.state)])
+        if isinstance(what, Write)
+        else None,
+        work(me, what),
+    )
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(4):
+            archive.ask()
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert len(places) > 1 and all(each == places[0] for each in places)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"groups": 2, "nserver_groups": 2}, "server groups"),
+        ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
+    ],
+)
+def test_jobs_without_a_common_moment_take_none(fields, words):
+    town = Town(job(**fields), 1, VIEWS)
+    assert words in town.server(0, 0).snapshots.refusal
+
+
+# --- positions ---------------------------------------------------------------------------------------------------
+
+
+def stream(epoch, lease):
+    return epoch << 32 | lease
+
+
+def test_positions_of_leases_are_batches_of_the_epoch():
+    position = Position(2, 1, {})
+    position.leased(0, 0, 0)
+    position.leased(0, 1, 8)
+    position.leased(1, 0, 0)
+    counts = {stream(0, 0): 8, stream(0, 1): 3, stream(1, 0): 2}
+    assert position.applied(counts) == {0: ((0, 11),), 1: ((0, 2),)}
+    position.close(1)
+    assert position.applied(counts) == {1: ((0, 2),)}
+
+
+def test_positions_of_groups_that_take_turns():
+    position = Position(3, 1, {})
+    counts = {stream(4, STATIC | 0): 3, stream(4, STATIC | 1): 2, stream(4, STATIC | 2): 4}
+    assert position.applied(counts) == {4: ((0, 7), (8, 9), (11, 12))}
+
+
+def test_positions_of_units_of_several_batches_behind_an_earlier_start():
+    position = Position(1, 2, {3: ((0, 5), (7, 8))})
+    # what was left of the epoch: 5 6 8 9 10 …; two units are 5 6 and 8 9
+    assert position.applied({stream(3, STATIC): 2}) == {3: ((0, 10),)}
+    assert position.applied({}) == {3: ((0, 5), (7, 8))}
+
+
+# --- the table of state ------------------------------------------------------------------------------------------
+
+
+def test_shards_that_hold_different_state_are_refused():
+    known = parameters(64, 64)
+    one = from_rows([[[[0, 1]], {"step": ["number", "float32", [], 3.0]}]], known)
+    two = from_rows([[[[0, 2]], {"step": ["number", "float32", [], 4.0]}]], known)
+    with pytest.raises(StateError, match="p0"):
+        merge([one, two], known)
+    assert from_rows(to_rows(two), known) == two
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        [[]],
+        [[[[0, 3]], {}]],
+        [[[[1, 0]], {}]],
+        [[[[0, 1]], {"a/b": ["number", "float32", [], 3.0]}]],
+        [[[[0, 1]], {"a": ["elements", "object", [], 0]}]],
+        [[[[0, 1]], {"a": ["whole", "float32", [-1], 0]}]],
+        [[[[0, 1]], {}], [[[0, 2]], {}]],
+    ],
+)
+def test_rows_that_nobody_wrote_are_refused(rows):
+    with pytest.raises(StateError):
+        from_rows(rows, parameters(64, 64))
+
+
+# --- what workers leave ------------------------------------------------------------------------------------------
+
+
+class Boxes:
+    """Stands for the book of what workers left: who left something when an epoch began, and at which snapshot."""
+
+    def __init__(self, *workers: Address) -> None:
+        self.workers, self.left, self.forgotten = workers, {}, 0
+
+    def begun(self):
+        return {worker: torch.zeros(3, dtype=torch.uint8) for worker in self.workers}
+
+    def taken(self, number):
+        return self.left.get(number, {})
+
+    def forget(self, number):
+        self.forgotten = number
+
+
+def waiting(groups: int, workers: int) -> tuple[Town, Archive, Boxes]:
+    """A snapshot that is on disk but for what the workers have to leave, and the next is due."""
+    town = Town(job(groups=groups, workers=workers, shards=2), 1, VIEWS)
+    archive = Archive(town)
+    server = town.server(0, 0)
+    server.deposits = boxes = Boxes(*town.workers)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me == town.workers[0]:
+            archive.ask()
+        for _ in range(2):
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+
+    town.play(script)
+    assert archive.values and not archive.published and not archive.dropped and server.snapshots.under_way == 1
+    return town, archive, boxes
+
+
+def test_a_snapshot_counts_when_the_last_worker_has_left_its_state():
+    town, archive, boxes = waiting(groups=2, workers=2)
+    server = town.server(0, 0)
+    for done, worker in enumerate(town.workers, 1):
+        boxes.left.setdefault(1, {})[worker] = torch.full((2,), done, dtype=torch.uint8)
+        server._snapshot_goes_on()
+        assert len(archive.published) == (done == 4)
+    assert archive.published[0].deposits == boxes.left[1]
+    town.sim.run()
+    server._snapshot_goes_on()
+    assert boxes.forgotten == 1 and server.snapshots.under_way == 0
+
+
+def test_a_group_that_stands_still_gives_the_state_that_it_left_before():
+    town, archive, boxes = waiting(groups=2, workers=1)
+    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    archive.ask()
+    (published,) = archive.published
+    assert published.deposits[town.workers[0]].tolist() == [1, 1]
+    assert published.deposits[town.workers[1]].tolist() == [0, 0, 0]
+
+
+def test_in_one_group_an_older_state_does_not_do():
+    town, archive, boxes = waiting(groups=1, workers=2)
+    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    archive.ask()
+    assert not archive.published and "worker 0/1" in archive.dropped[0].why
+    assert town.server(0, 0).snapshots.under_way == 2
+
+
+def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
+    town, archive, _ = waiting(groups=2, workers=1)
+    for seat in (town.seat(0), town.seat(1)):
+        seat.steps = 2
+        town.sim.actor(str(seat.me), seat.finish)
+    town.sim.run()
+    assert len(archive.published) == 1

@@ -1,0 +1,332 @@
+"""The thread that writes snapshots, and the order in which their files become one that counts.
+
+Rule: training never waits for a disk. What is to be written lies in memory that nobody changes until this thread has
+answered; it writes, adds up checksums and waits for the disk at a low priority. The manifest comes last, by way of
+another name, when everything else is on disk; what is older goes after that. So whatever stops a writer, at any
+moment, there is the snapshot before it, or the new one, whole.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from topotrain.checkpoint import (
+    ASIDE,
+    FOLDER,
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    STATE,
+    WORKERS,
+    bytes_of,
+    hashed,
+    name_of,
+    numbers,
+    workers_file,
+)
+from topotrain.flatfile import FlatFile
+from topotrain.job import Job
+from topotrain.message import Message, SnapshotAsk, SnapshotPart
+from topotrain.snapshot import Slab
+from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.snapshotting import Snapshots
+from topotrain.statetable import model_file, state_file
+from topotrain.textproto import dumps
+from topotrain.topology import Address, Topology
+
+KEPT = 2
+_NICE = 10
+_CHUNK = 4 << 20
+_SUMMED = 16 << 20  # bytes that one checksum covers at most
+
+Tell = Callable[[str], None]
+_Order = Write | Publish | Drop
+
+
+class Files:
+    """The folder of a job's snapshots. Every method may raise OSError.
+
+    Args:
+        folder: WORKSPACE/manifests.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, resumed: Path | None, again: bool) -> int:
+        """Make room for a start of the job: the number of its first snapshot.
+
+        Those of an earlier run are moved aside, unless this start goes on from one of them (`resumed`), or is the same
+        run `again`.
+        """
+        goes_on = again or (resumed is not None and resumed.parent.resolve() == self.folder.resolve())
+        if not goes_on and self.folder.exists():
+            shutil.rmtree(self.folder.with_name(ASIDE), ignore_errors=True)
+            os.replace(self.folder, self.folder.with_name(ASIDE))
+        return max(numbers(self.folder, whole=False), default=0) + 1
+
+    def write(self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[Slab]]], first: bool) -> dict[str, Any]:
+        """Write slabs at their places, and wait for the disk; returns the checksums by file, for the manifest.
+
+        first: write headers, too, which one of the shards does.
+        """
+        path = self.folder / name_of(number)
+        os.makedirs(path, exist_ok=True)
+        sums = {}
+        for name, (layout, slabs) in parts.items():
+            with _created(path / name) as fd:
+                os.ftruncate(fd, layout.size)
+                if first:
+                    _write(fd, layout.header, 0)
+                sums[name] = _slabs(fd, layout, slabs)
+                os.fsync(fd)
+        return sums
+
+    def publish(self, number: int, data: Mapping[str, Any]) -> None:
+        """Let a snapshot count whose files are on disk, and remove what is older than it and the one before."""
+        path = self.folder / name_of(number)
+        text = json.dumps({**data, "sha256": hashed(data)}, separators=(",", ":"))
+        with _created(path / f"{MANIFEST}.tmp") as fd:
+            _write(fd, text.encode(), 0)
+            os.fsync(fd)
+        os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
+        for each in (path, self.folder, self.folder.parent):
+            _sync(each)
+        self._prune(number)
+
+    def _prune(self, newest: int) -> None:
+        whole = [number for number in numbers(self.folder) if number <= newest][-KEPT:]
+        for number in numbers(self.folder, whole=False):
+            if number < newest and number not in whole:
+                with contextlib.suppress(OSError):  # what cannot be removed takes nothing from the new one
+                    self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Remove a snapshot, its manifest first."""
+        path = self.folder / name_of(number)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path / MANIFEST)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Writer:
+    """Writes the snapshots of the servers of one process, and says when it is time for one.
+
+    Args:
+        job, topology: the job.
+        files: the folder.
+        first: number of the first snapshot.
+        tell: told what went wrong, for the user; training goes on.
+    """
+
+    def __init__(self, job: Job, topology: Topology, files: Files, first: int, tell: Tell) -> None:
+        self._job, self._topology, self._files, self._first, self._tell = job, topology, files, first, tell
+        self._orders: SimpleQueue[tuple[Aside, _Order]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Aside, list[SnapshotPart]]] = SimpleQueue()
+        self._begun = False
+
+    def follow(self, me: Address, snapshots: Snapshots, poke: Callable[[], None]) -> "Aside":
+        """Write what this server freezes. poke: called on a thread of its own when the server has something to hear."""
+        aside = Aside(self._job.snapshot_s if snapshots.book is not None else 0.0, poke)
+
+        def work(what: _Order) -> None:
+            self._begin()
+            self._orders.put((aside, what))
+
+        if not snapshots.refusal:
+            snapshots.follow(work, self._first)
+        return aside
+
+    def _begin(self) -> None:
+        """Two threads: whoever has a low priority must not be in a server's way while it speaks to it."""
+        if not self._begun:
+            self._begun = True
+            for live in (self._live, self._say):
+                threading.Thread(target=live, name="snapshots", daemon=True).start()
+
+    def _live(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            aside, what = self._orders.get()
+            self._answers.put((aside, self._do(what)))
+
+    def _say(self) -> None:
+        while True:
+            aside, answer = self._answers.get()
+            aside.say(answer)
+
+    def _do(self, what: "_Order") -> list[SnapshotPart]:
+        if isinstance(what, Drop):
+            self._tell(f"snapshot {what.number} was not written: {what.why}; training goes on")
+            with contextlib.suppress(OSError):
+                self._files.drop(what.number)
+            return []
+        stage = WRITTEN if isinstance(what, Write) else PUBLISHED
+        answer: dict[str, Any] = {}
+        try:
+            answer = self._write(what) if isinstance(what, Write) else self._publish(what)
+        except (OSError, ValueError) as error:
+            answer = {"error": str(error)}
+            if isinstance(what, Publish):
+                self._tell(f"snapshot {what.number} was not written: {error}; training goes on")
+                with contextlib.suppress(OSError):
+                    self._files.drop(what.number)
+        return texts(what.number, stage, answer)
+
+    def _write(self, what: Write) -> dict[str, Any]:
+        frozen = what.frozen
+        parts = {
+            MODEL: (model_file(frozen.parameters), frozen.values),
+            STATE: (state_file(frozen.parameters, what.table), frozen.state),
+        }
+        return self._files.write(what.number, parts, first=what.shard == 0)
+
+    def _publish(self, what: Publish) -> dict[str, Any]:
+        layout = workers_file({worker: data.numel() for worker, data in what.deposits.items()})
+        slabs = [Slab(str(worker), 0, data) for worker, data in what.deposits.items()]
+        kept = self._files.write(what.number, {WORKERS: (layout, slabs)}, first=True)
+        files = {name: _joined(part[name] for part in what.written) for name in (MODEL, STATE)}
+        topology = self._topology
+        self._files.publish(
+            what.number,
+            {
+                "format": FORMAT,
+                "number": what.number,
+                "job": self._job.name,
+                "conf": dumps(self._job),
+                "layout": [topology.worker_groups, topology.workers_per_group, topology.shards],
+                **what.facts,
+                "workers": [[worker.group, worker.index, data.numel()] for worker, data in what.deposits.items()],
+                "files": {**files, **kept},
+            },
+        )
+        return {}
+
+
+class Aside:
+    """What a server's own host has to say to it, between two messages of others.
+
+    Args:
+        every_s: seconds from one snapshot to the next; 0: never.
+        poke: see `Writer.follow`.
+    """
+
+    def __init__(self, every_s: float, poke: Callable[[], None]) -> None:
+        self._every_s, self._poke = every_s, poke
+        self._due = time.monotonic() + every_s
+        self._said: SimpleQueue[Message] = SimpleQueue()
+
+    def say(self, messages: Iterable[Message]) -> None:
+        """Let the server hear these as soon as it can; on any thread."""
+        for message in messages:
+            self._said.put(message)
+        self._poke()
+
+    def heard(self) -> Iterator[Message]:
+        """What there is to hear now."""
+        while not self._said.empty():
+            yield self._said.get()
+        if self._every_s and time.monotonic() >= self._due:
+            self._due = time.monotonic() + self._every_s
+            yield SnapshotAsk()
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[int]:
+    """A file that others write at the same time, each its own part."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes | memoryview, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest[:_CHUNK], at)
+        rest, at = rest[count:], at + count
+
+
+def _slabs(fd: int, layout: FlatFile, slabs: Sequence[Slab]) -> dict[str, Any]:
+    """Write; returns [first, last, checksum] of ranges of bytes, and of scattered tensors with their names."""
+    ranges: list[list[int]] = []
+    scattered: list[list[Any]] = []
+    for slab in sorted(slabs, key=lambda slab: (layout.entries[slab.name].begin, slab.lo)):
+        entry, data = layout.entries[slab.name], bytes_of(slab.body)
+        if not data:
+            continue
+        if not entry.ordered:
+            _scatter(fd, layout, slab)
+            first = slab.lo * entry.itemsize
+            scattered.append([slab.name, first, first + len(data), zlib.crc32(data)])
+            continue
+        first, last = entry.bytes_of(slab.lo, slab.lo + slab.body.numel())
+        _write(fd, data, first)
+        if ranges and ranges[-1][1] == first and last - ranges[-1][0] <= _SUMMED:
+            ranges[-1] = [ranges[-1][0], last, zlib.crc32(data, ranges[-1][2])]
+        else:
+            ranges.append([first, last, zlib.crc32(data)])
+    return {"ranges": ranges, "scattered": scattered}
+
+
+def _scatter(fd: int, layout: FlatFile, slab: Slab) -> None:
+    """Write elements that do not lie in memory as they stand in the file: runs of those that are neighbors in both."""
+    import torch
+
+    entry = layout.entries[slab.name]
+    rows = torch.arange(entry.count).view(entry.told.shape)
+    places = torch.empty(entry.count, dtype=rows.dtype)
+    places.as_strided(entry.told.shape, entry.told.stride).copy_(rows)
+    mine = places[slab.lo : slab.lo + slab.body.numel()]
+    order = mine.argsort()
+    mine, body = mine[order], slab.body[order]
+    cuts = [0, *(torch.nonzero(mine[1:] != mine[:-1] + 1).flatten() + 1).tolist(), mine.numel()]
+    for lo, hi in pairwise(cuts):
+        _write(fd, bytes_of(body[lo:hi]), entry.begin + int(mine[lo]) * entry.itemsize)
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The checksums of all shards."""
+    known = list(parts)
+    return {what: [row for part in known for row in part[what]] for what in ("ranges", "scattered")}
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def writer_for(
+    job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, tell: Tell
+) -> Writer | None:
+    """What writes the snapshots of a process's servers; None where the job wants none.
+
+    resumed: the snapshot that the job goes on from. again: it was started before, and is the same run.
+    """
+    if not job.snapshot_s:
+        return None
+    files = Files(Path(job.workspace).absolute() / FOLDER)
+    coordinates = any(server.index == 0 for server in servers)
+    try:
+        first = files.begin(resumed, again) if coordinates else 1
+    except OSError as error:
+        tell(f"no snapshots are written: {error}")
+        return None
+    return Writer(job, topology, files, first, tell)

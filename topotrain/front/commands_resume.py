@@ -1,0 +1,60 @@
+"""What `topotrain run --resume WORKSPACE` and `resume: true` mean: which snapshot, and of which job.
+
+Rule: the job goes on as itself unless another file is given: a snapshot carries the job's text and so the names of its
+program and arguments. Another file may lay the job out in another way; what cannot be another is the model and the kind
+of optimizer, which the servers compare. Nothing here loads torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from topotrain.checkpoint import FOLDER, latest
+from topotrain.job import ConfigError, Job
+from topotrain.textproto import loads
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an earlier start has left: the snapshot's folder, and the job that it is of."""
+
+    path: str
+    job: Job
+
+
+def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
+    """The newest snapshot of a workspace; its job is set up there, with these overrides.
+
+    Raises:
+        ConfigError: there is none, or none that can be read.
+    """
+    found = latest(workspace, _warn)
+    if found is None:
+        accepted = f"has no snapshot in {FOLDER}/: one is written every snapshot_s seconds, from the first step on"
+        raise ConfigError("--resume", str(workspace), accepted)
+    job = loads(found.conf, f"snapshot {found.number}", sets)
+    return Earlier(str(found.path), replace(job, cluster=replace(job.cluster, workspace=str(workspace))))
+
+
+def asked_for(job: Job) -> str:
+    """With `resume: true`, the newest snapshot of the job's own workspace; "": start at the beginning.
+
+    Raises ConfigError as `earlier`, but for a workspace without snapshots: the same line starts a job and goes on.
+    """
+    if not job.resume:
+        return ""
+    found = latest(Path(job.workspace), _warn)
+    if found is None:
+        _warn(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
+    return "" if found is None else str(found.path)
+
+
+def refuse_elsewhere(job: Job) -> None:
+    """Raise ConfigError where units are started one by one: nobody there could choose one snapshot for all."""
+    if job.resume:
+        raise ConfigError("resume", True, "needs `topotrain run`, which starts all units of the job from one snapshot")
+
+
+def _warn(text: str) -> None:
+    print(f"topotrain: warning: {text}", file=sys.stderr)

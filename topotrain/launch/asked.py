@@ -1,0 +1,41 @@
+"""The signals by which a user ends a job, as one more thing to select on."""
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class Signals:
+    """Which of the signals that end a job came, and a socket that becomes readable when one does."""
+
+    came: list[int]
+    woken: socket.socket
+
+
+@contextlib.contextmanager
+def signals() -> Iterator[Signals]:
+    """Take over the signals that end a job, those that are not ignored, on the main thread alone."""
+    woken, waker = socket.socketpair()
+    came: list[int] = []
+    with woken, waker:
+        waker.setblocking(False)
+        if threading.current_thread() is not threading.main_thread():
+            yield Signals(came, woken)
+            return
+        former = {number: signal.getsignal(number) for number in _SIGNALS}
+        taken = {number: handler for number, handler in former.items() if handler is not signal.SIG_IGN}
+        former_fd = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        try:
+            for number in taken:
+                signal.signal(number, lambda number, _: came.append(number))
+            yield Signals(came, woken)
+        finally:
+            for number, handler in taken.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(former_fd)

@@ -1,0 +1,300 @@
+"""What a job does about processes that die: what is lost with them, what starts again, and when that is enough.
+
+Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
+peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
+a wrong setting, ends the job at once. Who has told that it finished is missed by nobody.
+
+Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from topotrain.events import Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.job import Job, OnFailure
+from topotrain.launch import choose_cause
+from topotrain.topology import Topology
+
+WINDOW_S = 600.0
+"""Restarts are counted over so long a time."""
+CAUSE_S = 1.0
+"""How long an error that may follow from a death waits for one to be told."""
+_WHOLE = -1  # counts with the groups
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What may start again here.
+
+    groups: the worker groups that can do so alone. whole: all processes of the job are ours, so that it can start again
+    as a whole. limit: how often within WINDOW_S, each group and the whole job for itself.
+    """
+
+    groups: frozenset[int]
+    whole: bool
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """To do: end what is left of this group, then start its workers with this incarnation. `why` is for their logs."""
+
+    group: int
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """To do: end every process, then start the whole job again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """To do: end the job for one of these reasons; nobody needs to wait for a better one."""
+
+    failures: tuple[Failed, ...]
+
+
+Word = Event | Regroup | Renew | GiveUp
+
+
+@dataclass(slots=True)
+class _Wait:
+    """An incident after which nobody of `group` has stepped yet; None: nobody of the job."""
+
+    number: int
+    group: int | None
+    since: float
+    gap: float = 0.0
+
+
+@dataclass(slots=True)
+class _Told:
+    """What is known of the present life of the job."""
+
+    up: set[str]
+    """Residents whose process has not ended, or is about to start again."""
+    leaving: set[str] = field(default_factory=set)
+    """Workers that start again, up to the moment in which their new process is there."""
+    finished: set[str] = field(default_factory=set)
+    incarnations: dict[int, int] = field(default_factory=dict)
+    stepped: dict[str, float] = field(default_factory=dict)
+    held: list[Failed] = field(default_factory=list)
+
+
+class Recovery:
+    """Decides for some units of a job, over all its lives.
+
+    Args:
+        topology: of the layout, the units that run here.
+        terms: see there.
+        began: when the job started, by the clock whose time it is told.
+    """
+
+    def __init__(self, topology: Topology, terms: Terms, began: float) -> None:
+        self._terms, self._began = terms, began
+        residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
+        workers = [worker for unit in topology.units for worker in unit.workers]
+        self._residents = frozenset(map(str, residents))
+        self._group_of = {str(worker): worker.group for worker in workers}
+        self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
+        self._told = _Told(set(self._residents))
+        self._times: dict[int, deque[tuple[float, str]]] = {}
+        self._waits: list[_Wait] = []
+        self._incidents = 0
+        self._over = False  # the job ends, or this life of it
+        self.due: float | None = None
+        """When `turn` has something to say."""
+
+    @property
+    def complete(self) -> bool:
+        """Every process has ended, and none is to start again."""
+        told = self._told
+        return not (self._over or told.up or told.leaving or told.held)
+
+    def renewed(self) -> None:
+        """The whole job starts again."""
+        self._told = _Told(set(self._residents))
+        self._over, self.due = False, None
+
+    def heard(self, event: Event, now: float) -> list[Word]:
+        """What follows from an event, which is among it unless nobody else needs to hear it."""
+        told = self._told
+        match event:
+            case Failed():
+                return self._failed(event, now)
+            case Lost(who=who, text=text, log=log):
+                return self._lost(Failed(who, "died", text, log), now)
+            case Started(who=who) if who in self._residents:
+                told.leaving.discard(who)
+                told.up.add(who)
+            case Exited(who=who) if who not in told.leaving:
+                told.up.discard(who)
+            case Finished(who=who):
+                told.finished.add(who)
+                return [event, *self._stepped(who, now)]
+            case StepDone(who=who):
+                return [event, *self._stepped(who, now)]
+            case _:
+                pass
+        return [event]
+
+    def turn(self, now: float) -> list[Word]:
+        """What follows from the time: whoever waited for the cause of an error has waited enough."""
+        if self.due is None or now < self.due:
+            return []
+        self.due = None
+        held, self._told.held = self._told.held, []
+        cause = choose_cause(held)
+        if cause is None:
+            return []
+        # A worker that came back and is not taken in again: the servers may be past the point where they could.
+        again = any(wait.group == self._group_of.get(cause.who, _WHOLE) for wait in self._waits)
+        if self._terms.whole and (cause.kind == "peer" or again):
+            return self._lost(cause, now, alone=not again)
+        return self._give_up(*held)  # where others have a say, the peer that is lost may be theirs
+
+    # --- causes
+
+    def _failed(self, failed: Failed, now: float) -> list[Word]:
+        if self._over:
+            return [failed]
+        if failed.who in self._told.leaving:
+            return []
+        if failed.kind in ("program", "config"):
+            self._over, self.due = True, None
+            return [failed]
+        if failed.kind == "died":
+            return self._lost(failed, now)
+        self._told.held.append(failed)
+        self.due = self.due or now + CAUSE_S
+        return []
+
+    def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
+        """Somebody is lost. alone: its group may start again without the others."""
+        if self._over:
+            return [lost]
+        if lost.who in self._told.leaving:
+            return []
+        if lost.who in self._told.finished or self._group_of.keys() <= self._told.finished:
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        group = self._group_of.get(lost.who)
+        served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
+        if alone and served and group is not None and group in self._terms.groups:
+            return self._regroup(group, lost, now)
+        if self._terms.whole:
+            return self._renew(lost, now)
+        return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
+
+    def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
+        if not self._allowed(group, now):
+            return self._give_up(self._exhausted(lost, group))
+        self._count(group, lost, now)
+        told = self._told
+        members = {who for who, number in self._group_of.items() if number == group}
+        for who in members:
+            told.stepped.pop(who, None)
+        told.leaving |= members
+        told.up |= members
+        told.finished -= members
+        told.incarnations[group] = told.incarnations.get(group, 0) + 1
+        told.held = [held for held in told.held if self._group_of.get(held.who, group) != group]
+        self.due = self.due if told.held else None
+        incarnation = told.incarnations[group]
+        self._waits.append(_Wait(self._incidents, group, now))
+        incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
+        return [incident, Regroup(group, incarnation, _what(lost))]
+
+    def _renew(self, lost: Failed, now: float) -> list[Word]:
+        if not self._allowed(_WHOLE, now):
+            return self._give_up(self._exhausted(lost, _WHOLE))
+        self._count(_WHOLE, lost, now)
+        self._over, self.due = True, None
+        for wait in self._waits:
+            wait.group = None
+        self._waits.append(_Wait(self._incidents, None, now))
+        return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
+
+    def _give_up(self, *failures: Failed) -> list[Word]:
+        self._over, self.due = True, None
+        return [GiveUp(failures)]
+
+    def _incident(self, lost: Failed, action: str, now: float) -> Incident:
+        number, self._incidents = self._incidents, self._incidents + 1
+        return Incident(number, lost.who, _what(lost), action, now - self._began)
+
+    # --- how often
+
+    def _allowed(self, key: int, now: float) -> bool:
+        times = self._times.setdefault(key, deque())
+        while times and now - times[0][0] >= WINDOW_S:
+            times.popleft()
+        return len(times) < self._terms.limit
+
+    def _count(self, key: int, lost: Failed, now: float) -> None:
+        self._times[key].append((now, f"at {now - self._began:.1f} s {_what(lost)}"))
+
+    def _why_not(self, lost: Failed) -> str:
+        """Why nothing starts again, where the user wants it."""
+        if lost.kind != "died" or not self._terms.limit:
+            return ""
+        if self._group_of.get(lost.who) in self._scattered:
+            return "; it does not start again, since its group has workers on other units"
+        return "; the whole job would have to start again, which only a launcher of all its units can do"
+
+    def _exhausted(self, lost: Failed, key: int) -> Failed:
+        """The last straw, with those before it."""
+        times = self._times[key]
+        if not times:
+            return lost
+        name = "the job" if key == _WHOLE else f"group {key}"
+        often = "once" if len(times) == 1 else f"{len(times)} times"
+        before = "; ".join(text for _, text in times)
+        within = f"within {WINDOW_S / 60:g} minutes"
+        text = f"{_what(lost)}, and {name} has started again {often} {within}, as `restarts` allows: {before}"
+        return replace(lost, text=text)
+
+    # --- how long it took
+
+    def _stepped(self, who: str, now: float) -> list[Word]:
+        """Somebody has made a step: those who waited for it have recovered."""
+        if self._over or who in self._told.leaving:
+            return []
+        group = self._group_of.get(who)
+        if group is None:  # a server's last word
+            return []
+        last = self._told.stepped.get(who, now)
+        self._told.stepped[who] = now
+        recovered = [wait for wait in self._waits if wait.group in (None, group)]
+        self._waits = [wait for wait in self._waits if wait not in recovered]
+        for wait in self._waits:
+            wait.gap = max(wait.gap, now - last)
+        return [Recovered(wait.number, now - wait.since, self._gap(wait, now)) for wait in recovered]
+
+    def _gap(self, wait: _Wait, now: float) -> float:
+        """The longest time that a worker of another group was silent while this was waited for."""
+        if wait.group is None:
+            return 0.0
+        others = [w for w, g in self._group_of.items() if g != wait.group and w not in self._told.finished]
+        return max([wait.gap, *(now - self._told.stepped[who] for who in others if who in self._told.stepped)])
+
+
+def _what(lost: Failed) -> str:
+    """What happened, beginning with to whom."""
+    return lost.text if lost.text.startswith(lost.who) else f"{lost.who} cannot go on: {lost.text}"
+
+
+def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recovery | None:
+    """What decides for the units of `topology`; None where a death is to end the job. The rest as in `Terms`.
+
+    A group can start again alone if the layout lets it, and all its workers are here.
+    """
+    if job.on_failure is not OnFailure.kContinue:
+        return None
+    here = {worker for unit in topology.units for worker in unit.workers}
+    groups = {worker.group for worker in here}
+    alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and topology.regroups(g))
+    return Recovery(topology, Terms(alone, whole, job.restarts), began)

@@ -1,0 +1,35 @@
+"""Worker groups of one unit that start again: each waits until the last process of its former life has ended.
+
+Rule: a process of a new life never meets one of the old life, with which it would share memory. A group that is to
+start again while it does so starts once, with the newest incarnation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from topotrain.launch.children import Birth, Child
+from topotrain.topology import Role
+
+
+@dataclass(slots=True)
+class Renewal:
+    """The groups that wait, with the incarnation that comes next and why there is one."""
+
+    _wanted: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+    def ask(self, group: int, incarnation: int, why: str, children: Sequence[Child]) -> list[Child]:
+        """A group is to start again; returns those of its processes that must end first."""
+        self._wanted[group] = incarnation, why
+        return [child for child in _of(group, children) if child.code is None and not child.doomed]
+
+    def due(self, group: int, children: Sequence[Child]) -> tuple[list[Child], list[Birth]]:
+        """The former processes of a group, and those that take their place now; nobody while one of them lives."""
+        former = _of(group, children)
+        if group not in self._wanted or any(child.code is None for child in former):
+            return [], []
+        incarnation, why = self._wanted.pop(group)
+        return former, [Birth(child.residents, child.fds, incarnation, why) for child in former]
+
+
+def _of(group: int, children: Sequence[Child]) -> list[Child]:
+    return [c for c in children if c.residents[0].role is Role.WORKER and c.residents[0].group == group]

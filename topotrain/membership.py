@@ -1,0 +1,304 @@
+"""Who may be heard: a worker group that was started again is a new generation, and its words are not those before it.
+
+Rule: a group lives and dies as a whole. Its incarnation is 0 at first and rises when its workers are started again. A
+shard that hears of a newer one hears nobody of the group until the coordinator has decreed the change in its log of
+decisions (`consistency`): every shard carries it out between the same two steps, so a step of the dead was applied by
+all or by none. From there on a worker is heard once it has said itself which incarnation it is of. What was applied
+counts for ever, by data stream; everything else that the group had said is forgotten.
+
+Groups that use other servers are known to server (0,0), too, which hands out the batches: it asks their coordinator
+how far they came (`StreamsAt`) before it gives the rest to others.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from topotrain.consistency import DecisionLog
+from topotrain.job import Apply, Job
+from topotrain.leases import LeaseBook
+from topotrain.message import AskReturn, Fail, Message, Return, StreamsAt
+from topotrain.topology import Address, Role, Topology
+
+STREAMS = 2000
+"""Data streams in one `StreamsAt`."""
+
+
+def refusal(job: Job, topology: Topology, group: int) -> str:
+    """Why the workers of a group cannot be started again while everybody else stays; empty: they can."""
+    if not topology.regroups(group):
+        return (
+            "its workers add up their gradients among themselves, or share a process with a server, "
+            "so they cannot be started again without the others"
+        )
+    if job.apply is Apply.kOnArrival:
+        return "with apply: kOnArrival parts of its last step are applied, which nobody could take back"
+    return ""
+
+
+@dataclass(slots=True)
+class _Group:
+    """One worker group. here: those of incarnation `asked` that have said so."""
+
+    incarnation: int = 0  # whose words count here
+    asked: int = 0  # the newest that was heard of
+    here: set[Address] = field(default_factory=set)
+
+
+class Members:
+    """The worker groups that one server knows, and whom it hears.
+
+    Args:
+        groups: worker groups.
+    """
+
+    def __init__(self, groups: Iterable[int]) -> None:
+        self._groups = {group: _Group() for group in groups}
+        self.changed = False
+        """Some group is not of its first incarnation any more; until then everybody is heard."""
+
+    def hears(self, worker: Address) -> bool:
+        """Whether a worker's words count, and whether it may be told anything."""
+        group = self._groups.get(worker.group)
+        return group is None or (group.asked == group.incarnation and self.counts(worker))
+
+    def counts(self, worker: Address) -> bool:
+        """Whether a worker is of the newest incarnation that was heard of."""
+        group = self._groups[worker.group]
+        return not group.asked or worker in group.here
+
+    def incarnation(self, group: int) -> int:
+        """Whose words count here."""
+        return self._groups[group].incarnation
+
+    def asked(self, group: int) -> int:
+        """The newest incarnation that was heard of."""
+        return self._groups[group].asked
+
+    def returned(self, worker: Address, incarnation: int) -> None:
+        """A worker says of which incarnation it is; one that has been replaced says it in vain."""
+        if incarnation == self._groups[worker.group].asked:
+            self._groups[worker.group].here.add(worker)
+
+    def expect(self, group: int, incarnation: int) -> bool:
+        """Nobody of an earlier incarnation is heard any more. False: that is so already."""
+        known = self._groups[group]
+        new = incarnation > known.asked
+        if new:
+            known.asked, known.here = incarnation, set()
+            self.changed = True
+        return new
+
+    def restarted(self, group: int, incarnation: int) -> list[Address]:
+        """The change is carried out here; returns who waits for that."""
+        self.expect(group, incarnation)
+        known = self._groups[group]
+        known.incarnation = max(known.incarnation, incarnation)
+        return sorted(known.here) if known.asked == known.incarnation else []
+
+    def undone(self) -> list[tuple[int, int]]:
+        """(group, incarnation) that was heard of, and is not carried out."""
+        return [(g, known.asked) for g, known in self._groups.items() if known.asked > known.incarnation]
+
+
+# --- how far a group of other servers came -----------------------------------------------------------------------
+
+
+def questions(group: int, incarnation: int, streams: Sequence[int]) -> list[StreamsAt]:
+    """What server (0,0) asks that group's coordinator."""
+    runs = [streams[at : at + STREAMS] for at in range(0, len(streams), STREAMS)] or [()]
+    pairs = [tuple(number for stream in run for number in (stream, 0)) for run in runs]
+    return [StreamsAt(group, incarnation, part, len(runs), counts) for part, counts in enumerate(pairs)]
+
+
+def answer(question: StreamsAt, count: Callable[[int], int], ended: bool) -> StreamsAt:
+    """The coordinator's answer; count: how many batches of a stream are applied."""
+    counts = tuple(n for stream in question.counts[::2] for n in (stream, count(stream)))
+    return replace(question, counts=counts, ended=ended)
+
+
+class Answers:
+    """What coordinators answered, by group, until all parts are here."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, dict[int, StreamsAt]] = {}
+
+    def take(self, part: StreamsAt) -> Mapping[int, int] | None:
+        """Keep a part; (stream -> batches applied) once the answer is complete."""
+        known = self._parts.setdefault(part.group, {})
+        if any(other.incarnation != part.incarnation for other in known.values()):
+            known.clear()
+        known[part.part] = part
+        if len(known) < part.parts:
+            return None
+        del self._parts[part.group]
+        return {s: n for each in known.values() for s, n in zip(each.counts[::2], each.counts[1::2], strict=True)}
+
+
+# --- the change --------------------------------------------------------------------------------------------------
+
+
+class Home(Protocol):
+    """What a change of members asks of the server."""
+
+    def begun(self, group: int) -> bool:
+        """Whether workers of the group have begun to train here."""
+        ...
+
+    def objection(self) -> str:
+        """Why no group can be started again by itself, as far as only the server knows; empty: they can."""
+        ...
+
+    def ended(self, group: int) -> bool:
+        """Whether all scripts of the group have come to their end."""
+        ...
+
+    def has_finished(self, worker: Address) -> bool:
+        """Whether the script of one has."""
+        ...
+
+    def forget(self, group: int, ended: bool) -> None:
+        """Forget what the group has said."""
+        ...
+
+    def count(self, stream: int) -> int:
+        """How many batches of a data stream are applied."""
+        ...
+
+    def complete(self) -> bool:
+        """Whether the values are known here."""
+        ...
+
+    def is_back(self, group: int) -> None:
+        """Others may have to wait for the group again."""
+        ...
+
+
+class Regroup:
+    """How groups leave and come back, as one server sees it.
+
+    Args:
+        me, job, topology: the server's place.
+        home: the server.
+        log: of decisions, in a coordinator.
+        leases: in server (0,0).
+        send: says something; to `me`, too.
+    """
+
+    def __init__(
+        self,
+        me: Address,
+        job: Job,
+        topology: Topology,
+        home: Home,
+        log: DecisionLog | None,
+        leases: LeaseBook | None,
+        send: Callable[[Address, Message], None],
+    ) -> None:
+        self._me, self._job, self._topology, self._home = me, job, topology, home
+        self._log, self._leases, self._send = log, leases, send
+        self._ours = topology.worker_groups_of(me.group)
+        self.members = Members(range(topology.worker_groups) if leases is not None else self._ours)
+        self._answers = Answers()
+        self._questions: list[tuple[Address, StreamsAt]] = []
+
+    def lost(self, worker: Address) -> None:
+        """A worker's process is gone, and so is its group: the others are not to wait until it comes back."""
+        group, home = worker.group, self._home
+        if self._log is None or group not in self._ours or home.ended(group) or home.has_finished(worker):
+            return
+        if self.members.counts(worker) and not self._refusal(group):
+            self._expect(group, self.members.asked(group) + 1)
+
+    def take(self, sender: Address, message: Return | AskReturn | StreamsAt) -> None:
+        """One message about a group that comes back."""
+        if isinstance(message, Return):
+            self._returned(sender, message.incarnation)
+        elif isinstance(message, AskReturn):
+            self._asked(message)
+        elif message.group in self._ours:
+            self._questions.append((sender, message))
+            self._answer()
+        elif message.incarnation == self.members.asked(message.group) > self.members.incarnation(message.group):
+            counts = self._answers.take(message)
+            if counts is not None:
+                self._change(message.group, message.incarnation, lambda stream: counts.get(stream, 0), message.ended)
+
+    def carry_out(self, group: int, incarnation: int) -> None:
+        """The coordinator has decreed it, and all decisions before it are carried out."""
+        self._change(group, incarnation, self._home.count, self._home.ended(group))
+        self._answer()
+
+    def again(self) -> None:
+        """What was said to other servers may have been lost: say again what is not carried out."""
+        for group, incarnation in self.members.undone():
+            self._ask(group, incarnation)
+
+    def _returned(self, worker: Address, incarnation: int) -> None:
+        group = worker.group
+        if incarnation > self.members.asked(group) and group in self._ours:
+            why = self._refusal(group)
+            if why and self._home.begun(group):
+                for each in self._topology.workers(group):
+                    self._send(each, Fail(f"worker group {group} was started again, but {why}"))
+                return
+            if why:  # the whole job was: these are the first that are heard here, and there is nothing to forget
+                if self._log is not None:
+                    self._log.adopt(group, incarnation)
+                self._change(group, incarnation, self._home.count, False)
+        self._expect(group, incarnation)
+        self.members.returned(worker, incarnation)
+        if self.members.hears(worker):
+            self._welcome(worker)
+
+    def _refusal(self, group: int) -> str:
+        return refusal(self._job, self._topology, group) or self._home.objection()
+
+    def _expect(self, group: int, incarnation: int) -> None:
+        if self.members.expect(group, incarnation):
+            self._ask(group, incarnation)
+
+    def _ask(self, group: int, incarnation: int) -> None:
+        """Have the change decreed, or ask those who know when it is."""
+        coordinator = Address(Role.SERVER, self._topology.server_group_of(group), 0)
+        if group in self._ours:
+            self._send(coordinator, AskReturn(group, incarnation))
+        elif self._leases is not None:
+            for question in questions(group, incarnation, self._leases.streams(group)):
+                self._send(coordinator, question)
+
+    def _asked(self, message: AskReturn) -> None:
+        group, incarnation = message.group, message.incarnation
+        if group not in self._ours:
+            self._expect(group, incarnation)
+            return
+        assert self._log is not None
+        decision = self._log.restart(group, incarnation)
+        if decision is None:
+            return
+        for server in self._topology.servers(self._me.group):
+            self._send(server, decision)
+        if self._me.group:
+            self._send(Address(Role.SERVER, 0, 0), message)
+
+    def _change(self, group: int, incarnation: int, count: Callable[[int], int], ended: bool) -> None:
+        self._home.forget(group, ended)
+        welcome = self.members.restarted(group, incarnation)
+        if self._leases is not None:
+            for worker, lease in self._leases.restart(group, count, ended):
+                self._send(worker, lease)
+        for worker in welcome:
+            self._welcome(worker)
+
+    def _welcome(self, worker: Address) -> None:
+        self._send(worker, Return(self.members.incarnation(worker.group), self._home.complete()))
+        if worker.group in self._ours:
+            self._home.is_back(worker.group)
+
+    def _answer(self) -> None:
+        waiting, self._questions = self._questions, []
+        for desk, question in waiting:
+            if self.members.incarnation(question.group) < question.incarnation:
+                self._questions.append((desk, question))
+            else:
+                self._send(desk, answer(question, self._home.count, self._home.ended(question.group)))

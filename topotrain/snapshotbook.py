@@ -1,0 +1,218 @@
+"""How the shards of a server group take a snapshot together: who says what to whom, until it is on disk.
+
+    host          SnapshotAsk   -> coordinator   it is time
+    coordinator   Apply(change) -> shards        after the next step that is decided, freeze
+    shard         FROZEN        -> coordinator   what my optimizer holds
+    coordinator   LAYOUT        -> shards        what it holds in all: now everybody knows the place of each element
+    shard's host  WRITTEN       -> coordinator   my elements are on disk, with these checksums
+    coordinator's host PUBLISHED                 the manifest is there: the snapshot counts
+
+Rule: one at a time, since memory is kept for one. Whatever goes wrong on the way ends this snapshot and nothing else:
+every shard is heard first, then the part of it that is on disk is dropped, and the one before it stays.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from topotrain.message import MAX_TEXT, Message, ProtocolError, SnapshotPart
+from topotrain.position import Position
+from topotrain.snapshot import Frozen
+from topotrain.statetable import StateError, Table, from_rows, merge, to_rows
+from topotrain.topology import Address
+
+FROZEN, LAYOUT, WRITTEN, PUBLISHED = 0, 1, 2, 3
+"""SnapshotPart.stage."""
+
+MOST_PARTS = 4096
+_PART = MAX_TEXT // 4
+Out = list[tuple[Address, Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """To a host: write this shard's elements; answered by WRITTEN."""
+
+    number: int
+    shard: int
+    frozen: Frozen
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """To the coordinator's host: every element is on disk, make it count; answered by PUBLISHED.
+
+    facts: what the manifest says besides. written: what each shard's host answered.
+    """
+
+    number: int
+    facts: Mapping[str, Any]
+    written: tuple[Mapping[str, Any], ...]
+    deposits: Mapping[Address, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """To the coordinator's host: this snapshot has come to nothing, for this reason."""
+
+    number: int
+    why: str
+
+
+Work = Callable[[Write | Publish | Drop], None]
+
+
+def texts(number: int, stage: int, data: Mapping[str, Any]) -> list[SnapshotPart]:
+    """Data as messages."""
+    text = json.dumps(data, separators=(",", ":"))
+    cuts = [text[i : i + _PART] for i in range(0, len(text), _PART)]
+    return [SnapshotPart(number, stage, i, len(cuts), cut) for i, cut in enumerate(cuts)]
+
+
+class Texts:
+    """Puts the parts of such data together, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[Address, int, int], dict[int, str]] = {}
+
+    def take(self, sender: Address, message: SnapshotPart) -> dict[str, Any] | None:
+        """Keep a part; the data with the last one. Raises ProtocolError."""
+        if not 0 <= message.part < message.parts <= MOST_PARTS:
+            raise ProtocolError(f"part {message.part} of {message.parts} about a snapshot")
+        key = (sender, message.number, message.stage)
+        parts = self._parts.setdefault(key, {})
+        parts[message.part] = message.text
+        if len(parts) < message.parts:
+            return None
+        del self._parts[key]
+        try:
+            data = json.loads("".join(parts[i] for i in range(message.parts)))
+        except (ValueError, KeyError, RecursionError) as error:
+            raise ProtocolError(f"not about a snapshot: {error}") from error
+        if not isinstance(data, dict):
+            raise ProtocolError("not about a snapshot")
+        return data
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A snapshot that has been announced. `counts` are those of the data streams when it was frozen."""
+
+    number: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
+    told: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    written: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    laid_out: bool = False
+    publishing: bool = False
+    why: str = ""
+
+
+class Book:
+    """The coordinator's side.
+
+    Args:
+        servers: the shards, in order.
+        position: which batches are where.
+        work: the host's; told what to do with files.
+    """
+
+    def __init__(self, servers: tuple[Address, ...], position: Position, work: Work) -> None:
+        self._servers = servers
+        self._work = work
+        self.position = position
+        self.next = 1
+        self._now: _UnderWay | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the snapshot that is under way; 0: none is."""
+        return 0 if self._now is None else self._now.number
+
+    def begin(self) -> int:
+        """Start one; its number, or 0 where another is not over yet."""
+        if self._now is not None:
+            return 0
+        self._now = _UnderWay(self.next)
+        self.next += 1
+        return self._now.number
+
+    def frozen(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
+        """The coordinator's own shard is frozen; the others are at the same decision."""
+        if self._now is not None and self._now.number == number:
+            self._now.facts, self._now.counts = dict(facts), counts
+
+    def take(self, shard: int, number: int, stage: int, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
+        """What a shard, or this host, says; returns what to send. `frozen`: the coordinator's own part."""
+        now = self._now
+        if now is None or now.number != number:
+            return []
+        if stage == PUBLISHED:
+            self._now = None
+            return []
+        if data.get("error"):
+            now.why = now.why or str(data["error"])
+        if stage == WRITTEN:
+            now.written[shard] = data
+            self._end_if_failed(now)
+            return []
+        return self._described(now, shard, data, frozen)
+
+    def _described(self, now: _UnderWay, shard: int, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
+        now.told[shard] = data
+        if len(now.told) < len(self._servers) or now.laid_out:
+            return []
+        now.laid_out = True  # the coordinator's own part is one of them, so it is frozen
+        merged: Table = {}
+        if frozen is not None and not now.why:
+            known = frozen.parameters
+            try:
+                merged = merge((from_rows(told.get("rows"), known) for told in now.told.values()), known)
+            except StateError as error:
+                now.why = str(error)
+        rows = to_rows(merged)
+        now.facts["optimizer"] = rows
+        layout = {"rows": rows, "error": now.why}
+        return [(server, part) for server in self._servers for part in texts(now.number, LAYOUT, layout)]
+
+    def _end_if_failed(self, now: _UnderWay) -> None:
+        if now.why and len(now.written) == len(self._servers):
+            self._drop(now, now.why)
+
+    def _drop(self, now: _UnderWay, why: str) -> None:
+        self._now = None
+        self._work(Drop(now.number, why))
+
+    def give_up(self, why: str) -> bool:
+        """Drop what waits for nothing but the workers; False: there is no such snapshot."""
+        now = self._now
+        if now is None or now.publishing or len(now.written) < len(self._servers):
+            return False
+        self._drop(now, why)
+        return True
+
+    def missing(self, expected: Iterable[Address], taken: Mapping[Address, torch.Tensor]) -> set[Address]:
+        """Workers whose state at this snapshot is not here yet; nobody's while shards are being written."""
+        now = self._now
+        if now is None or now.publishing or len(now.written) < len(self._servers):
+            return set()
+        return set(expected) - taken.keys()
+
+    def publish(self, deposits: Mapping[Address, torch.Tensor], counts: Mapping[int, int], exact: bool) -> None:
+        """Everything that was waited for is here. `counts`: of the streams now; exact: nobody's state is older."""
+        now = self._now
+        if now is None or now.publishing or len(now.written) < len(self._servers):
+            return
+        now.publishing = True
+        since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
+        first = min(since, default=None)
+        applied = self.position.applied(now.counts)
+        if first is not None and exact:
+            self.position.close(first)
+        facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
+        written = tuple(now.written[server.index] for server in self._servers)
+        self._work(Publish(now.number, facts, written, dict(deposits)))

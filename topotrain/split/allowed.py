@@ -1,0 +1,74 @@
+"""What a description of a graph may call: functions of torch that make tensors out of tensors and numbers.
+
+Rule: a name that is not here is not called, whoever asks. Left out on purpose: what reads or writes files, runs code or
+looks at memory that nobody has filled (`empty`, `as_strided`, `set_`), and what draws random numbers, dropout apart.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import overrides
+
+_LAYERS = """
+    linear bilinear embedding conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d pad interpolate unfold fold
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    batch_norm layer_norm group_norm instance_norm rms_norm local_response_norm normalize
+    multi_head_attention_forward scaled_dot_product_attention
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout
+    relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid tanh hardtanh hardswish hardsigmoid softplus softsign
+    logsigmoid softmax log_softmax softmin glu prelu threshold tanhshrink softshrink hardshrink
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div
+    binary_cross_entropy_with_logits cosine_embedding_loss margin_ranking_loss hinge_embedding_loss poisson_nll_loss
+    gaussian_nll_loss cosine_similarity pairwise_distance one_hot pixel_shuffle pixel_unshuffle
+"""
+_MAKERS = "tensor zeros ones full arange linspace eye zeros_like ones_like full_like scalar_tensor"
+_FUNCTIONS = (
+    "cat concat stack hstack vstack where einsum outer bmm meshgrid tril_indices triu_indices lstm gru rnn_tanh"
+)
+_BOTH = """
+    abs add addmm addcmul addcdiv all amax amin any argmax argmin argsort atan2 baddbmm bmm broadcast_to ceil chunk
+    clamp clamp_max clamp_min clone cos cosh cumprod cumsum detach diagonal diff div dot eq erf erfc exp expm1 flatten
+    flip floor floor_divide fmod gather ge gt index_select isfinite isnan isinf le lerp log log10 log1p log2 logical_and
+    logical_not logical_or logsumexp lt masked_fill masked_select matmul max maximum mean median min minimum mm
+    movedim mul mv narrow ne neg norm numel permute pow prod reciprocal remainder repeat_interleave reshape roll round
+    rsqrt scatter scatter_add select sigmoid sign sin sinh softmax log_softmax sort split split_with_sizes sqrt square
+    squeeze std sub sum swapaxes t take_along_dim tan tanh tensor_split tile topk transpose tril triu true_divide
+    trunc unbind unflatten unsqueeze var vdot xlogy relu special_expm1 outer
+"""
+_METHODS = """
+    __getitem__ __setitem__ __rsub__ __rtruediv__ __rdiv__ __rpow__ __rmatmul__ __rfloordiv__ __and__ __or__ __xor__
+    __invert__ __rmod__
+    add_ sub_ mul_ div_ pow_ clamp_ relu_ sigmoid_ tanh_ exp_ neg_ zero_ fill_ copy_ masked_fill_ addcmul_ addcdiv_
+    contiguous expand expand_as view view_as reshape_as repeat to type_as float double half bfloat16 int long bool
+    new_zeros new_ones new_full new_tensor
+"""
+_ATTRIBUTES = "T mT"
+
+
+def _table() -> dict[str, Callable[..., Any]]:
+    homes = (
+        ("torch.nn.functional", torch.nn.functional, _LAYERS),
+        ("torch", torch, f"{_MAKERS} {_FUNCTIONS} {_BOTH}"),
+        ("torch.Tensor", torch.Tensor, f"{_BOTH} {_METHODS}"),
+    )
+    found = {f"{home}.{name}": getattr(space, name, None) for home, space, names in homes for name in names.split()}
+    for name in _ATTRIBUTES.split():
+        found[f"torch.Tensor.{name}.__get__"] = getattr(torch.Tensor, name).__get__
+    return {name: function for name, function in found.items() if function is not None}
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = _table()
+"""By name. Names are those that torch itself gives (`torch.overrides.resolve_name`)."""
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function that torch has called; that of one that is not in FUNCTIONS is any that is not there."""
+    name = overrides.resolve_name(function) or ""
+    if name in FUNCTIONS:
+        return name
+    return _AGAIN.get(function, name or str(getattr(function, "__name__", function)))
+
+
+_AGAIN = {function: name for name, function in FUNCTIONS.items()}
