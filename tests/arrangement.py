@@ -28,7 +28,7 @@ from topotrain.buffers import ModelParts, describe_model
 from topotrain.exchange import Exchange
 from topotrain.feeds import STATIC
 from topotrain.gateway import make_server
-from topotrain.host import Monitor, WorkerRoads, _peers, _ServerResident, serve
+from topotrain.host import Monitor, WorkerRoads, _ServerResident, peers, serve
 from topotrain.job import Cluster, Job, Reduce
 from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import _tracked, adopt
@@ -333,7 +333,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
         servers[me] = house.server
         wire.attach(me, house)
     for me in servers:
-        for peer in _peers(me, topology):
+        for peer in peers(me, topology):
             wire.connect(me, peer, "local:")
     handles = []
     for me in (worker for g in range(topology.worker_groups) for worker in topology.workers(g)):

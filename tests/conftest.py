@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import audit
 import pytest
 import warm
 from hypothesis import HealthCheck, settings
@@ -17,11 +18,20 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("topotrain", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("topotrain")
 
+audit.in_tests()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with whole jobs come first: they take longest, and all who run files shall end at about the same time."""
     long = {item.path for item in items if item.get_closest_marker("journey")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(autouse=True)
+def nothing_unpickled() -> Iterator[None]:
+    """Also where a road's thread has swallowed the error."""
+    yield
+    assert not audit.FOUND
 
 
 @pytest.fixture(scope="session")

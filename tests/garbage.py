@@ -122,8 +122,11 @@ class Dice:
         if pick < 0.8:
             return None
         if pick < 0.9 and message.body is not None and message.body.is_floating_point():
-            return torch.full_like(message.body, self.random.choice(DOUBLES))
-        return torch.zeros(self.random.choice((0, 1, 3, 64, 257)), dtype=self.random.choice((torch.uint8, torch.float32)))
+            whole = torch.full(message.body.shape, self.random.choice(DOUBLES), dtype=torch.float64)
+            return whole.to(message.body.dtype)
+        return torch.zeros(
+            self.random.choice((0, 1, 3, 64, 257)), dtype=self.random.choice((torch.uint8, torch.float32))
+        )
 
     def travelled(self, message: Message) -> Message:
         """As a receiver sees it: only what fits into a frame arrives at all."""

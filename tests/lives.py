@@ -55,6 +55,10 @@ class Past:
     def worker(self, group: int, index: int) -> bytes | None:
         return self.blobs.get((group, index))
 
+    @property
+    def first_epoch(self) -> int | None:
+        return None
+
     def runs(self, epoch: int) -> runs.Runs:
         return self.done.get(epoch, ())
 

@@ -13,11 +13,12 @@ import pytest
 import typer.main
 
 from topotrain import cli
-from topotrain.events import Event, Failed, Finished, Metrics, Output, Started, StepDone
+from topotrain.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
 from topotrain.job import ConfigError, Job
 from topotrain.launch import OnEvent, Outcome
 from topotrain.slices import Parameter
 from topotrain.topology import Topology
+from topotrain.watch import report
 
 DOCS = Path(__file__).parents[1] / "docs" / "reference.md"
 DOWNPOUR = """
@@ -465,4 +466,5 @@ def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, lau
     section = DOCS.read_text().split("## The report")[1].split("\n## ")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
     documented = set(re.findall(r"`(\w+)`", " ".join(rows)))
-    assert documented == set(data) | set(data["processes"][0])
+    incident = report.incident(Incident(0, "worker 1/0", "was killed", "starts again", 1.0), None)
+    assert documented == set(data) | set(data["processes"][0]) | set(incident)

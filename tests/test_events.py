@@ -22,6 +22,8 @@ EXAMPLES: list[Event] = [
     events.Notice("unit 3", "line one\nline two ü"),
     events.Output("worker 0/1", "stderr", "a\r\nb\n"),
     events.Exited("worker 0/1", 12, -9),
+    events.Frozen("worker 0/1", 12),
+    events.Thawed("worker 0/1", 12),
     events.Lost("worker 0/1", 12, "worker 0/1 (pid 12) was killed by SIGKILL", "last words\n"),
     events.Incident(0, "worker 0/1", "was killed by SIGKILL", "group 0 starts again", 1.5),
     events.Recovered(0, 0.5, 0.25),

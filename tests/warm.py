@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import audit
+
 PRELOAD = (
     "torch",
     "torch._dynamo",
@@ -259,9 +261,23 @@ def run(words: Sequence[str]) -> None:
     exec(code, main.__dict__)
 
 
+def guard_servers() -> None:
+    """The server processes of jobs that are forked from here end as soon as they unpickle anything (audit.py)."""
+    process = sys.modules.get("topotrain.front.process")
+    if process is not None:
+        run_servers = process.run_servers
+
+        def guarded(*args: object) -> int:
+            audit.in_servers()
+            return run_servers(*args)  # type: ignore[no-any-return]
+
+        process.run_servers = guarded  # type: ignore[attr-defined]
+
+
 def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
+    guard_servers()
     gc.collect()
     gc.freeze()
     forkserver = os.fork()

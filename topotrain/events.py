@@ -125,6 +125,22 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """A process was stopped by a signal, SIGSTOP for example; it may be continued."""
+
+    who: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Thawed:
+    """A process that was stopped has been continued."""
+
+    who: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The process of `who` is gone without saying why; `log` is the end of what it wrote. Others say what follows."""
 
@@ -191,6 +207,8 @@ Event = (
     | Notice
     | Output
     | Exited
+    | Frozen
+    | Thawed
     | Lost
     | Incident
     | Recovered

@@ -217,7 +217,7 @@ class Exchange:
             elif isinstance(message, m.Window):
                 self._windows[message.space] = message
             elif isinstance(message, m.Mean | m.Reduced):
-                if (message.step, message.ordinal) == self._backward:
+                if self._is_open and (message.step, message.ordinal) == self._backward:
                     self._reduction(sender, message)
             elif isinstance(message, m.Applied):
                 known = self._applied.get(sender)

@@ -90,10 +90,13 @@ class Gateway(Server):
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
+        self.manners.check(sender, message)
         if self._model is not None and isinstance(message, m.Hop):
+            self._way.bucket(message.bucket)
             # What is passed on, or to the worker, is best in memory of our own: a view of a view would be copied.
             return self._way.relay.place(sender.index, message, viewable and message.up)
         if self._model is not None and isinstance(message, m.Push):
+            self._check_beside(sender)
             bucket = self._way.bucket(message.bucket)
             return None if viewable and not self._way.is_leaf(bucket) else self._way.flats.view("push", bucket)
         return super().place(sender, message, viewable)

@@ -213,7 +213,7 @@ class Servers:
         for me in urls:
             self._roads.publish("door", me, urls[me])
         for me in urls:
-            for peer in _peers(me, self._place.topology):
+            for peer in peers(me, self._place.topology):
                 if peer in urls:
                     self._roads.connect_inside(me, peer)
                 else:
@@ -260,7 +260,7 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(numel, dtype=dtype)
 
 
-def _peers(me: Address, topology: Topology) -> list[Address]:
+def peers(me: Address, topology: Topology) -> list[Address]:
     """Whom a server calls on: its coordinator, and its own shard in the groups before it; in a collective, all."""
     shards = range(me.index) if topology.relayed else range(min(me.index, 1))
     peers = [Address(Role.SERVER, me.group, shard) for shard in shards]

@@ -386,6 +386,11 @@ class Staging:
     # --- the commit ----------------------------------------------------------------------------------------------
 
     @property
+    def visible(self) -> bool:
+        """Every backward is a reduction of its own."""
+        return self._visible
+
+    @property
     def waits(self) -> bool:
         """Somebody has done all it can and waits for another worker of the group."""
         open_backward = any(reduction.ends and not reduction.closed for reduction in self._reductions.values())

@@ -426,6 +426,8 @@ class Server:
 
     def _check_pushed(self, sender: Address, message: m.BackwardEnd) -> None:
         if not self._topology.collective:  # else nobody reads it
+            if not self._known.staging[sender.group].visible:
+                raise m.ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
             check_bits(message.pushed, len(self._known.buckets), f"{sender}: the buckets of a backward")
 
     def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
@@ -566,9 +568,10 @@ class Server:
         if decision.change:
             self._change(decision)
             return
-        group, staging = decision.group, self._known.staging[decision.group]
-        if not staging.staged:
+        group = decision.group
+        if self._model is None or not self._model.staging[group].staged:
             raise m.ProtocolError(f"a decision about step {decision.step} of group {group}, which is not staged here")
+        staging = self._model.staging[group]
         commit = staging.commits[0]
         staleness = self.version - self.readers.pulled[group]
         norm = global_norm(decision.power, commit)

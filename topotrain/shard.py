@@ -144,11 +144,15 @@ class SchemaParts:
 
     def __init__(self) -> None:
         self._parts: dict[int, str] = {}
+        self._count = 0
 
     def take(self, message: SchemaPart) -> Schema | None:
         """Keep a part; the whole when it is complete."""
         if not 0 <= message.part < message.parts <= MAX_SCHEMA_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} of a model's description")
+        if self._count not in (0, message.parts):
+            raise ProtocolError(f"a model's description of {self._count} parts, and of {message.parts}")
+        self._count = message.parts
         self._parts[message.part] = message.text
         if len(self._parts) < message.parts:
             return None

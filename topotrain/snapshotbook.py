@@ -29,6 +29,7 @@ FROZEN, LAYOUT, WRITTEN, PUBLISHED = 0, 1, 2, 3
 
 MOST_PARTS = 4096
 _PART = MAX_TEXT // 4
+_MOST_OPEN = 4096  # things to say of which some parts have not come
 Out = list[tuple[Address, Message]]
 
 
@@ -84,6 +85,8 @@ class Texts:
         if not 0 <= message.part < message.parts <= MOST_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} about a snapshot")
         key = (sender, message.number, message.stage)
+        if key not in self._parts and len(self._parts) >= _MOST_OPEN:
+            raise ProtocolError(f"{sender} says much about snapshots, and nothing to its end")
         parts = self._parts.setdefault(key, {})
         parts[message.part] = message.text
         if len(parts) < message.parts:

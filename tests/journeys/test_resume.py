@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA) -> Path:
     command = [*client(shop.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
     assert process.stdout is not None
+    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
+    patience.start()
     heard = ""
     for line in process.stdout:
         heard += line
@@ -36,6 +39,7 @@ def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA) -> Path:
             break
     else:
         raise AssertionError(f"the job ended early:\n{heard}")
+    patience.cancel()
     workspace = shop.folder / "job"
     pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
     for pid in pids:

@@ -101,7 +101,7 @@ class Continuing:
         opening, device = earlier.opening(sight), self._worker.exchange.device
         self._generators, kept_iterator = sight.generators, False
         begin, fresh = {}, sight.fresh
-        if condition is not None and sight.epoch == earlier.first:
+        if condition is not None and earlier.restores(sight.epoch):
             for name in self._here.kept:
                 self.restore_kept(name)
             self._rates.restore(earlier.later or condition)

@@ -26,6 +26,11 @@ class Past(Protocol):
         """What that worker left: its `Condition`."""
         ...
 
+    @property
+    def first_epoch(self) -> int | None:
+        """Of the first batch that is not applied; None: nobody had read further."""
+        ...
+
     def runs(self, epoch: int) -> Runs:
         """Batches of the loader that are applied, by their numbers in the epoch as it was drawn first."""
         ...
@@ -54,9 +59,17 @@ class Earlier:
     past: Past | None = None
     main: Condition | None = None
 
+    def restores(self, epoch: int) -> bool:
+        """Whether the condition is to be put back as this pass begins.
+
+        It may be of a later pass than the first that is not over, since groups that wait for nobody are not all in one:
+        then what the script holds is put back for the first, and once more for its own.
+        """
+        return self.condition is not None and epoch in (self.first, self.condition.passes)
+
     def opening(self, sight: Sight) -> Opening:
         """How a pass of this epoch begins."""
-        begun = self.condition if sight.epoch == self.first else None
+        begun = self.condition if self.restores(sight.epoch) else None
         mine = begun if begun is not None and self.own and begun.passes == sight.epoch else None
         drawn, source = self._drawn(sight, mine)
         return Opening(
@@ -92,6 +105,8 @@ def find(here: Context, worker: Worker) -> Earlier:
     own, before = before is not None, before or main
     steps = 0 if before is None else before.steps
     first = min((condition.passes for condition in conditions.values()), default=0)
+    if past is not None and past.first_epoch is not None:  # a worker may have left its state a step behind the values
+        first = min(first, past.first_epoch)
     later, alive = None, False
     if returned:
         steps += worker.exchange.applied(-1) * here.place.job.cluster.n_push

@@ -63,7 +63,10 @@ class Client:
         return self._socket.fileno()
 
     def spawn(self, request: Request) -> None:
-        """Ask for a process; `receive` gives {"who", "pid"}, or {"who", "error"}, and later {"pid", "exit"}."""
+        """Ask for a process; `receive` gives {"who", "pid"} or {"who", "error"}, later {"pid", "exit"}.
+
+        Before its end comes {"pid", "frozen": true} whenever a signal has stopped it, and false when it goes on.
+        """
         body = {name: getattr(request, name) for name in ("who", "call", "spec", "cwd", "environ", "ignore_sigint")}
         self._ask(body, (request.control, request.stdout, request.stderr, *request.fds))
 
@@ -249,14 +252,11 @@ class Server:
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
-        while True:
-            try:
-                # Left waitable first: while the dead child keeps its pid, its process group is certainly its own.
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if dead is None:
-                return
+        while (changed := _waited(os.WSTOPPED | os.WCONTINUED)) is not None:
+            frozen = changed.si_code == os.CLD_STOPPED
+            _reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
+        # Left waitable first: while the dead child keeps its pid, its process group is certainly its own.
+        while (dead := _waited(os.WEXITED | os.WNOWAIT)) is not None:
             _kill_group(dead.si_pid)
             _, status = os.waitpid(dead.si_pid, 0)
             owner = self._owners.pop(dead.si_pid)
@@ -271,6 +271,14 @@ class Server:
         self._selector.close()
         self._waker.close()
         self._owners.clear()
+
+
+def _waited(what: int) -> os.waitid_result | None:
+    """A child of which there is such news; None: of nobody."""
+    try:
+        return os.waitid(os.P_ALL, 0, what | os.WNOHANG)
+    except ChildProcessError:
+        return None
 
 
 def _reply(connection: socket.socket, answer: Mapping[str, Any]) -> None:

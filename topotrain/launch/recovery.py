@@ -1,7 +1,7 @@
 """What a job does about processes that die: what is lost with them, what starts again, and when that is enough.
 
 Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
-peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
+peer by it is none. A process that stays frozen is ended, and is as lost as a dead one. So an error that may follow from a death waits for one, while an exception of the user's program, or
 a wrong setting, ends the job at once. Who has told that it finished is missed by nobody.
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from topotrain.events import Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
 from topotrain.job import Job, OnFailure
 from topotrain.launch import choose_cause
+from topotrain.launch.frozen import LEASE_S, Patience
 from topotrain.topology import Topology
 
 WINDOW_S = 600.0
@@ -45,6 +46,13 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Dismiss:
+    """To do: end this process, which does nothing any more; what follows from its loss is said beside."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
 class Renew:
     """To do: end every process, then start the whole job again."""
 
@@ -58,7 +66,7 @@ class GiveUp:
     failures: tuple[Failed, ...]
 
 
-Word = Event | Regroup | Renew | GiveUp
+Word = Event | Regroup | Dismiss | Renew | GiveUp
 
 
 @dataclass(slots=True)
@@ -83,6 +91,7 @@ class _Told:
     incarnations: dict[int, int] = field(default_factory=dict)
     stepped: dict[str, float] = field(default_factory=dict)
     held: list[Failed] = field(default_factory=list)
+    frozen: Patience = field(default_factory=Patience)
 
 
 class Recovery:
@@ -106,8 +115,14 @@ class Recovery:
         self._waits: list[_Wait] = []
         self._incidents = 0
         self._over = False  # the job ends, or this life of it
-        self.due: float | None = None
+        self._due: float | None = None  # when those who wait for the cause of an error have waited enough
+
+    @property
+    def due(self) -> float | None:
         """When `turn` has something to say."""
+        if self._over:
+            return None
+        return min((due for due in (self._due, self._told.frozen.due) if due is not None), default=None)
 
     @property
     def complete(self) -> bool:
@@ -118,11 +133,13 @@ class Recovery:
     def renewed(self) -> None:
         """The whole job starts again."""
         self._told = _Told(set(self._residents))
-        self._over, self.due = False, None
+        self._over, self._due = False, None
 
     def heard(self, event: Event, now: float) -> list[Word]:
         """What follows from an event, which is among it unless nobody else needs to hear it."""
         told = self._told
+        if getattr(event, "who", "") not in told.leaving or isinstance(event, Started):
+            told.frozen.heard(event, now)
         match event:
             case Failed():
                 return self._failed(event, now)
@@ -143,10 +160,19 @@ class Recovery:
         return [event]
 
     def turn(self, now: float) -> list[Word]:
-        """What follows from the time: whoever waited for the cause of an error has waited enough."""
-        if self.due is None or now < self.due:
+        """What follows from the time: somebody was frozen, or has waited for the cause of an error, for long enough."""
+        found: list[Word] = []
+        for who, pid, since in self._told.frozen.over(now):
+            text = f"{who} (pid {pid}) was frozen for {LEASE_S:g} s and was ended"
+            # Lost since it stopped: so long others have waited for it.
+            found += [] if self._over else [Dismiss(who), *self._lost(Failed(who, "died", text, ""), since)]
+        return found + self._explained(now)
+
+    def _explained(self, now: float) -> list[Word]:
+        """Whoever waited for the cause of an error has waited enough."""
+        if self._due is None or now < self._due:
             return []
-        self.due = None
+        self._due = None
         held, self._told.held = self._told.held, []
         cause = choose_cause(held)
         if cause is None:
@@ -165,12 +191,12 @@ class Recovery:
         if failed.who in self._told.leaving:
             return []
         if failed.kind in ("program", "config"):
-            self._over, self.due = True, None
+            self._over, self._due = True, None
             return [failed]
         if failed.kind == "died":
             return self._lost(failed, now)
         self._told.held.append(failed)
-        self.due = self.due or now + CAUSE_S
+        self._due = self._due or now + CAUSE_S
         return []
 
     def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
@@ -197,12 +223,13 @@ class Recovery:
         members = {who for who, number in self._group_of.items() if number == group}
         for who in members:
             told.stepped.pop(who, None)
+            told.frozen.forget(who)
         told.leaving |= members
         told.up |= members
         told.finished -= members
         told.incarnations[group] = told.incarnations.get(group, 0) + 1
         told.held = [held for held in told.held if self._group_of.get(held.who, group) != group]
-        self.due = self.due if told.held else None
+        self._due = self._due if told.held else None
         incarnation = told.incarnations[group]
         self._waits.append(_Wait(self._incidents, group, now))
         incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
@@ -212,14 +239,14 @@ class Recovery:
         if not self._allowed(_WHOLE, now):
             return self._give_up(self._exhausted(lost, _WHOLE))
         self._count(_WHOLE, lost, now)
-        self._over, self.due = True, None
+        self._over, self._due = True, None
         for wait in self._waits:
             wait.group = None
         self._waits.append(_Wait(self._incidents, None, now))
         return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
 
     def _give_up(self, *failures: Failed) -> list[Word]:
-        self._over, self.due = True, None
+        self._over, self._due = True, None
         return [GiveUp(failures)]
 
     def _incident(self, lost: Failed, action: str, now: float) -> Incident:

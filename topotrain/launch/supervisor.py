@@ -5,8 +5,9 @@ end of stdin means that the launcher died: then everything here dies too. A chil
 forkserver kills the children of a closed connection and each child watches its own channel.
 
 Where the job is to go on when processes die (`on_failure: kContinue`), a death is told as Lost, and what follows from
-it is the launcher's to say: "restart" makes the workers of a group anew, "kill" ends all at once, and until it says
-"end" the unit stays, for its processes may be needed once more.
+it is the launcher's to say: "restart" makes the workers of a group anew, "dismiss" ends one process (which has been
+frozen for too long), "kill" ends all at once, and until it says "end" the unit stays, for its processes may be needed
+once more.
 """
 
 import contextlib
@@ -16,11 +17,24 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from topotrain.events import Event, Exited, Failed, Lost, Notice, Output, Started, StepDone, from_json, to_json
+from topotrain.events import (
+    Event,
+    Exited,
+    Failed,
+    Frozen,
+    Lost,
+    Notice,
+    Output,
+    Started,
+    StepDone,
+    Thawed,
+    from_json,
+    to_json,
+)
 from topotrain.job import OnFailure
 from topotrain.launch import children, forkserver
 from topotrain.launch.children import Birth, Calls, Child, Home
@@ -127,6 +141,8 @@ class Unit:
                     self._needed = False
                 case "restart":
                     self._restart(command)
+                case "dismiss":
+                    self._dismiss([c for c in self._living() if c.who == command["who"] and not c.doomed])
         if not self._commands.open:
             self._vanish()
 
@@ -140,7 +156,11 @@ class Unit:
 
     def _answer(self, answer: Mapping[str, Any]) -> None:
         if "exit" in answer:
-            self._ended(next(c for c in self._children if c.pid == answer["pid"]), answer["exit"])
+            self._ended(self._child(answer["pid"]), answer["exit"])
+            return
+        if "frozen" in answer:
+            child = self._child(answer["pid"])
+            self._tell((Frozen if answer["frozen"] else Thawed)(child.who, child.pid))
             return
         child = next(c for c in self._children if c.who == answer["who"])
         if "error" in answer:
@@ -155,6 +175,9 @@ class Unit:
             self._tell(Started(str(resident), child.pid))
         if self._stage is not Stage.RUNNING:  # asked to stop before it was born
             self._signal(child, signal.SIGTERM if self._stage is Stage.ASKED else signal.SIGKILL)
+
+    def _child(self, pid: int) -> Child:
+        return next(child for child in self._children if child.pid == pid)
 
     # Listening to a child
 
@@ -213,10 +236,15 @@ class Unit:
         """End the workers of a group, and start them again when the last one has ended."""
         if self._stage is not Stage.RUNNING:
             return
-        for child in self._renewal.ask(command["group"], command["incarnation"], command["why"], self._children):
+        former = self._renewal.ask(command["group"], command["incarnation"], command["why"], self._children)
+        self._dismiss(former)
+        self._renew(command["group"])
+
+    def _dismiss(self, gone: Sequence[Child]) -> None:
+        """End them at once; it is known why, so their end is no loss."""
+        for child in gone:
             child.doomed = True
             self._signal(child, signal.SIGKILL, group=True)
-        self._renew(command["group"])
 
     def _renew(self, group: int) -> None:
         if self._stage is not Stage.RUNNING:

@@ -194,7 +194,7 @@ class Report:
             **_traffic(list(self._tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
-            "incidents": [_incident(found, self._recovered.get(found.number)) for found in self._incidents],
+            "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
             "processes": self._processes(),
         }
 
@@ -245,7 +245,7 @@ def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None
                     tally.curve.add(tally.whole.time, event.loss)
 
 
-def _incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
+def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
     """What was lost, what was done about it, and how long training waited; null where nothing had to wait, or never
     went on."""
     return {

@@ -203,6 +203,8 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
         )
     if generation < identity.generation:
         raise Refused("FENCED", f"{dialer} is of generation {generation}, we are of {identity.generation}")
+    if dialer == me:
+        raise Refused("JOB", f"{me} does not call itself")
     if not lives_here(me):
         raise Refused("JOB", f"{me} does not live here")
     return Peer(me, dialer, incarnation, generation, lane), talk.pack_proven(_KIND_WELCOME, b"", key)

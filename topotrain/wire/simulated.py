@@ -7,6 +7,7 @@ the actor waits again. Residents without a thread of their own (servers) are cal
 Unlike a real road this one may drop, double and reorder, and cut a process off between two of its messages.
 """
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -99,16 +100,21 @@ class Simulation:
             if self._stopping:
                 raise _Stopped
 
-    def run(self) -> None:
+    def run(self, limit: float = math.inf) -> None:
         """Go on until all actors ended and nothing is under way.
 
+        Args:
+            limit: the moment (seconds) at which it is too late.
+
         Raises:
-            Deadlock: no event is left and actors still wait.
+            Deadlock: no event is left and actors still wait, or it is too late.
             BaseException: whatever an actor or a resident raised; the others are stopped then.
         """
         try:
             self._let_act()
             while self._events:
+                if self._events[0][0] > limit:
+                    raise Deadlock(f"seed {self.seed}: after {limit:.3f} s it still goes on")
                 self.now, _, do = heappop(self._events)
                 do()
                 self._let_act()
@@ -199,7 +205,7 @@ class SimulatedWire:
         self._fates: dict[Address, _Fate] = {}
         self._down: set[Address] = set()
         self._paused: set[Address] = set()
-        self._kept: list[tuple[Address, Address, Message]] = []
+        self._kept: list[tuple[tuple[Address, ...], Callable[[], None]]] = []
         self._sent = self._received = 0
 
     def attach(self, me: Address, resident: Resident) -> str:
@@ -247,8 +253,8 @@ class SimulatedWire:
         self._simulation.at(time, lambda: self._arrive(me, to, message))
 
     def _arrive(self, me: Address, to: Address, message: Message) -> None:
-        if to in self._paused or me in self._paused:
-            self._kept.append((me, to, message))
+        if self._paused and not self._paused.isdisjoint((me, to)):
+            self.awake(lambda: self._arrive(me, to, message), me, to)
             return
         if to in self._down:
             self.lost.append((me, to, message))
@@ -307,8 +313,15 @@ class SimulatedWire:
         """The kept messages arrive now, in their order."""
         self._paused.discard(who)
         kept, self._kept = self._kept, []
-        for sender, to, message in kept:
-            self._simulation.at(self._simulation.now, lambda s=sender, t=to, m=message: self._arrive(s, t, m))  # type: ignore[misc]
+        for whose, do in kept:
+            self._simulation.at(self._simulation.now, lambda whose=whose, do=do: self.awake(do, *whose))  # type: ignore[misc]
+
+    def awake(self, do: Callable[[], None], *whose: Address) -> None:
+        """Do it now, or when none of these processes is paused any more."""
+        if self._paused.isdisjoint(whose):
+            do()
+        else:
+            self._kept.append((whose, do))
 
     # --- the rest of the contract --------------------------------------------------------------------------------
 

@@ -1,0 +1,63 @@
+"""The hook that watches all servers of the suite: it ends who unpickles, and nobody else."""
+
+import pickle
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import audit
+import pytest
+from simulation import Town, job
+
+from topotrain.exchange import Exchange
+from topotrain.message import Applied
+from topotrain.topology import Address
+
+HARMLESS = """
+import dataclasses, collections, torch, ast, string, fractions
+@dataclasses.dataclass
+class A: x: int
+collections.namedtuple("B", "a b")
+p = torch.nn.Parameter(torch.zeros(3))
+p.grad = torch.ones(3)
+torch.optim.Adam([p]).step()
+import colorsys, topotrain.watch.table
+"""
+
+
+def run(code: str) -> "subprocess.CompletedProcess[str]":
+    here = Path(__file__).parent
+    setup = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; import audit; audit.in_servers()\n"
+    return subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=120)
+
+
+def test_what_a_server_does_anyway_is_no_offense() -> None:
+    done = run(HARMLESS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("import pickle; pickle.loads(b'cos\\nsystem\\n.')", "a server unpickled os.system"),
+        ("import marshal; marshal.loads(marshal.dumps(3))", "a server loaded marshalled code"),
+        ("import torch, io; torch.load(io.BytesIO(b'cos\\nsystem\\n.'), weights_only=False)", "unpickled os.system"),
+    ],
+)
+def test_whoever_unpickles_in_a_server_ends_it(code: str, text: str) -> None:
+    done = run(code)
+    assert done.returncode == audit.EXIT
+    assert text in done.stderr
+
+
+def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = pickle.dumps(Fraction(1, 3))
+    pickle.loads(raw)  # the test's own business
+    town = Town(job())
+    door: Exchange = town.doors[Address(*town.workers[0])]
+    monkeypatch.setattr(type(door._manners), "check", lambda *_: pickle.loads(raw))
+    with pytest.raises(AssertionError, match=r"audit: unpickled fractions.Fraction in handle on MainThread"):
+        door.handle(town.workers[0], Applied(0, 0, 0, False, 0.0))
+    assert audit.FOUND
+    audit.FOUND.clear()
