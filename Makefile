@@ -9,12 +9,13 @@ CONFS  := $(foreach name,sandblaster allreduce downpour hogwild,examples/conf/$(
 CODE   := topotrain tests examples benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test bench check format clean
+.PHONY: help setup run test bench chaos check format clean
 
 help:
 	@echo "make run     train on handwritten digits under the four frameworks: a table and a picture in workspace/compare"
 	@echo "make test    run the tests, JOBS=2 files at a time (make test ARGS='-k hogwild' runs some of them)"
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
+	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
 	@echo "make check   formatting, lint, types, floors"
 	@echo "make format  put the code in the usual form"
 	@echo "make setup   only the environment"
@@ -56,6 +57,9 @@ test: setup
 
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
+
+chaos: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.chaos $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

@@ -254,8 +254,8 @@ def _moved(turns: Turns, net: str, mode: str, top: str) -> Row:
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=ROUNDS + 2)
-    parser.add_argument("--steps", type=int, default=4, help="per turn")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=3, help="per turn")
 
 
 def measure(options: argparse.Namespace) -> Sequence[Row]:

@@ -158,6 +158,31 @@ def done(spec, control, fds):
     return killed(spec, control, fds)
 
 
+def frozen(spec, control, fds):
+    """Its first incarnation is stopped, and has a child in its process group; continued, it waits for a word."""
+    if not spec["incarnation"]:
+        subprocess.Popen(["sleep", "600"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        wait_for(Path(spec["run_dir"], "go").exists, 60)
+    return last(spec, control, fds)
+
+
+def frozen_done(spec, control, fds):
+    control.emit(Finished(spec["who"], 1, 1, 0.0, 0, 0, 0))
+    last(spec, control, fds)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return stay(spec, control, fds)
+
+
+def frozen_once(spec, control, fds):
+    """Is stopped in the first life of the job."""
+    lives = Path(spec["job_dir"], "lives")
+    if not lives.exists():
+        lives.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return last(spec, control, fds)
+
+
 def reborn(spec, control, fds):
     """Dies when it is told to; in a life of the whole job that follows, it ends well."""
     lives = Path(spec["job_dir"], "lives")
@@ -224,6 +249,9 @@ PARTS: dict[str, Any] = {
     "once": once,
     "second fails": second_fails,
     "done": done,
+    "frozen": frozen,
+    "frozen done": frozen_done,
+    "frozen once": frozen_once,
     "reborn": reborn,
     "talk": talk,
     "share": share,

@@ -5,10 +5,8 @@ model and pushes the whole numbers that a test gives it (sums of them are exact)
 a model, an optimizer and a loader.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,27 +14,22 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from topotrain import message as m
+from topotrain import rehearsal
 from topotrain.buffers import describe_model
 from topotrain.data import DataPlan, ShardedLoader
-from topotrain.exchange import Exchange, Outcome, StepEnd
-from topotrain.host import _peers
+from topotrain.faults import STORM, VIEWS
 from topotrain.job import Cluster, Job, Reduce
 from topotrain.message import Message
 from topotrain.optimizer import adopt
+from topotrain.rehearsal import parameters, zeros
 from topotrain.server import Server
-from topotrain.shard import FlatBuffers, Schema
-from topotrain.slices import Parameter, SliceMap, cut
-from topotrain.topology import Address, Role, layout
-from topotrain.update import describe
-from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
+from topotrain.shard import FlatBuffers
+from topotrain.slices import Parameter, SliceMap
+from topotrain.topology import Address, Role
+from topotrain.wire.simulated import Weather
 from topotrain.worker import Worker
 
-STORM = Weather(delay=(0.0005, 0.004), late=0.02, duplicate=0.15, reorder=0.25)
-"""Delay, duplicates and reordering, all at once."""
-
-VIEWS = Weather(delay=(0.0005, 0.01), snapshots=False)
-"""As on real roads that show memory: in order and once, bodies read on arrival."""
-
+__all__ = ["STORM", "VIEWS", "parameters", "zeros"]
 
 SMALL = (*parameters(70, 200), Parameter("wide", (128,), (1,), "float64", True))
 """Two dtypes, hence two buckets on most shards, and padding inside one of them."""

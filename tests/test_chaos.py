@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from topotrain.events import Exited, Serving, Started, StepDone
+from topotrain.events import Exited, Recovered, Serving, Started, StepDone
 from topotrain.front.commands_chaos import seconds
 from topotrain.job import ConfigError
 from topotrain.launch.chaos import Torment, Tormentor, steps
@@ -75,6 +75,37 @@ def test_who_is_frozen_goes_on(sleepers):
         _, status = os.waitpid(child.pid, os.WCONTINUED)
         assert os.WIFCONTINUED(status)
     assert tormentor.blows[0].frozen_s > 0
+
+
+def test_whoever_was_started_again_is_killed_for_it_some_time(sleepers):
+    with Tormentor(Torment(1000.0, 1000.0, 3, moments=frozenset({"again"}))) as tormentor:
+        for number, child in enumerate(sleepers):
+            for _ in range(2 + 20 * number):
+                tormentor(Started(f"worker {number}/0", child.pid))
+        assert sleepers[2].wait(30) == -signal.SIGKILL
+    assert {blow.moment for blow in tormentor.blows} == {"again"}
+    assert "(again)" in str(tormentor.blows[0])
+
+
+def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there_were_enough(sleepers):
+    torment = Torment(0.001, 1000.0, 1, pairs=1.0, moments=frozenset({"back"}), kills=2)
+    with Tormentor(torment) as tormentor:
+        for number, child in enumerate(sleepers):
+            tormentor(Started(f"worker {number}/0", child.pid))
+        tormentor(FIRST_STEP)
+        while sum(child.poll() is not None for child in sleepers) < 2:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        tormentor(Recovered(0, 0.1, 0.0))  # two were killed: enough
+    assert len({blow.pid for blow in tormentor.blows}) == len(tormentor.blows) == 2
+    assert sum(child.poll() is None for child in sleepers) == 1
+
+
+def test_what_those_hold_who_live_on_is_looked_at_when_somebody_is_back(sleepers):
+    with Tormentor(Torment(1000.0, 1000.0, 1)) as tormentor:
+        tormentor(Started("worker 0/0", sleepers[0].pid))
+        for _ in range(2):
+            tormentor(Recovered(0, 0.1, 0.0))
+    assert [held.grown for held in tormentor.held.values()] == [(0, 0)]
 
 
 def test_no_descriptor_is_left(sleepers):

@@ -126,6 +126,19 @@ def test_the_last_two_are_kept(files, tmp_path):
     assert latest(tmp_path).version == 4
 
 
+def test_the_one_that_the_job_went_on_from_stays_for_who_starts_again_alone(files, tmp_path):
+    vault = Vault()
+    origin = vault.train(1).write(files, 1)
+    vault.train(1).write(files, 2)
+    assert files.begin(origin, again=True) == 3
+    for number in range(3, 6):
+        vault.train(1).write(files, number)
+    assert numbers(files.folder, whole=False) == [1, 4, 5]
+    assert files.begin(files.folder / "000005", again=True) == 6
+    vault.train(1).write(files, 6)
+    assert numbers(files.folder, whole=False) == [5, 6]
+
+
 def test_a_damaged_newest_gives_way_to_the_one_before(files, tmp_path):
     vault = Vault()
     for number in (1, 2):

@@ -197,6 +197,17 @@ def test_augmented_samples_are_the_same_when_a_job_is_continued(processes):
     assert told(later) == told(plain)[10:]
 
 
+def test_what_others_have_read_is_left_out_and_not_loaded_again_by_a_loader_with_processes():
+    shape, script = Shape(1, 2, "lease"), Script(partial(shuffled, 21, 2, num_workers=1), 1)
+    life = Life(shape, script)
+    life.run(1)
+    for group in range(2):
+        life.step(group, snapshot=1)
+    later = Life(shape, script, Past(life.snapshot(1).blobs, {0: ((0, 4),)}))
+    later.run()
+    assert len(later.samples(0)) == len(set(later.samples(0))) == 21 - 4 * 2
+
+
 SHAPES = [
     Shape(),
     Shape(3),

@@ -119,6 +119,22 @@ def test_signals_go_through_the_forkserver(host):
     assert host.exit(deaf) == -signal.SIGKILL
 
 
+def test_it_is_told_when_a_child_is_frozen_and_when_it_goes_on(host):
+    pid, other = host.spawn("stay", "worker 0/0"), host.spawn("stay", "worker 0/1")
+    for _ in range(2):
+        os.kill(pid, signal.SIGSTOP)
+        assert host.answer(lambda answer: "frozen" in answer) == {"pid": pid, "frozen": True}
+        os.kill(pid, signal.SIGCONT)
+        assert host.answer(lambda answer: "frozen" in answer) == {"pid": pid, "frozen": False}
+    os.kill(pid, signal.SIGSTOP)
+    host.answer(lambda answer: "frozen" in answer)
+    host.client.signal(pid, signal.SIGKILL, group=True)
+    assert host.exit(pid) == -signal.SIGKILL
+    host.client.signal(other, signal.SIGTERM)
+    assert host.exit(other) == -signal.SIGTERM
+    assert [answer for answer in host.answers if answer["pid"] in (pid, other)] == []
+
+
 def test_a_dead_child_takes_its_process_group_with_it(host):
     pid = host.spawn("group")
     assert host.heard(Notice).text == "brood"

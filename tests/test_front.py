@@ -28,7 +28,8 @@ from topotrain.job import Cluster, ConfigError, Job, LRGen, Step, Updater
 from topotrain.launch import choose_cause
 from topotrain.rendezvous import open_store
 from topotrain.topology import Address, Role, layout
-from topotrain.wire.auth import Identity
+from topotrain.wire import Broken
+from topotrain.wire.auth import HungUp, Identity, TooSlow
 from topotrain.wire.shm import socket_directory
 
 
@@ -251,6 +252,7 @@ def test_a_program_that_never_prepares_is_told_so(job):
 def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():
     kinds = [finish.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
     assert kinds == ["internal", "config", "program"]
+    assert [finish.kind_of(error) for error in (Broken("no way"), HungUp(""), TooSlow(""))] == ["peer"] * 3
     assert (
         choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"
     )

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
-from topotrain.events import Exited, Failed, Incident, Lost, Notice, Output, Started
-from topotrain.launch import local
+from topotrain.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
+from topotrain.launch import frozen, local
 from topotrain.launch.local import LocalLauncher
 
 GONE_S = 5.0
@@ -113,6 +113,54 @@ def test_who_dies_when_its_part_is_done_is_not_missed(tmp_path, mark):
     outcome, events = launch(tmp_path, roles, restarts=3)
     assert (outcome.code, outcome.cause) == (0, None)
     assert [event.action for event in told(events, Incident)] == ["nothing is missing: its part was done"]
+
+
+@pytest.mark.parametrize(
+    ("victim", "part", "action"),
+    [
+        ("worker 0/1", "frozen", "group 0 starts again (incarnation 1)"),
+        ("worker 0/1", "frozen done", "nothing is missing: its part was done"),
+        ("server 0/0", "frozen once", "the whole job starts again"),
+    ],
+)
+def test_a_process_that_stays_frozen_is_ended(tmp_path, mark, monkeypatch, victim, part, action):
+    monkeypatch.setattr(frozen, "LEASE_S", 0.3)
+    others = {"worker_0_0": "until over", "worker_0_1": "until over", "server_0_0": "until over"}
+    roles = plays(**others | {victim.replace(" ", "_").replace("/", "_"): part})
+    outcome, events = launch(tmp_path, roles, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (stopped,) = told(events, Frozen)
+    (incident,) = told(events, Incident)
+    assert (stopped.who, incident.action) == (victim, action)
+    assert incident.what == f"{victim} (pid {stopped.pid}) was frozen for 0.3 s and was ended"
+    assert told(events, Lost) == told(events, Failed) == []
+    assert Exited(victim, stopped.pid, -9) in events
+
+
+def test_a_process_that_is_frozen_for_a_moment_goes_on(tmp_path, mark):
+    def hear(event):
+        if isinstance(event, Frozen):
+            os.kill(event.pid, signal.SIGCONT)
+        if isinstance(event, Thawed):
+            (tmp_path / "run" / "go").touch()
+
+    roles = plays(worker_0_0="until over", worker_0_1="frozen", server_0_0="until over")
+    outcome, events = launch(tmp_path, roles, hear, restarts=1)
+    assert (outcome.code, outcome.cause) == (0, None)
+    assert [event.who for event in (*told(events, Frozen), *told(events, Thawed))] == ["worker 0/1"] * 2
+    assert told(events, Incident) == []
+
+
+def test_a_signal_ends_a_job_in_which_somebody_is_frozen(tmp_path, mark):
+    def hear(event):
+        if isinstance(event, Frozen):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    roles = plays(worker_0_0="stay", worker_0_1="frozen", server_0_0="stay")
+    outcome, events = launch(tmp_path, roles, hear, restarts=1)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert told(events, Incident) == []
+    assert marked(mark) == []
 
 
 def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_path, mark, monkeypatch):

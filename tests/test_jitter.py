@@ -32,4 +32,4 @@ def test_only_the_sampling_of_data_touches_the_script_s_dice():
             if isinstance(node, ast.ImportFrom) and node.module == "random":
                 found |= {(path.name, alias.name) for alias in node.names}
     own = {"Random", "SystemRandom"}
-    assert {name for name, attribute in found if attribute not in own} == {"sampling.py"}
+    assert {name for name, attribute in found if attribute not in own} == {"dice.py"}

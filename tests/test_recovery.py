@@ -4,9 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.events import Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.events import (
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Frozen,
+    Incident,
+    Lost,
+    Recovered,
+    Started,
+    StepDone,
+    Thawed,
+)
 from topotrain.job import Cluster, Job, OnFailure
-from topotrain.launch.recovery import CAUSE_S, WINDOW_S, GiveUp, Recovery, Regroup, Renew, Terms, recovery
+from topotrain.launch.allowance import WINDOW_S
+from topotrain.launch.frozen import LEASE_S
+from topotrain.launch.recovery import CAUSE_S, Dismiss, GiveUp, Recovery, Regroup, Renew, Terms, recovery
 from topotrain.topology import layout
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)
@@ -252,6 +266,93 @@ def test_all_is_complete_when_everybody_has_ended() -> None:
     assert not made.complete  # what it said still waits for its cause
     tell(made, 105.0)
     assert [type(word) for word in made.turn(107.0)] == [Incident, Renew]
+
+
+def frozen(made: Recovery, who: str, at: float = 105.0) -> list[object]:
+    """The answer when somebody is stopped, and is left so for the lease."""
+    assert tell(made, at, Frozen(who, 7)) == [Frozen(who, 7)]
+    assert made.due == at + LEASE_S
+    assert made.turn(at + LEASE_S - 0.01) == []
+    return list(made.turn(at + LEASE_S))
+
+
+def test_a_worker_that_stays_frozen_is_ended_and_takes_its_group_along() -> None:
+    made = machine()
+    what = "worker 1/0 (pid 7) was frozen for 2 s and was ended"
+    assert frozen(made, "worker 1/0") == [
+        Dismiss("worker 1/0"),
+        Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
+        Regroup(1, 1, what),
+    ]
+    assert made.due is None
+    tell(made, 107.1, Exited("worker 1/0", 7, -9), Started("worker 1/0", 17), Started("worker 1/1", 18))
+    assert made.turn(200.0) == []
+    assert tell(made, 107.5, step("worker 1/0"))[1:] == [Recovered(0, 2.5, 0.0)]  # since it was frozen
+
+
+def test_who_goes_on_in_time_is_left_alone() -> None:
+    made = machine()
+    tell(made, 105.0, Frozen("worker 1/0", 7))
+    assert tell(made, 106.9, Thawed("worker 1/0", 7)) == [Thawed("worker 1/0", 7)]
+    assert made.due is None
+    assert made.turn(107.0) == []
+    # Somebody may be stopped again and again, of which the end of a stop is not always told.
+    tell(made, 107.0, Frozen("worker 1/0", 7))
+    tell(made, 108.0, Frozen("worker 1/0", 7))
+    assert made.turn(109.9) == []
+    assert [type(word) for word in made.turn(110.0)] == [Dismiss, Incident, Regroup]
+
+
+def test_each_that_is_frozen_has_a_time_of_its_own() -> None:
+    made = machine()
+    tell(made, 105.0, Frozen("worker 1/0", 7), Frozen("worker 0/0", 8))
+    tell(made, 106.0, Thawed("worker 1/0", 7), Frozen("worker 1/1", 9))
+    assert made.due == 107.0
+    assert [word.group for word in made.turn(107.0) if isinstance(word, Regroup)] == [0]
+    assert made.due == 108.0
+    tell(made, 107.5, lost("worker 1/0"))  # whose group starts again without waiting for the frozen one
+    assert made.due is None
+
+
+@pytest.mark.parametrize("ends", [Exited("worker 1/0", 7, -9), Started("worker 1/0", 8)])
+def test_a_frozen_process_that_is_gone_is_not_waited_for(ends: Event) -> None:
+    made = machine()
+    tell(made, 105.0, Frozen("worker 1/0", 7), ends)
+    assert made.due is None
+
+
+def test_a_frozen_server_takes_the_whole_job_along() -> None:
+    made = machine()
+    tell(made, 104.0, Frozen("worker 0/1", 4))
+    tell(made, 104.1, Thawed("worker 0/1", 4))
+    dismiss, incident, again = frozen(made, "server 0/0")
+    assert (dismiss, type(again)) == (Dismiss("server 0/0"), Renew)
+    assert isinstance(incident, Incident)
+    assert incident.what == "server 0/0 (pid 7) was frozen for 2 s and was ended"
+    assert made.due is None
+
+
+def test_who_is_frozen_with_its_part_done_is_ended_and_not_missed() -> None:
+    made = machine()
+    tell(made, 105.0, finished("worker 1/0"))
+    dismiss, incident = frozen(made, "worker 1/0")
+    assert dismiss == Dismiss("worker 1/0")
+    assert isinstance(incident, Incident)
+    assert incident.action == "nothing is missing: its part was done"
+
+
+def test_where_nothing_may_start_again_a_frozen_process_ends_the_job() -> None:
+    dismiss, give_up = frozen(machine(replace(ALL, limit=0)), "worker 1/0")
+    assert dismiss == Dismiss("worker 1/0")
+    what = "worker 1/0 (pid 7) was frozen for 2 s and was ended"
+    assert give_up == GiveUp((Failed("worker 1/0", "died", what, ""),))
+
+
+def test_once_the_job_ends_nobody_is_timed_any_more() -> None:
+    made = machine()
+    tell(made, 105.0, Frozen("worker 1/0", 7), Failed("worker 0/0", "program", "ValueError", "trace"))
+    assert made.due is None
+    assert made.turn(110.0) == []
 
 
 def test_how_long_training_waited() -> None:

@@ -4,26 +4,23 @@ import random
 from dataclasses import replace
 
 import pytest
-from returning import Fate, Place
-from simulation import STORM, VIEWS, job, trace
+from simulation import job, trace
 
 from topotrain import message as m
 from topotrain.consistency import RESTARTS, RESTS, DecisionLog
 from topotrain.encoding import ServerEncoding
 from topotrain.exchange import Exchange
+from topotrain.faults import CALM, FAR, STORM, VIEWS, Fault, Schedule
 from topotrain.job import Compression
 from topotrain.leases import LeaseBook
 from topotrain.membership import Members, Regroup
 from topotrain.readers import Readers
 from topotrain.reduction import Staging
 from topotrain.server import Server
+from topotrain.trial import Trial
 from topotrain.wire.simulated import Weather
 
 pytestmark = pytest.mark.simulated
-
-CALM = Weather()
-FAR = Weather(delay=(0.001, 0.05))
-"""Servers hear of the same thing at very different moments."""
 
 LAYOUTS = {
     "downpour": (3, 1, 1, {}),
@@ -40,28 +37,38 @@ LAYOUTS = {
 }
 
 
-def place(name: str, seed: int, weather: Weather | None = None, **more: object) -> Place:
+def place(
+    name: str,
+    seed: int,
+    weather: Weather = CALM,
+    batches: int = 12,
+    epochs: int = 1,
+    mode: str = "lease",
+    tells: bool = True,
+    fates: tuple[Fault, ...] = (),
+) -> Trial:
     groups, workers, shards, settings = LAYOUTS[name]
-    return Place(job(groups, workers, shards, **settings), seed, weather, **more)  # type: ignore[arg-type]
+    schedule = Schedule("", batches, epochs, mode, tells, fates)
+    return Trial(job(groups, workers, shards, **settings), seed, schedule, weather)  # type: ignore[arg-type]
 
 
-def drawn(name: str, seed: int) -> tuple[Fate, ...]:
+def drawn(name: str, seed: int) -> tuple[Fault, ...]:
     """One to three deaths at moments drawn by the seed, or of all groups at once."""
     dice, (groups, workers, _, _) = random.Random(f"{name} {seed}"), LAYOUTS[name]
     if seed % 8 == 7:
         at = dice.uniform(0.0, 0.12)
-        return tuple(Fate(group, at=at, away=dice.choice((0.0, 0.05, 3.0))) for group in range(groups))
+        return tuple(Fault(group, at=at, away=dice.choice((0.0, 0.05, 3.0))) for group in range(groups))
     fates = []
     for number in range(dice.randint(1, 3)):
         group, away = dice.randrange(groups), dice.choice((0.0, 0.003, 0.05, 3.0))
         if dice.random() < 0.5:
-            fates.append(Fate(group, at=dice.uniform(0.0, 0.15), away=away))
+            fates.append(Fault(group, at=dice.uniform(0.0, 0.15), away=away))
         else:
-            fates.append(Fate(group, number, dice.randrange(workers), dice.randint(0, 60), away=away))
+            fates.append(Fault(group, number, dice.randrange(workers), dice.randint(0, 60), away=away))
     return tuple(fates)
 
 
-def one(name: str, seed: int) -> Place:
+def one(name: str, seed: int) -> Trial:
     weather = (FAR, STORM, VIEWS, CALM, FAR)[seed % 5]
     mode = "static" if seed % 4 == 1 else "lease"
     found = place(name, seed, weather, epochs=1 + seed % 2, mode=mode, tells=seed % 3 != 0, fates=drawn(name, seed))
@@ -78,9 +85,9 @@ def test_every_batch_counts_once_whoever_dies_when(name):
     assert kills >= 25
 
 
-def left_alone(name: str, seed: int) -> Place:
+def left_alone(name: str, seed: int) -> Trial:
     """Group 1 dies in the middle and stays away for long: the others read all there is, and never wait."""
-    fates = (Fate(1, at=0.03 + 0.01 * seed, away=100.0),)
+    fates = (Fault(1, at=0.03 + 0.01 * seed, away=100.0),)
     found = place(name, seed, STORM, batches=40, fates=fates).run()
     ((death, _),) = found.deaths
     for group in set(found.commits) - {1}:
@@ -107,7 +114,7 @@ def test_when_nobody_dies_nothing_is_said_of_it():
 @pytest.mark.parametrize("after", range(0, 48, 3))
 def test_a_group_that_dies_at_every_message_of_its_start_and_of_its_first_steps(after):
     for index in (0, 1):
-        fates = (Fate(0, 0, index, after), Fate(0, 1, 1 - index, after // 2, away=0.01))
+        fates = (Fault(0, 0, index, after), Fault(0, 1, 1 - index, after // 2, away=0.01))
         found = place("sandblaster", after, STORM, batches=12, fates=fates).run()
         assert found.kills == 2 and not found.wrong()
 
@@ -116,7 +123,7 @@ def test_a_group_that_dies_at_every_message_of_its_start_and_of_its_first_steps(
 @pytest.mark.parametrize("name", ["downpour of pairs", "sandblaster of three", "hogwild of pairs"])
 def test_a_group_that_dies_at_its_end_comes_to_it_again(name, kind):
     for seed in range(3):
-        found = place(name, seed, (STORM, FAR, CALM)[seed], batches=6, fates=(Fate(0, kind=kind, after=seed % 2),))
+        found = place(name, seed, (STORM, FAR, CALM)[seed], batches=6, fates=(Fault(0, kind=kind, after=seed % 2),))
         found.run()
         assert not found.wrong(), f"seed {seed}"
 

@@ -61,6 +61,7 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._origin: int | None = None  # who starts again alone in this life of the job reads it, however old it is
 
     def begin(self, resumed: Path | None, again: bool) -> int:
         """Make room for a start of the job: the number of its first snapshot.
@@ -68,7 +69,9 @@ class Files:
         Those of an earlier run are moved aside, unless this start goes on from one of them (`resumed`), or is the same
         run `again`.
         """
-        goes_on = again or (resumed is not None and resumed.parent.resolve() == self.folder.resolve())
+        ours = resumed is not None and resumed.parent.resolve() == self.folder.resolve()
+        self._origin = int(resumed.name) if ours and resumed is not None and resumed.name.isdecimal() else None
+        goes_on = again or ours
         if not goes_on and self.folder.exists():
             shutil.rmtree(self.folder.with_name(ASIDE), ignore_errors=True)
             os.replace(self.folder, self.folder.with_name(ASIDE))
@@ -92,7 +95,10 @@ class Files:
         return sums
 
     def publish(self, number: int, data: Mapping[str, Any]) -> None:
-        """Let a snapshot count whose files are on disk, and remove what is older than it and the one before."""
+        """Let a snapshot count whose files are on disk, and remove what is older than it and the one before.
+
+        The one that the job went on from stays.
+        """
         path = self.folder / name_of(number)
         text = json.dumps({**data, "sha256": hashed(data)}, separators=(",", ":"))
         with _created(path / f"{MANIFEST}.tmp") as fd:
@@ -106,7 +112,7 @@ class Files:
     def _prune(self, newest: int) -> None:
         whole = [number for number in numbers(self.folder) if number <= newest][-KEPT:]
         for number in numbers(self.folder, whole=False):
-            if number < newest and number not in whole:
+            if number < newest and number not in whole and number != self._origin:
                 with contextlib.suppress(OSError):  # what cannot be removed takes nothing from the new one
                     self.drop(number)
 

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from topotrain.front import commands_chaos, commands_jobs, commands_pserver, commands_resume, commands_unit
+from topotrain.front import (
+    commands_chaos,
+    commands_jobs,
+    commands_pserver,
+    commands_resume,
+    commands_simulate,
+    commands_unit,
+)
 from topotrain.job import ConfigError, Job, Link
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.watch.training import complain, show, show_trace, train
@@ -48,6 +55,9 @@ VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "
         "--freeze",
         "--whom",
         "--resume",
+        "--seeds",
+        "--layout",
+        "--only",
     }
 )
 """Options that are followed by a value, of all commands."""
@@ -136,7 +146,7 @@ def separate(argv: Sequence[str]) -> list[str]:
 def _is_program(command: str, word: str, positionals: int) -> bool:
     if command == "compare":
         return word.endswith(".py")
-    return command not in ("jobs", "store", "chaos") and positionals == (4 if command == "launch" else 3)
+    return command not in ("jobs", "store", "chaos", "simulate") and positionals == (4 if command == "launch" else 3)
 
 
 def _version(wanted: bool) -> None:
@@ -565,3 +575,4 @@ commands_pserver.register(app)
 commands_jobs.register(app)
 commands_unit.register(app, _DESK)
 commands_chaos.register(app, _DESK)
+commands_simulate.register(app, _DESK)

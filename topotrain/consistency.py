@@ -11,7 +11,7 @@ in order everywhere is state-machine replication, Schneider 1990).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from topotrain.message import Apply, ProtocolError, Staged
 from topotrain.reduction import StepError
@@ -94,6 +94,7 @@ class _Vote:
     shards: set[int]
     finite: bool = True
     power: float = 0.0
+    refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
 
 
 class DecisionLog:
@@ -126,6 +127,8 @@ class DecisionLog:
         vote.shards.add(shard)
         vote.finite = vote.finite and message.finite
         vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
+        for worker, parameter in pairs(message.refused):
+            vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
 
     def ready(self) -> list[tuple[int, int]]:
         """(group, step) pairs that all shards have staged, in group order."""
@@ -134,7 +137,8 @@ class DecisionLog:
     def decide(self, group: int, step: int) -> Apply:
         """Record the decision to apply a ready step. It stands from here on."""
         vote = self._votes.pop((group, step))
-        apply = Apply(self._next, group, step, not vote.finite, vote.power)
+        refused = tuple(number for pair in sorted(vote.refused.items()) for number in pair)
+        apply = Apply(self._next, group, step, not vote.finite, vote.power, refused=refused)
         self._log[self._next] = apply
         self._next += 1
         self._decided[group] = step + 1
@@ -284,6 +288,11 @@ class Streams:
     def counts(self) -> dict[int, int]:
         """The same of every stream that has any."""
         return {stream: last + 1 for stream, last in self._last.items()}
+
+
+def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
+    """What `refused` of a message says: (worker, parameter)."""
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _triples(marks: tuple[int, ...]) -> list[tuple[int, int, int]]:

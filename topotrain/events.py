@@ -51,6 +51,21 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class Skipped:
+    """Step `step` (from 1) of worker `who` has changed no value: some gradient was not finite. Its batch is used up.
+
+    total: this process's skipped steps so far. by: the worker whose gradient it was, "" where only the sum of its group
+    is known. parameter: one of which it is true, "" for rows of a table.
+    """
+
+    who: str
+    step: int
+    total: int
+    by: str
+    parameter: str
+
+
+@dataclass(frozen=True, slots=True)
 class Metrics:
     """What the program reported about the final parameters."""
 
@@ -200,6 +215,7 @@ Event = (
     Serving
     | Started
     | StepDone
+    | Skipped
     | Metrics
     | Tested
     | Failed

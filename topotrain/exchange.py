@@ -13,6 +13,7 @@ import torch
 
 from topotrain import deposits, windows
 from topotrain import message as m
+from topotrain.consistency import pairs
 from topotrain.encoding import WorkerEncoding
 from topotrain.manners import Manners, check_bits
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
@@ -510,8 +511,10 @@ class Exchange:
         replies = [self._applied[server] for server in self.servers]
         stale = tuple(reply.staleness for reply in replies)
         taken = max(reply.snapshot for reply in replies)
-        outcome = Outcome(replies[0].version, stale, any(r.found_inf for r in replies), replies[0].norm, taken)
-        self._encoding.step_done(outcome.found_inf, end.weight, end.revisions, end.inv_scale)
+        found_inf, refused = any(r.found_inf for r in replies), tuple(pairs(replies[0].refused))
+        outcome = Outcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused)
+        nothing = found_inf or any(worker == self.me.index for worker, _ in refused)
+        self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
         return outcome
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:

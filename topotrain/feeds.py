@@ -323,11 +323,14 @@ class MapFeed:
     ) -> None:
         self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
         self._opening = opening
-        self._again = opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
+        handed_out = plan.mode == "broadcast" and not opening.drawn  # elsewhere what is done is not in the list at all
+        self._again = (
+            handed_out and opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
+        )
         self._ahead: _Ahead | None = None
         self._then: Callable[[], None] = lambda: None
         self._leases: Leases | None = None
-        if plan.mode == "broadcast" and not opening.drawn:
+        if handed_out:
             places: Callable[[], Iterator[tuple[Place, Any]]] = self._broadcast
         else:
             batches = list(left(self._listed(self._drawn()), opening.done))

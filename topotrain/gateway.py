@@ -183,9 +183,9 @@ class Gateway(Server):
     # --- the collective ------------------------------------------------------------------------------------------
 
     def _hop(self, sender: Address, message: m.Hop) -> None:
-        pieces = len(self._way.bucket(message.bucket).pieces)
-        if message.present or message.up:
-            check_bits(message.present, pieces, f"{sender}: pieces")
+        bucket = self._way.bucket(message.bucket)
+        self._way.elements(bucket, message.body)
+        check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
         self._carry(self._way.relay.arrive(sender.index, message))
 
     def _carry(self, outs: list[Out]) -> None:

@@ -63,6 +63,8 @@ class Given(Staging):
             return
         self._given[number] = total
         if total is not None and present:
+            if self._arrived is not None and self._checked and self._blame(self._buckets[at], present, total, {}):
+                present = 0
             self._present[at] = present
             if self._arrived is not None:
                 self._arrived(self._buckets[at], present, total)
@@ -89,6 +91,13 @@ class Given(Staging):
             return False
         self._present = [mask for _, mask in wanted]
         return True
+
+    def spoilers(self) -> dict[int, int]:
+        """As `Staging.spoilers`; whose part it was is not known here."""
+        for bucket in self._buckets if self._arrived is None else ():
+            if self.present(bucket):
+                self._blame(bucket, self.present(bucket), self.gradient(bucket), {})
+        return self._spoilers
 
     def sum_all(self) -> None:
         """Put the staged step's gradient into one buffer, where a segment of it lies in one piece."""

@@ -36,6 +36,11 @@ class GradientPath(Protocol):
     backwards: int
     private: bool
 
+    @property
+    def sent(self) -> list[torch.Tensor | None]:
+        """This worker's own gradients as the last backward left them, by parameter; None: it holds another's."""
+        ...
+
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
         """Everything has left; returns (revisions, edited bitmap, dropped bitmap) for the commit."""
         ...
@@ -82,6 +87,11 @@ class _Hooks:
             if tensor.requires_grad and not tensor.is_meta:  # else another worker holds it
                 self._hooked.add(index)
                 self._hook(index, tensor)
+
+    @property
+    def sent(self) -> list[torch.Tensor | None]:
+        """This worker's own gradients as the last backward left them, by parameter; None: it holds another's."""
+        return [self._buffers.view("local", i) if i in self._hooked else None for i in range(len(self._tensors))]
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
         def after(p: torch.Tensor) -> None:

@@ -122,6 +122,13 @@ class _ServerResident:
             raise
         self._look_whether_done()
 
+    def catch_up(self) -> None:
+        """Ask what the coordinator has decided while there was no way here: workers may have died already."""
+        if self._goes_on and self.server.me.index:
+            with self._lock:
+                for to, message in self.server.ask():
+                    self._answer(to, message)
+
     def _hear(self) -> None:
         if self.aside is not None:
             for message in self.aside.heard():
@@ -218,6 +225,8 @@ class Servers:
                     self._roads.connect_inside(me, peer)
                 else:
                     self._roads.connect(me, peer, "door")
+        for resident in self.residents.values():
+            resident.catch_up()
         for me in urls:
             self._roads.publish("server", me, urls[me])
             serving(me, urls[me])

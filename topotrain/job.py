@@ -69,6 +69,12 @@ class OnFailure(str, Enum):
     kContinue = "kContinue"
 
 
+class NonFinite(str, Enum):
+    kSkip = "kSkip"
+    kFail = "kFail"
+    kAllow = "kAllow"
+
+
 class Placement(str, Enum):
     kManual = "kManual"
     kAuto = "kAuto"
@@ -491,6 +497,7 @@ class Job(Checked):
     schedule: Schedule = Schedule.kGPipe
     snapshot_s: NotNegative = 30.0
     restarts: Steps = 3
+    nonfinite: NonFinite = NonFinite.kSkip
 
     @property
     def splits(self) -> bool:
@@ -504,7 +511,7 @@ class Job(Checked):
 
     def digest(self) -> str:
         """SHA-256 (hex) of the fields that decide results; processes of one job must agree on it."""
-        unset = {f.name for f in fields(self) if f.name in _SPLITTING and getattr(self, f.name) == f.default}
+        unset = {f.name for f in fields(self) if f.name in _NEWER and getattr(self, f.name) == f.default}
         text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -532,7 +539,7 @@ _NO_RESULT = frozenset(
 
 
 # Fields that count only where they are set: jobs without them keep the digest that they had before there were any.
-_SPLITTING = frozenset(["partition", "placement", "microbatches", "schedule"])
+_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite"])
 
 
 def _plain(value: Any, without: frozenset[str]) -> Any:

@@ -347,6 +347,7 @@ class Applied(Message):
     """Server -> worker: the step is committed here. norm: global gradient norm if it was asked for, else -1.
 
     snapshot: the number of one that is being taken; the worker's state at its next batch belongs to it. 0: none.
+    found_inf: the step was skipped. refused: as in Apply.
     """
 
     step: int
@@ -355,6 +356,7 @@ class Applied(Message):
     found_inf: bool
     norm: float
     snapshot: int = 0
+    refused: tuple[int, ...] = ()
 
 
 @_message(16)
@@ -403,6 +405,8 @@ class Staged(Message):
 
     power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
     this number are applied here and need not be kept for me. incarnation: of the group; an earlier one's step is void.
+    finite: the step may be applied. refused: flat pairs (worker, parameter) whose gradient is not finite; -1: nobody's
+    in particular, since the sum is not finite, or a table's.
     """
 
     group: int
@@ -412,6 +416,7 @@ class Staged(Message):
     infinity: bool
     applied: int
     incarnation: int = 0
+    refused: tuple[int, ...] = ()
 
 
 @_message(21)
@@ -421,7 +426,7 @@ class Apply(Message):
 
     change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2), or is started again as
     incarnation `step`, and rests until it is back (3): clocks and members change by decisions only, so that they are
-    the same on all shards.
+    the same on all shards. refused: as in Staged, of all shards; these workers' gradients count for nothing.
     """
 
     index: int
@@ -430,6 +435,7 @@ class Apply(Message):
     found_inf: bool
     power: float
     change: int = 0
+    refused: tuple[int, ...] = ()
 
 
 @_message(22)

@@ -4,17 +4,19 @@ It is made when the first worker has said which model the job trains. Nothing he
 `server` does.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from topotrain import message as m
+from topotrain.codecs import all_finite
 from topotrain.encoding import ServerEncoding
+from topotrain.finite import NOBODY
 from topotrain.given import Given
 from topotrain.job import Agreement as AgreementKind
-from topotrain.job import Apply, Grads, Job, Reduce, Slicing
+from topotrain.job import Apply, Grads, Job, NonFinite, Reduce, Slicing
 from topotrain.neighbor import Agreement, Alone, MasterAgreement, RingAgreement
 from topotrain.reduction import Staging
 from topotrain.shard import Allocate, FlatBuffers, Schema, effective, typed
@@ -133,6 +135,7 @@ class Model:
     encoding: ServerEncoding
     hyper: HyperCheck
     on_arrival: bool = False
+    checked: bool = False
 
     @property
     def pieces(self) -> int:
@@ -179,16 +182,38 @@ class Model:
         """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
         staging = self.staging[group]
         commit = staging.commits[0]
+        refused = self._refused(staging) if self.checked and not commit.check_finite else ()
+        if refused and not self._may_go_on(staging, refused):
+            return m.Staged(group, staging.step, False, 0.0, False, applied, incarnation, refused)
         if not (commit.check_finite or commit.clip_norm > 0):
-            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation)
+            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation, refused)
         staging.sum_all()
         there = self.gradients(group)
-        finite = not commit.check_finite or all(bool(torch.isfinite(gradient).all()) for gradient in there)
+        finite = not commit.check_finite or all(all_finite(gradient.reshape(-1)) for gradient in there)
         power, infinity = 0.0, commit.clip_type == float("inf")
         if commit.clip_norm > 0:
             norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) * commit.inv_scale for g in there]
             power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
         return m.Staged(group, staging.step, finite, power, infinity, applied, incarnation)
+
+    def _refused(self, staging: Staging) -> tuple[int, ...]:
+        """Under a GradScaler an overflow is nobody's fault; else this is in `message.Staged.refused`."""
+        found = sorted(staging.spoilers().items())
+        return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
+
+    def _may_go_on(self, staging: Staging, refused: tuple[int, ...]) -> bool:
+        """Whether a step may be applied without those workers: their part is in no mean yet, and in no norm."""
+        if self.on_arrival:
+            return True
+        return not staging.visible and NOBODY not in refused[::2] and staging.commits[0].clip_norm <= 0
+
+    def refuse(self, group: int, workers: Collection[int]) -> bool:
+        """These workers' gradients of the group's staged step count for nothing; False: so does the step."""
+        return self.on_arrival or self.staging[group].refuse(workers)
+
+    def parameter(self, number: int) -> str:
+        """The name of a parameter."""
+        return self.schema.parameters[number].name if number >= 0 else ""
 
     def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float) -> Iterator[Bucket]:
         """Update the values with the group's staged step, unit by unit; yields each bucket once it is new."""
@@ -226,7 +251,8 @@ class Model:
             for i, piece in enumerate(bucket.pieces)
             if present >> i & 1
         }
-        self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
+        if grads:
+            self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
 
     @staticmethod
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
@@ -288,7 +314,9 @@ def open_model(
     state = OptimizerState(slice_map, flats, units)
     on_arrival = job.apply is Apply.kOnArrival
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
-    return Model(schema, slice_map, buckets, flats, units, staging, agreement, state, encoding, hyper, on_arrival)
+    checked = job.nonfinite is not NonFinite.kAllow
+    home = (schema, slice_map, buckets, flats, units, staging, agreement)
+    return Model(*home, state, encoding, hyper, on_arrival, checked)
 
 
 def _units(
@@ -352,6 +380,7 @@ def _staging(
         reader=None if on_arrival else reader,
         arrived=partial(arrived, group) if on_arrival else None,
         told=partial(encoding.mean, group),
+        checked=job.nonfinite is not NonFinite.kAllow,
     )
 
 

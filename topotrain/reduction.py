@@ -10,11 +10,12 @@ the worker's former one; the sum is taken once, when all have committed.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from topotrain.finite import NOBODY, adds_up, spoiled
 from topotrain.message import BackwardEnd, Commit, Edit, ProtocolError, Push
 from topotrain.slices import Bucket, Segment
 
@@ -151,6 +152,7 @@ class Staging:
             returns; the mean is then not kept (`apply: kOnArrival`).
         told: takes the same of each mean that is told to the workers, and makes it, in place, what they will see of
             it (where it travels encoded).
+        checked: what is applied on arrival has to be finite; of a whole step `spoilers` tells.
     """
 
     def __init__(
@@ -165,8 +167,10 @@ class Staging:
         reader: int | None = None,
         arrived: Callable[[Bucket, int, torch.Tensor], None] | None = None,
         told: Callable[[Bucket, int, torch.Tensor], None] = lambda *_: None,
+        checked: bool = False,
     ) -> None:
         self._told = told
+        self._checked = checked
         self._reader = reader if visible else None
         self._arrived = arrived
         self._workers = workers
@@ -188,6 +192,8 @@ class Staging:
         self._present = [0] * len(self._buckets)
         self._in_total: set[int] = set()
         self._unsummed: set[int] = set()  # replacing: buckets whose parts have not been added up
+        self._last: dict[int, Mapping[int, Part]] = {}  # visible: what the last means were made of
+        self._spoilers: dict[int, int] = {}
         self.commits: dict[int, Commit] = {}
         self.staged = False
 
@@ -311,9 +317,12 @@ class Staging:
         at = bucket - self._first
         if self._arrived is not None:
             mean = self._passing_mean(parts)
+            if self._checked and self._blame(self._buckets[at], present, mean, parts):
+                present = 0
             self._present[at] |= present
             self._arrived(self._buckets[at], present, mean)
             return None
+        self._last[at] = parts
         if self._reader is not None and len(pushes) == self._workers and all(p.fresh for p, _ in pushes.values()):
             self._write_windows(at, parts)
             reduction.written[at] = present
@@ -454,14 +463,73 @@ class Staging:
                 held = reduction.pushes.get(bucket.id, {}).get(worker)
                 if wanted != NO_REVISION and (held is None or held[0].ordinal < wanted):
                     return False
+        self._find_present(self.commits)
+        return True
+
+    def _find_present(self, workers: Collection[int]) -> None:
+        """Replacing: which pieces some of these have a gradient for; nothing is added up yet."""
+        pushes = self._reduction(0).pushes
         for at, (bucket, dropped) in enumerate(self._per_bucket(bits_to_int(self.commits[0].dropped))):
-            for worker, commit in self.commits.items():
-                if commit.revisions[at] != NO_REVISION:
-                    self._present[at] |= bits_to_int(reduction.pushes[bucket.id][worker][0].present)
+            self._present[at] = 0
+            for worker in workers:
+                if self.commits[worker].revisions[at] != NO_REVISION:
+                    self._present[at] |= bits_to_int(pushes[bucket.id][worker][0].present)
             if self._present[at]:
                 self._unsummed.add(at)
             self._present[at] &= ~dropped
+
+    # --- what is not finite --------------------------------------------------------------------------------------
+
+    def spoilers(self) -> dict[int, int]:
+        """Of a staged step: the workers whose gradient is not finite, each with a segment of which that is true.
+
+        NOBODY: the sum is not finite, and no worker's last part explains it.
+        """
+        if self._arrived is None and self._visible:
+            for at, bucket in enumerate(self._buckets):
+                if self._present[at]:
+                    self._blame(bucket, self._present[at], self.gradient(bucket), self._last.get(at, {}))
+        elif self._arrived is None:
+            for at in sorted(self._unsummed):
+                self._look_at_parts(at)
+        return self._spoilers
+
+    def _blame(self, bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
+        """Note whose part makes a sum not finite; False if it is finite."""
+        segment = spoiled(bucket, present, total)
+        if segment is None:
+            return False
+        found = {}
+        for worker, (weight, part) in parts.items():
+            if weight > 0 and part is not None:
+                found[worker] = spoiled(bucket, (1 << len(bucket.pieces)) - 1, part)
+        known = {worker: where for worker, where in found.items() if where is not None}
+        self._spoilers |= known or {NOBODY: segment}
         return True
+
+    def _look_at_parts(self, at: int) -> None:
+        bucket, whole = self._buckets[at], []
+        for worker, (weight, part) in self._held_parts(at).items():
+            if weight > 0 and part is not None:
+                segment = spoiled(bucket, (1 << len(bucket.pieces)) - 1, part)
+                if segment is None:
+                    whole.append(part)
+                else:
+                    self._spoilers[worker] = segment
+        if len(whole) > 1 and not adds_up(whole):
+            total = torch.empty_like(whole[0])
+            finite = {w: p for w, p in self._held_parts(at).items() if w not in self._spoilers}
+            self._mean(finite, total)
+            segment = spoiled(bucket, self._present[at], total)
+            if segment is not None:
+                self._spoilers[NOBODY] = segment
+
+    def refuse(self, workers: Collection[int]) -> bool:
+        """Replacing: these workers' parts of the staged step count for nothing; whether anything is left."""
+        for worker in workers:
+            self.commits[worker] = replace(self.commits[worker], weight=0.0)
+        self._find_present([worker for worker in self.commits if worker not in workers])
+        return any(commit.weight > 0 for commit in self.commits.values())
 
     def _held_parts(self, at: int) -> dict[int, Part]:
         held = self._reduction(0).pushes.get(self._buckets[at].id, {})

@@ -6,7 +6,7 @@ given, and whole numbers add up exactly in any order.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any

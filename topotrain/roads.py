@@ -15,7 +15,7 @@ from topotrain.job import Job, Road
 from topotrain.message import Message
 from topotrain.rendezvous import Store
 from topotrain.topology import Address, Topology, layout
-from topotrain.wire import Refused, Resident, Unreachable, Wire, WireError
+from topotrain.wire import Broken, Refused, Resident, Unreachable, Wire, WireError
 from topotrain.wire.auth import Identity, Peer, Stranger
 from topotrain.wire.emulated import Network
 from topotrain.wire.local import LocalWire
@@ -166,7 +166,7 @@ class Roads:
                 candidate.send(me, to, message, wait)
                 self.found(me, to, name)
                 return
-        raise WireError(f"no way from {me} to {to}")
+        raise Broken(f"no way from {me} to {to}")
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in, over the roads that leave the process."""

@@ -15,9 +15,21 @@ import torch
 
 from topotrain import message as m
 from topotrain import windows
-from topotrain.consistency import IS_BACK, RESTARTS, RESTS, SNAPSHOT, ApplyOrder, Clocks, DecisionLog, Exits, Streams
+from topotrain.consistency import (
+    IS_BACK,
+    RESTARTS,
+    RESTS,
+    SNAPSHOT,
+    ApplyOrder,
+    Clocks,
+    DecisionLog,
+    Exits,
+    Streams,
+    pairs,
+)
 from topotrain.deposits import Deposits
 from topotrain.ending import Ending
+from topotrain.finite import NOBODY, Strikes, complaint
 from topotrain.handling import handling
 from topotrain.job import ConfigError, Job, Pull
 from topotrain.leases import LeaseBook
@@ -103,6 +115,7 @@ class Server:
         self._log = DecisionLog(topology.shards) if me.index == 0 else None
         self._order = ApplyOrder()
         self._streams = Streams()
+        self._strikes = Strikes(job.nonfinite)
         self._ending = Ending(me, topology)
         self._tables = TableBook(me, job, topology)
         is_desk = me.group == 0 and me.index == 0
@@ -172,6 +185,8 @@ class Server:
     def _send(self, to: Address, message: m.Message) -> None:
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
             return
+        if isinstance(message, m.Lease) and message.last > message.first:  # also one that was given back by the dead
+            self.snapshots.position.leased(message.epoch, message.lease, message.first)
         if to == self.me:
             self._inside.append((to, message))
         elif self._deliver is not None:
@@ -539,6 +554,7 @@ class Server:
 
     def _staged(self, sender: Address, message: m.Staged) -> None:
         assert self._log is not None
+        self._check_refused(message)
         self._log.staged(sender.index, message)
         self._decide()
 
@@ -571,7 +587,9 @@ class Server:
         group = decision.group
         if self._model is None or not self._model.staging[group].staged:
             raise m.ProtocolError(f"a decision about step {decision.step} of group {group}, which is not staged here")
-        staging = self._model.staging[group]
+        staging, step = self._model.staging[group], decision.step
+        refused = dict(self._check_refused(decision))
+        skipped = decision.found_inf or (bool(refused) and not self._model.refuse(group, refused.keys()))
         commit = staging.commits[0]
         staleness = self.version - self.readers.pulled[group]
         norm = global_norm(decision.power, commit)
@@ -581,16 +599,17 @@ class Server:
             raise StepError(str(error)) from error
         if new:
             self._streams.record(commit.marks)
-            if not decision.found_inf:
+            if not skipped:
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
                 self._send_all(self._tables.apply(group, staging.step, staging.commits, step_factor(commit, norm)))
                 self.version += 1
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
-        self._known.encoding.step_done(group, new and not decision.found_inf, commit.inv_scale)
+        self._known.encoding.step_done(group, new and not skipped, commit.inv_scale)
         snapshot = self.snapshots.step(group)
-        self._applied[group] = m.Applied(staging.step, self.version, staleness, decision.found_inf, norm, snapshot)
+        done = (staging.step, self.version, staleness, skipped, norm, snapshot, decision.refused)
+        self._applied[group] = m.Applied(*done)
         for worker in self._workers[group]:
             self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
         self._send_all(self._tables.step_over(group, staging.step))
@@ -598,6 +617,20 @@ class Server:
         self.clocks.tick(group)
         self._taken[group] += 1
         self.snapshots.freeze(self._known, self._facts, self._streams.counts)
+        number = self._strikes.step(group, refused)
+        if number is not None:
+            who = "" if number == NOBODY else str(self._workers[group][number])
+            raise StepError(complaint(who, self._known.parameter(refused[number]), step + 1, self._strikes.most))
+
+    def _check_refused(self, message: m.Staged | m.Apply) -> list[tuple[int, int]]:
+        """Raises ProtocolError for workers that the group does not have, and parameters that the model has not."""
+        numbers = message.refused
+        workers, parameters = self._topology.workers_per_group, len(self._known.schema.parameters)
+        if len(numbers) % 2 or any(not NOBODY <= n < workers for n in numbers[::2]):
+            raise m.ProtocolError(f"step {message.step} of group {message.group}: no such workers: {numbers[::2]}")
+        if any(not -1 <= n < parameters for n in numbers[1::2]):
+            raise m.ProtocolError(f"step {message.step} of group {message.group}: no such parameters: {numbers[1::2]}")
+        return pairs(numbers)
 
     def ask(self) -> Out:
         """After a connection was made anew: say again what is staged and undecided, and ask what was decided."""
@@ -607,7 +640,7 @@ class Server:
             for group, staging in self._model.staging.items():
                 if staging.staged:
                     self._send(self._coordinator, self._vote(group))
-            self._send(self._coordinator, m.AskApply(self._order.next))
+        self._send(self._coordinator, m.AskApply(self._order.next))
         self._go_on()
         return self._out
 
@@ -690,6 +723,7 @@ class Server:
             self._model.staging[group].restart()
             self._model.encoding.forget(group)
         self.readers.forget(group)
+        self._strikes.forget(group)
         self._rested.pop(group, None)
         self._exits[group] = Exits(self._topology.workers_per_group)
         if not ended:
@@ -748,8 +782,10 @@ class Server:
         return self._known.values(bucket.id)
 
     def _close(self, sender: Address, message: Any) -> None:
-        if isinstance(message, m.BufferPut) and message.group != sender.group:
-            raise m.ProtocolError(f"{sender} speaks of the buffers of group {message.group}")
+        if isinstance(message, m.BufferPut) and (
+            message.group != sender.group or message.index >= len(self._known.schema.buffers)
+        ):
+            raise m.ProtocolError(f"{sender} speaks of buffer {message.index} of group {message.group}")
         body = self._known.body(message) if isinstance(message, m.Final) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
@@ -787,11 +823,7 @@ class Server:
 
     def _desk(self, sender: Address, message: m.Message) -> None:
         if self.leases is not None:
-            replies = self.leases.handle(sender, message)
-            for _, reply in replies:
-                if isinstance(reply, m.Lease) and reply.last > reply.first:
-                    self.snapshots.position.leased(reply.epoch, reply.lease, reply.first)
-            self._send_all(replies)
+            self._send_all(self.leases.handle(sender, message))
 
     def _applied_ask(self, sender: Address, message: m.AppliedAsk) -> None:
         count = self._taken[sender.group] if message.stream < 0 else self._streams.count(message.stream)
@@ -855,7 +887,7 @@ _OF_MEMBERS = (m.Return, m.AskReturn, m.StreamsAt)
 _OF_DATA = (m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
-_BEFORE_MODEL = (m.SchemaPart, m.Window, m.Apply, *_OF_DATA, *_OF_MEMBERS, *MESSAGES)
+_BEFORE_MODEL = (m.SchemaPart, m.Window, m.Apply, m.AskApply, *_OF_DATA, *_OF_MEMBERS, *MESSAGES)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,

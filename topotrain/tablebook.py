@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from topotrain import message as m
-from topotrain.job import ConfigError, Job, Reduce
+from topotrain.codecs import all_finite
+from topotrain.finite import NOBODY, Strikes
+from topotrain.job import ConfigError, Job, NonFinite, Reduce
 from topotrain.model import to_power
 from topotrain.tablemodes import KINDS, StepTable, SyncTable, Table
 from topotrain.tables import Ids, TableSpec, difference, pack_ids, unpack_ids
@@ -64,6 +66,7 @@ class TableBook:
         """All scripts have come to the barrier at their end."""
         self._out: Out = []
         self._clip = clip_bounds(job.updater)
+        self._most = 0 if job.nonfinite is NonFinite.kAllow else Strikes(job.nonfinite).most
 
     # --- the door ------------------------------------------------------------------------------------------------
 
@@ -145,7 +148,7 @@ class TableBook:
             raise ConfigError("table.name", spec.name, f"is one too many: a job may have {_MAX_TABLES} tables")
         shards, module = self._topology.shards, self._job.import_
         try:
-            return KINDS[spec.mode](spec, self._me.index, shards, self._workers, module, self._clip)
+            return KINDS[spec.mode](spec, self._me.index, shards, self._workers, module, self._clip, self._most)
         except (MemoryError, RuntimeError, OverflowError) as error:
             size = f"{spec.rows} rows of {spec.row_bytes} bytes"
             raise ConfigError("table.rows", size, f"there is no room for it: {error}") from error
@@ -273,12 +276,16 @@ class TableBook:
 
     def vote(self, staged: m.Staged, commits: Mapping[int, m.Commit]) -> m.Staged:
         """What this shard says of a staged step, with its rows taken into account."""
-        commit = commits[0]
-        if not self._tables or not (commit.check_finite or commit.clip_norm > 0):
+        commit, checked = commits[0], bool(self._most) or commits[0].check_finite
+        if not self._tables or not (checked or commit.clip_norm > 0):
             return staged
         grads = [rows for _, rows in self._found(staged.group, staged.step, commits).values()]
-        finite = staged.finite and (not commit.check_finite or all(bool(torch.isfinite(g).all()) for g in grads))
-        power = staged.power
+        if checked and not all(all_finite(g.reshape(-1)) for g in grads):
+            refused = staged.refused if commit.check_finite else (*staged.refused, NOBODY, -1)
+            return replace(staged, finite=False, power=0.0, refused=refused)
+        if staged.refused:  # the rows of these workers are in the means already
+            return replace(staged, finite=False, power=0.0)
+        finite, power = staged.finite, staged.power
         if commit.clip_norm > 0:
             norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) * commit.inv_scale for g in grads if len(g)]
             if staged.infinity:

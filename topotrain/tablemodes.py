@@ -12,6 +12,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from topotrain.codecs import all_finite
 from topotrain.message import Commit, ProtocolError
 from topotrain.reduction import Tree, canonical_mean
 from topotrain.tablerows import Rows
@@ -50,12 +51,21 @@ class Table:
         workers: all of the job, in rank order.
         import_module: the job's `import`.
         clip: bounds of every element of a gradient of a step.
+        most: so many changes in a row that are not finite are an error, and fewer are left out; 0: all are applied.
     """
 
     def __init__(
-        self, spec: TableSpec, shard: int, shards: int, workers: Sequence[Address], import_module: str, clip: Clip
+        self,
+        spec: TableSpec,
+        shard: int,
+        shards: int,
+        workers: Sequence[Address],
+        import_module: str,
+        clip: Clip,
+        most: int,
     ) -> None:
         self.spec = spec
+        self._most, self._left_out = most, 0
         self.rows = Rows(spec, shard, shards)
         self._workers = workers
         self._import, self._clip = import_module, clip if spec.mode == "step" else None
@@ -121,7 +131,14 @@ class Table:
         return self._pushes.pop((sender, turn), Push()).joined(self.spec.width, self.spec.torch_dtype)
 
     def apply(self, ids: Ids, rows: torch.Tensor, adds: bool) -> None:
-        """The one place where rows change. adds: what happens where there is no optimizer."""
+        """The one place where rows change. adds: what happens where there is no optimizer. Raises LookupError."""
+        if self._most and not all_finite(rows.reshape(-1)):
+            self._left_out += 1
+            if self._left_out >= self._most:
+                often = f"{self._left_out} pushes in a row" if self._most > 1 else "a push"
+                raise LookupError(f"table {self.spec.name!r}: {often} not finite (nonfinite: kAllow would apply that)")
+            return
+        self._left_out = 0
         slots = self.rows.slots(ids)
         if self._rule is not None:
             self._rule.apply(slots, rows)

@@ -74,7 +74,8 @@ class Tables(Protocol):
 class Outcome:
     """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for).
 
-    snapshot: of the values as this step has left them one is taken under this number; 0: none.
+    snapshot: of the values as this step has left them one is taken under this number; 0: none. refused: as in
+    message.Applied, as pairs.
     """
 
     version: int
@@ -82,6 +83,7 @@ class Outcome:
     found_inf: bool
     norm: float
     snapshot: int = 0
+    refused: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,35 @@ server and returns when the new values stand in the model's parameters.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from topotrain.buffers import ModelBuffers, ModelParts, in_file
-from topotrain.exchange import Exchange, Outcome, StepEnd
+from topotrain.codecs import all_finite
+from topotrain.exchange import Exchange, JobError, Outcome, StepEnd
+from topotrain.finite import NOBODY, Strikes, complaint
 from topotrain.gradients import ArrivalPath, GradientPath, MeanPath, PushPath
-from topotrain.job import Apply, Grads, Job, Pull
+from topotrain.job import Apply, Grads, Job, NonFinite, Pull
 from topotrain.mirror import HostMirror
 from topotrain.shard import FlatBuffers, Schema, effective, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import Hyper, OptimizerSpec, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Step `step` (from 1) of a worker counted for nothing, for some gradient was not finite.
+
+    by: the worker whose gradient it was, "" where only the group's sum is known; parameter: one of which it is true, ""
+    for a table's rows.
+    """
+
+    step: int
+    by: str
+    parameter: str
 
 
 @dataclass(slots=True)
@@ -30,6 +45,8 @@ class Tally:
     steps: int = 0
     samples: int = 0
     lost: int = 0  # batches that a stream did not give again
+    skipped: int = 0  # steps whose batch is used up, and has changed no value
+    skips: list[Skip] = field(default_factory=list)  # those since `take_skips`
     staleness_sum: int = 0
     staleness_count: int = 0
     staleness_max: int = 0
@@ -47,6 +64,16 @@ class Tally:
     def staleness_mean(self) -> float:
         """Mean over steps and slices."""
         return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
+
+    def skip(self, skip: Skip) -> None:
+        """Count a step that was skipped."""
+        self.skipped += 1
+        self.skips.append(skip)
+
+    def take_skips(self) -> list[Skip]:
+        """The skips since the last call."""
+        taken, self.skips = self.skips, []
+        return taken
 
     def take_loss(self) -> float | None:
         """Mean loss per step since the last call, or None."""
@@ -112,6 +139,7 @@ class Worker:
         """The snapshot that this worker's state is wanted for; 0: none."""
         self._left: list[tuple[int, torch.Tensor, int]] = []  # lazily committed gradients, and their versions
         self._own_steps = 0
+        self._strikes = Strikes(job.nonfinite)
         self._committed = 0
         self._accrued: set[int] = set()
         self.final_buffers: list[torch.Tensor] = []
@@ -259,7 +287,7 @@ class Worker:
             self.exchange.commit_lazily(step, end, self._settled)
         else:
             outcome = self.exchange.commit(step, end, meanwhile)
-            self._count(outcome)
+            self._count(outcome, self._own_steps)
         self._hyper = text
         self._marks.clear()
         self._clip = (0.0, 2.0)
@@ -274,7 +302,7 @@ class Worker:
 
     def _settled(self, outcome: Outcome) -> None:
         """A step that was committed lazily is over; meanwhile its gradients were still read."""
-        self._count(outcome)
+        self._count(outcome, self._committed)
         for index, gradient, version in self._left:
             if gradient._version != version:
                 raise RuntimeError(
@@ -283,11 +311,30 @@ class Worker:
                 )
         self._left = []
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: Outcome, step: int) -> None:
         if outcome.norm >= 0:
             self.last_norm = outcome.norm
         self.snapshot = outcome.snapshot or self.snapshot
         self.tally.add(outcome)
+        refused = dict(outcome.refused)
+        if refused and (outcome.found_inf or self.me.index in refused):
+            self.tally.skip(self._skip(step, refused))
+
+    def _skip(self, step: int, refused: dict[int, int]) -> Skip:
+        """Whose fault it was: this worker's own before that of others, and of what is known of a sum nothing at all."""
+        by = self.me.index if self.me.index in refused else max(refused)
+        parameter = self.parts.parameters[refused[by]].name if refused[by] >= 0 else ""
+        if by != NOBODY:
+            return Skip(step, str(self.me._replace(index=by)), parameter)
+        mine = self._spoiled(self.path.sent)
+        return Skip(step, str(self.me) if mine else "", mine or parameter)
+
+    def _spoiled(self, sent: Sequence[torch.Tensor | None]) -> str:
+        """Of these gradients, by parameter, the name of one that is not finite, or ""."""
+        for described, gradient in zip(self.parts.parameters, sent, strict=True):
+            if gradient is not None and not all_finite(gradient.reshape(-1)):
+                return described.name
+        return ""
 
     # --- Downpour's own steps (n_push, n_fetch) --------------------------------------------------------------------
 
@@ -296,9 +343,7 @@ class Worker:
         rate = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         push = self._own_steps % self.job.cluster.n_push == 0
         fetch = self._own_steps % self.job.cluster.n_fetch == 0
-        overflow = check_finite and not all(
-            bool(torch.isfinite(tensor.grad).all()) for tensor in self.parts.tensors if tensor.grad is not None
-        )
+        overflow = self._overflows(check_finite)
         for index, tensor in enumerate(self.parts.tensors):
             if tensor.grad is None or overflow:
                 continue
@@ -310,6 +355,23 @@ class Worker:
         if fetch and not push:
             self.exchange.fetch()
         return outcome
+
+    def _overflows(self, scaled: bool) -> bool:
+        """Whether this step's own gradients are to be left out of the sum; under a GradScaler that is nobody's fault.
+
+        Raises JobError where it happens too often, in the servers' words.
+        """
+        policy = self.job.nonfinite
+        if not scaled and policy is NonFinite.kAllow:
+            return False
+        name = self._spoiled([tensor.grad for tensor in self.parts.tensors])
+        if scaled:
+            return bool(name)
+        if name:
+            self.tally.skip(Skip(self._own_steps, str(self.me), name))
+        if self._strikes.step(self.me.group, [self.me.index] if name else []) is not None:
+            raise JobError(complaint(str(self.me), name, self._own_steps, self._strikes.most), False)
+        return bool(name)
 
     def _push_accrued(self, fetch: bool) -> Outcome | None:
         kept = {index: self.parts.tensors[index].grad for index in range(len(self.parts.tensors))}

@@ -20,7 +20,7 @@ def survive(shop: Shop, cluster: str, victim: str, killer: int, *wishes: str, ex
     assert torch.equal(cells, torch.full_like(cells, EPOCHS)), cells
     incident = ended.report["incidents"][0]
     assert incident["who"] == victim
-    assert "was killed by SIGKILL" in incident["what"]
+    assert ("was frozen for 2 s and was ended" if "freeze" in wishes else "was killed by SIGKILL") in incident["what"]
     assert incident["what"] in ended.err
     assert 0 < incident["waited_s"] < 20
     assert ended.report["cause"] is None
@@ -35,6 +35,12 @@ def action(ended: Ended) -> str:
 def test_another_group_trains_on_while_one_starts_again(shop: Shop) -> None:
     ended = survive(shop, PAIR, "worker 1/0", 1, "back")
     assert action(ended) == "group 1 starts again (incarnation 1)"
+
+
+def test_a_frozen_worker_does_not_stop_the_job(shop: Shop) -> None:
+    ended = survive(shop, DOWNPOUR, "worker 1/1", 2, "back", "freeze")
+    assert action(ended) == "group 1 starts again (incarnation 1)"
+    assert ended.report["incidents"][0]["waited_s"] > 2
 
 
 def test_a_synchronous_group_starts_again_beside_its_servers(shop: Shop) -> None:

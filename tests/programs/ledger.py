@@ -1,4 +1,4 @@
-"""A ledger: one cell per sample. Whatever happens to the processes, a sample that was counted n times has n in its cell.
+"""A ledger: one cell per sample. Whatever happens to the processes, a sample that counted n times has n in its cell.
 
 The gradient of the sum is -1 in the cell of every sample of the batch; SGD with a rate of 1 and `reduce: kSum` adds 1.
 All numbers are small integers, so the sums are exact in float32.
@@ -23,21 +23,53 @@ class Ledger(nn.Module):
         return -self.cells[numbers].sum()
 
 
+class Kept(nn.Module):
+    """Keeps cells, and passes on what it was given; a sample is a row with a one in its own place."""
+
+    def __init__(self, cells: int) -> None:
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(cells))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows[:, : len(self.cells)] * self.cells], 1)
+
+
+class Halves(nn.Module):
+    """Two ledgers, one on each of two workers."""
+
+    def __init__(self, cells: int) -> None:
+        super().__init__()
+        with tt.device("/job:worker/task:0"):
+            self.first = Kept(cells)
+        with tt.device("/job:worker/task:1"):
+            self.second = Kept(cells)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.second(self.first(rows))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=240)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+    parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
+    parser.add_argument("--halves", action="store_true", help="a model that is split over two workers")
     given = parser.parse_args()
     torch.manual_seed(3)
-    model = Ledger(given.samples)
+    model: nn.Module = Halves(given.samples) if given.halves else Ledger(given.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(TensorDataset(torch.arange(given.samples)), batch_size=given.batch, shuffle=True)
+    data = TensorDataset(torch.arange(given.samples))
+    loader = DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.loaders)
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     for _ in tt.epochs(given.epochs):
         for (numbers,) in loader:
             optimizer.zero_grad()
-            model(numbers).backward()
+            if given.halves:
+                rows = nn.functional.one_hot(numbers, given.samples).float()
+                (-model(rows)[:, given.samples :].sum()).backward()
+            else:
+                model(numbers).backward()
             time.sleep(given.step_s)  # computing, in place of a larger model
             optimizer.step()

@@ -1,9 +1,9 @@
 """A ledger, see ledger.py, of whose job one process is killed once.
 
-WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late]: VICTIM ("server 0/0") is killed when worker number KILLER has
-done STEP steps. With `back` the main worker waits at its second step until the killer has made a step in its next life;
-with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when everything is
-trained, and the result is about to be saved.
+WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze]: VICTIM ("server 0/0") is killed when worker number
+KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made a step in its
+next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when
+everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be.
 """
 
 import json
@@ -38,7 +38,8 @@ def kill() -> None:
         wait_for(lambda: list(Path(workspace).glob("manifests/*/manifest.json")))
     killed.touch()
     entries = json.loads(processes.read_text())
-    os.kill(next(entry["pid"] for entry in entries if victim in entry["roles"]), signal.SIGKILL)
+    number = signal.SIGSTOP if "freeze" in wishes else signal.SIGKILL
+    os.kill(next(entry["pid"] for entry in entries if victim in entry["roles"]), number)
 
 
 def measured() -> float:

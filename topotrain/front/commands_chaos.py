@@ -65,6 +65,21 @@ def register(app: typer.Typer, desk: Desk) -> None:
             typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the blows: stop for 0.1 to 3 s."),
         ] = 0.0,
         whom: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
+        pairs: Annotated[
+            float, typer.Option("--pairs", metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")
+        ] = 0.0,
+        moments: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--at",
+                metavar="MOMENT",
+                help="Also when processes start, start again or end, or are back: start, again, end, back.",
+            ),
+        ] = None,
+        kills: Annotated[
+            int,
+            typer.Option("--kills", metavar="N", min=0, help="Let it alone after so many blows; 0: only --for ends."),
+        ] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
         forkserver: Annotated[
@@ -77,13 +92,17 @@ def register(app: typer.Typer, desk: Desk) -> None:
         Ends with a verdict, and with the job's exit code: 0 if it came to its end all the same.
         """
         with desk.refusing():
-            from topotrain.launch.chaos import Torment, Tormentor
+            from topotrain.launch.chaos import MOMENTS, Torment, Tormentor
             from topotrain.topology import layout
             from topotrain.watch.table import console
 
             if whom not in ("", "worker", "server"):
                 raise ConfigError("--whom", whom, "must be worker or server")
-            torment = Torment(seconds("--kill-every", kill_every), seconds("--for", lasting), seed, freeze, whom)
+            at = frozenset(moments or ())
+            if not at <= set(MOMENTS):
+                raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
+            every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
+            torment = Torment(every_s, for_s, seed, freeze, whom, pairs, at, kills)
             job = replace(desk.load(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
             topology = layout(job.cluster)
             with Tormentor(torment) as tormentor:
@@ -105,6 +124,7 @@ def verdict(result: "Result", tormentor: "Tormentor") -> dict[str, Any]:
         "frozen": sum(bool(blow.frozen_s) for blow in tormentor.blows),
         "blows": [asdict(blow) for blow in tormentor.blows],
         "incidents": report["incidents"],
+        "grown": [grown.grown for grown in tormentor.held.values()],
         "recovery_s": {"p50": _quantile(waits, 0.5), "p99": _quantile(waits, 0.99), "max": _quantile(waits, 1.0)},
     }
 

@@ -10,7 +10,7 @@ from topotrain.front.final import save_final
 from topotrain.front.homecoming import bring_home, say_goodbye
 from topotrain.front.splitting import Split
 from topotrain.job import ConfigError
-from topotrain.wire import Unreachable
+from topotrain.wire import Broken, Unreachable
 from topotrain.worker import Worker
 
 
@@ -82,4 +82,4 @@ def kind_of(error: BaseException) -> str:
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
         return "internal"
-    return "peer" if isinstance(error, PeerLost | Unreachable) else "program"
+    return "peer" if isinstance(error, PeerLost | Unreachable | Broken) else "program"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from topotrain.events import Finished, Notice, StepDone
+from topotrain.events import Finished, Notice, Skipped, StepDone
 from topotrain.exchange import Outcome
 from topotrain.front.context import Context
 from topotrain.worker import Worker
@@ -21,10 +21,17 @@ class Telling:
 
     def __call__(self, outcome: Outcome | None) -> None:
         self._worker.tally.losses += 1
+        self._tell_skips()
         now = time.monotonic()
         if now >= self._due:
             self._due = now + INTERVAL_S
             self._tell(now)
+
+    def _tell_skips(self) -> None:
+        tally = self._worker.tally
+        skips = tally.take_skips() if tally.skips else []
+        for total, skip in enumerate(skips, tally.skipped - len(skips) + 1):
+            self._here.emit(Skipped(str(self._here.me), skip.step, total, skip.by, skip.parameter))
 
     def _tell(self, now: float) -> None:
         tally = self._worker.tally
@@ -46,6 +53,7 @@ class Telling:
     def finish(self) -> None:
         """The last word."""
         tally = self._worker.tally
+        self._tell_skips()
         if tally.steps:
             self._tell(time.monotonic())
         if tally.lost:

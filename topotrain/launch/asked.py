@@ -39,3 +39,16 @@ def signals() -> Iterator[Signals]:
             for number, handler in taken.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(former_fd)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[socket.socket]:
+    """A socket that becomes readable at SIGTERM and SIGINT."""
+    woken, waker = socket.socketpair()
+    with woken, waker:
+        waker.setblocking(False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(waker.fileno())
+        yield woken
+        signal.set_wakeup_fd(-1)

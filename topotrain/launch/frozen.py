@@ -1,10 +1,10 @@
-"""Processes that the kernel has stopped (SIGSTOP, SIGTSTP): how long each may stay so before it counts as lost.
+"""Processes that the kernel has stopped (SIGSTOP): how long each may stay so before it counts as lost.
 
 Rule: pure; it is told events and the time. The kernel tells a parent when a child stops and when it goes on, so nobody
 asks whether a process is alive. One that a debugger holds is not told of, and may take its time.
 """
 
-from topotrain.events import Event, Exited, Frozen, Started, Thawed
+from topotrain.events import Event, Exited, Failed, Frozen, Started, Thawed
 
 LEASE_S = 2.0
 """So long a process may be stopped: somebody who looks at it for a moment shall not cost the job a restart."""
@@ -35,9 +35,13 @@ class Patience:
         """Whatever happens to it now, it is no longer waited for."""
         self._since.pop(who, None)
 
-    def over(self, now: float) -> list[tuple[str, int, float]]:
-        """Who has been stopped for too long: name, pid, since when. They are forgotten."""
+    def over(self, now: float) -> list[tuple[Failed, float]]:
+        """Who has been stopped for too long, as the words of its loss, and since when; they are forgotten."""
         found = [(who, pid, since) for who, (pid, since) in self._since.items() if now >= since + LEASE_S]
         for who, _, _ in found:
             self.forget(who)
-        return found
+        return [(Failed(who, "died", _words(who, pid), ""), since) for who, pid, since in found]
+
+
+def _words(who: str, pid: int) -> str:
+    return f"{who} (pid {pid}) was frozen for {LEASE_S:g} s and was ended"

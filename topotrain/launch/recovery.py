@@ -1,23 +1,22 @@
 """What a job does about processes that die: what is lost with them, what starts again, and when that is enough.
 
 Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
-peer by it is none. A process that stays frozen is ended, and is as lost as a dead one. So an error that may follow from a death waits for one, while an exception of the user's program, or
-a wrong setting, ends the job at once. Who has told that it finished is missed by nobody.
+peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
+a wrong setting, ends the job at once. A process that stays frozen is ended, and is as lost as a dead one. Who has told
+that it finished is missed by nobody.
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
 """
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 
 from topotrain.events import Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
 from topotrain.job import Job, OnFailure
 from topotrain.launch import choose_cause
-from topotrain.launch.frozen import LEASE_S, Patience
+from topotrain.launch.allowance import Allowance
+from topotrain.launch.frozen import Patience
 from topotrain.topology import Topology
 
-WINDOW_S = 600.0
-"""Restarts are counted over so long a time."""
 CAUSE_S = 1.0
 """How long an error that may follow from a death waits for one to be told."""
 _WHOLE = -1  # counts with the groups
@@ -111,7 +110,7 @@ class Recovery:
         self._group_of = {str(worker): worker.group for worker in workers}
         self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
         self._told = _Told(set(self._residents))
-        self._times: dict[int, deque[tuple[float, str]]] = {}
+        self._allowance = Allowance(terms.limit, began)
         self._waits: list[_Wait] = []
         self._incidents = 0
         self._over = False  # the job ends, or this life of it
@@ -138,8 +137,7 @@ class Recovery:
     def heard(self, event: Event, now: float) -> list[Word]:
         """What follows from an event, which is among it unless nobody else needs to hear it."""
         told = self._told
-        if getattr(event, "who", "") not in told.leaving or isinstance(event, Started):
-            told.frozen.heard(event, now)
+        told.frozen.heard(event, now)
         match event:
             case Failed():
                 return self._failed(event, now)
@@ -162,10 +160,9 @@ class Recovery:
     def turn(self, now: float) -> list[Word]:
         """What follows from the time: somebody was frozen, or has waited for the cause of an error, for long enough."""
         found: list[Word] = []
-        for who, pid, since in self._told.frozen.over(now):
-            text = f"{who} (pid {pid}) was frozen for {LEASE_S:g} s and was ended"
-            # Lost since it stopped: so long others have waited for it.
-            found += [] if self._over else [Dismiss(who), *self._lost(Failed(who, "died", text, ""), since)]
+        for lost, since in [] if self._over else self._told.frozen.over(now):
+            # It was lost when it stopped: so long the others have waited for it.
+            found += [Dismiss(lost.who), *self._lost(lost, since)]
         return found + self._explained(now)
 
     def _explained(self, now: float) -> list[Word]:
@@ -216,9 +213,9 @@ class Recovery:
         return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
-        if not self._allowed(group, now):
+        if not self._allowance.allows(group, now):
             return self._give_up(self._exhausted(lost, group))
-        self._count(group, lost, now)
+        self._allowance.count(group, _what(lost), now)
         told = self._told
         members = {who for who, number in self._group_of.items() if number == group}
         for who in members:
@@ -236,9 +233,9 @@ class Recovery:
         return [incident, Regroup(group, incarnation, _what(lost))]
 
     def _renew(self, lost: Failed, now: float) -> list[Word]:
-        if not self._allowed(_WHOLE, now):
+        if not self._allowance.allows(_WHOLE, now):
             return self._give_up(self._exhausted(lost, _WHOLE))
-        self._count(_WHOLE, lost, now)
+        self._allowance.count(_WHOLE, _what(lost), now)
         self._over, self._due = True, None
         for wait in self._waits:
             wait.group = None
@@ -253,17 +250,6 @@ class Recovery:
         number, self._incidents = self._incidents, self._incidents + 1
         return Incident(number, lost.who, _what(lost), action, now - self._began)
 
-    # --- how often
-
-    def _allowed(self, key: int, now: float) -> bool:
-        times = self._times.setdefault(key, deque())
-        while times and now - times[0][0] >= WINDOW_S:
-            times.popleft()
-        return len(times) < self._terms.limit
-
-    def _count(self, key: int, lost: Failed, now: float) -> None:
-        self._times[key].append((now, f"at {now - self._began:.1f} s {_what(lost)}"))
-
     def _why_not(self, lost: Failed) -> str:
         """Why nothing starts again, where the user wants it."""
         if lost.kind != "died" or not self._terms.limit:
@@ -274,15 +260,9 @@ class Recovery:
 
     def _exhausted(self, lost: Failed, key: int) -> Failed:
         """The last straw, with those before it."""
-        times = self._times[key]
-        if not times:
-            return lost
+        before = self._allowance.before(key)
         name = "the job" if key == _WHOLE else f"group {key}"
-        often = "once" if len(times) == 1 else f"{len(times)} times"
-        before = "; ".join(text for _, text in times)
-        within = f"within {WINDOW_S / 60:g} minutes"
-        text = f"{_what(lost)}, and {name} has started again {often} {within}, as `restarts` allows: {before}"
-        return replace(lost, text=text)
+        return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
     # --- how long it took
 

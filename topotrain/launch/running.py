@@ -162,7 +162,8 @@ class Run:
         """Until every unit has ended."""
         while any(unit.process.returncode is None for unit in self._units):
             due = [self._alarm[0]] if self._alarm is not None else []
-            due += [self._recovery.due] if self._recovery is not None and self._recovery.due is not None else []
+            if self._recovery is not None and self._recovery.due is not None and not self._stopping:
+                due.append(self._recovery.due)
             wait_s = min([self._job.cluster.poll_time / 1000, *(at - time.monotonic() for at in due)])
             for key, _ in self._selector.select(max(0.0, wait_s)):
                 if key.fd in self._selector.get_map():

@@ -17,7 +17,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -37,6 +37,7 @@ from topotrain.events import (
 )
 from topotrain.job import OnFailure
 from topotrain.launch import children, forkserver
+from topotrain.launch.asked import stop_signals
 from topotrain.launch.children import Birth, Calls, Child, Home
 from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
 from topotrain.launch.renewal import Renewal
@@ -86,7 +87,7 @@ class Unit:
         os.set_blocking(_STDOUT, False)
         self._on_readable(_STDIN, self._commanded)
         self._on_readable(self._client.fileno(), self._answered)
-        with _stop_signals() as woken:
+        with stop_signals() as woken:
             self._on_readable(woken.fileno(), lambda: self._woken(woken))
             for residents, fds in children.members(self._topology, self._home.unit):
                 self._bear(Birth(residents, fds))
@@ -338,16 +339,3 @@ class Unit:
         while self._outbox.waiting and time.monotonic() < until:
             self._selector.select(self._poll_s)
             self._outbox.write()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[socket.socket]:
-    """A socket that becomes readable at SIGTERM and SIGINT."""
-    woken, waker = socket.socketpair()
-    with woken, waker:
-        waker.setblocking(False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(waker.fileno())
-        yield woken
-        signal.set_wakeup_fd(-1)

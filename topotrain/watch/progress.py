@@ -16,13 +16,28 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from topotrain.events import Event, Exited, Failed, Finished, Incident, Notice, Output, Recovered, Started, StepDone
+from topotrain.events import (
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Incident,
+    Notice,
+    Output,
+    Recovered,
+    Skipped,
+    Started,
+    StepDone,
+)
 from topotrain.topology import Topology
 
 LINE_EVERY = 5.0
 """Seconds between two plain lines."""
 
 REFRESH_PER_SECOND = 4
+
+SKIPS_SAID = 10
+"""Skipped steps of a worker that get a line each; after these one in as many does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +135,8 @@ class Silent:
                 self._print(event)
             case Notice():
                 self._say(f"topotrain: {event.who}: {event.text}")
+            case Skipped() if _is_said(event):
+                self._say(f"topotrain: {skip(event)}")
             case Incident():
                 self._say(f"topotrain: {event.what}; {event.action}")
             case Recovered():
@@ -223,6 +240,20 @@ def recovery(event: Recovered) -> str:
     """What a recovery cost, in words."""
     others = f", other groups were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
     return f"training again {event.waited_s:.1f} s after that loss{others}"
+
+
+def skip(event: Skipped) -> str:
+    """What a skipped step was, in words."""
+    whose = f"of {event.parameter}" if event.parameter else "of a table's rows"
+    what = "the gradient" if event.by else "its group's sum of the gradients"
+    many = f" (its skipped step number {event.total})" if event.total > 1 else ""
+    return f"{event.who}: {what} {whose} is not finite in step {event.step}: the step is skipped{many}"
+
+
+def _is_said(event: Skipped) -> bool:
+    """Once for a group: by whose gradient it was, else by its first worker."""
+    teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
+    return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)
 
 
 def _last_state(line: str) -> str:

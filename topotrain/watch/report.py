@@ -7,6 +7,7 @@ was done, with what had to be done twice.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,6 +21,7 @@ from topotrain.events import (
     Metrics,
     Recovered,
     Serving,
+    Skipped,
     Started,
     StepDone,
     Tabled,
@@ -28,6 +30,8 @@ from topotrain.events import (
 from topotrain.job import Job
 from topotrain.launch import Outcome
 from topotrain.topology import Address, Role, Topology
+
+_MOST_SKIPS = 100  # that are kept by number, of each worker
 
 Point = tuple[float, float]
 """Seconds since the first step, and a loss."""
@@ -122,6 +126,26 @@ class _Tally:
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
 
 
+@dataclass(slots=True)
+class _Skips:
+    """A worker's steps that counted for nothing: all of them counted, the last ones by number."""
+
+    count: int = 0
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SKIPS))
+    last: Skipped | None = None
+
+    def take(self, event: Skipped) -> None:
+        self.count += 1
+        self.steps.append(event.step)
+        self.last = event
+
+    def as_data(self, who: str) -> dict[str, Any]:
+        """Count, steps, and of the last of them whose gradient it was, and of which parameter."""
+        assert self.last is not None
+        by, parameter = self.last.by or None, self.last.parameter or None
+        return {"who": who, "count": self.count, "steps": list(self.steps), "by": by, "parameter": parameter}
+
+
 class Report:
     """Call it with every event of a job; ask `as_data` when the job is over."""
 
@@ -134,6 +158,7 @@ class Report:
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
         self._tables: dict[str, list[Tabled]] = {}
+        self._skips: dict[str, _Skips] = {}
         self._incidents: list[Incident] = []
         self._recovered: dict[int, Recovered] = {}
 
@@ -148,6 +173,8 @@ class Report:
                 self._tables.setdefault(event.table, []).append(event)
             case Final():
                 self._final = event.path
+            case Skipped():
+                self._skips.setdefault(event.who, _Skips()).take(event)
             case Incident():
                 self._incidents.append(event)
             case Recovered():
@@ -194,6 +221,7 @@ class Report:
             **_traffic(list(self._tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
+            "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
             "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
             "processes": self._processes(),
         }

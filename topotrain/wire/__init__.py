@@ -33,6 +33,10 @@ class Unreachable(WireError):
     """Nobody answers at an address, as far as the system can tell: perhaps not yet."""
 
 
+class Broken(WireError):
+    """The way to a peer is no more, or broke while it was made: the peer has probably ended."""
+
+
 class Resident(Protocol):
     """Whoever lives at an address."""
 

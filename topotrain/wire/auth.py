@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 
 from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError
+from topotrain.wire import Broken, Refused, WireError
 from topotrain.wire.lanes import Line
 
 TOKEN_BYTES = 32
@@ -51,8 +51,12 @@ class Stranger(WireError):
     """Somebody connected who does not speak our handshake: garbage, silence, or too slow."""
 
 
-class TooSlow(Stranger):
+class TooSlow(Stranger, Broken):
     """The handshake's time was over. A loaded machine does that to a peer of ours too."""
+
+
+class HungUp(Stranger, Broken):
+    """The other side ended in the handshake, or is not interested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +295,9 @@ class _Talk:
             except TimeoutError as error:
                 raise TooSlow("the other side was too slow in the handshake") from error
             except OSError as error:
-                raise Stranger(f"the connection broke in the handshake: {error}") from error
+                raise HungUp(f"the connection broke in the handshake: {error}") from error
             if not part:
-                raise Stranger("the other side hung up in the handshake")
+                raise HungUp("the other side hung up in the handshake")
             raw += part
         return raw
 

@@ -16,7 +16,7 @@ import torch
 
 from topotrain.message import Message, ProtocolError
 from topotrain.topology import Address
-from topotrain.wire import Resident, WireError
+from topotrain.wire import Broken, Resident, WireError
 from topotrain.wire.frames import HEADER_BYTES
 from topotrain.wire.outbox import Reading
 from topotrain.wire.stream import checked
@@ -101,7 +101,7 @@ class LocalWire:
         with self._lock:
             way = self._ways.get(frozenset((me, to)))
             if way is None:
-                raise WireError(f"no way from {me} to {to}")
+                raise Broken(f"no way from {me} to {to}")
             self._sent += _size(message)
             house = self._houses[to]
             house.queue.put(lambda: self._deliver(way, house, me, message))

@@ -20,8 +20,8 @@ from urllib.parse import SplitResult, urlsplit
 from topotrain.jitter import spread
 from topotrain.message import Message
 from topotrain.topology import Address
-from topotrain.wire import Refused, Resident, Unreachable, WireError
-from topotrain.wire.auth import DEADLINE, Identity, Lane, Peer, Stranger, TooSlow, answer, dial, refuse
+from topotrain.wire import Broken, Refused, Resident, Unreachable, WireError
+from topotrain.wire.auth import DEADLINE, HungUp, Identity, Lane, Peer, TooSlow, answer, dial, refuse
 from topotrain.wire.lanes import Bundle, Channel, Line, Parking
 from topotrain.wire.outbox import LINGER, Reading
 from topotrain.wire.pump import Pump
@@ -130,7 +130,7 @@ class SocketWire:
         """Queue a message; with `wait`, a body when there is room. Raises WireError when there is no way (any more)."""
         connection = self._ways.get((me, to))
         if connection is None:
-            raise WireError(f"no way from {me} to {to}")
+            raise Broken(f"no way from {me} to {to}")
         connection.send(message, wait)
 
     def traffic(self) -> tuple[int, int]:
@@ -302,7 +302,7 @@ class SocketWire:
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
             if caller is not None and _hung_up(caller):
                 # It may have tried again meanwhile, and must not lose its new connection to the one it gave up.
-                raise Stranger("the other side hung up before it was welcomed")
+                raise HungUp("the other side hung up before it was welcomed")
             if caller is not None:
                 self.admit(peer, way in self._ways)
                 lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]

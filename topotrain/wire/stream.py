@@ -19,7 +19,7 @@ import torch
 
 from topotrain.message import MAX_BODY, Message, ProtocolError, decode, encode
 from topotrain.topology import Address, Role
-from topotrain.wire import Resident, WireError
+from topotrain.wire import Broken, Resident
 from topotrain.wire.frames import BODY, BYE, CONTROL, HEADER_BYTES, REFERENCE, REFERENCE_AT, REGION, REGION_IS, Header
 from topotrain.wire.intake import Ended, Intake
 from topotrain.wire.lanes import Channel
@@ -114,7 +114,7 @@ class Connection:
             if wait and body is not None:
                 self._out.wait_for_room(0 if found is not None else size)
             if self._closing:
-                raise WireError(f"no way from {self.me} to {self.peer}: {self.reason}")
+                raise Broken(f"no way from {self.me} to {self.peer}: {self.reason}")
             if found is not None:
                 region, offset = found
                 self._announce(region)

@@ -24,7 +24,7 @@ from hashlib import sha256
 from typing import Any, Self, cast
 
 from topotrain.wire import Refused, WireError
-from topotrain.wire.auth import DEADLINE, MAGIC, Stranger, TooSlow
+from topotrain.wire.auth import DEADLINE, MAGIC, HungUp, Stranger, TooSlow
 
 PIECE = 1 << 17  # bytes that are sealed at once
 BUDGET = 1 << 14  # bytes taken from a peer before `trust`: both handshakes need about 2000
@@ -129,7 +129,7 @@ class TlsChannel:
                     pass
                 self._say(until)
                 if not done and not self._feed(0, until):
-                    raise Stranger("the other side hung up in the TLS handshake")
+                    raise HungUp("the other side hung up in the TLS handshake")
         self.settimeout(before)
 
     def _say(self, until: float) -> None:
@@ -153,7 +153,7 @@ class TlsChannel:
                 raise Refused("FULL", "the other side has no room for a connection now") from error
             raise Stranger(f"the other side does not speak TLS 1.3 as we do ({error.reason})") from error
         except OSError as error:
-            raise Stranger(f"the connection broke in the TLS handshake: {error}") from error
+            raise HungUp(f"the connection broke in the TLS handshake: {error}") from error
 
     def certificate(self) -> bytes:
         """The one that the listening end has shown to this one, in DER."""

@@ -1,0 +1,244 @@
+"""One tormented job at a time: `topotrain chaos` with a program whose result shows what was counted, and what is left
+behind.
+
+Rule: all that a trial starts carries a mark in its environment, so that a process that outlives its job is found
+whoever its parent is; and what a seed did can be done again by the command that the trial shows.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import ROOT
+from benchmarks.sides import environment
+
+PROGRAMS = ROOT / "tests" / "programs"
+MARK = "TOPOTRAIN_TORMENT"
+SERVERS = "server_worker_separate: true"
+ENDS_S = 2.0
+"""How long a process may still be there after its job; the kernel takes its time to end one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A job to be tormented.
+
+    name, framework: of the row. cluster, extra: of the conf. program: a file of tests/programs; args: its words.
+    cells: every cell of the ledger must have this value at the end; 0: all bits must be those of an undisturbed job.
+    """
+
+    name: str
+    framework: str
+    cluster: str
+    extra: str = "reduce: kSum"
+    program: str = "ledger.py"
+    args: tuple[str, ...] = ("--epochs", "3", "--step-s", "0.02")
+    cells: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Blows:
+    """What is done to it; see `topotrain chaos`."""
+
+    every: str = "1s"
+    lasting: str = "10s"
+    freeze: float = 0.0
+    whom: str = ""
+    pairs: float = 0.0
+    at: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        words = ["--kill-every", self.every, "--for", self.lasting, "--freeze", str(self.freeze)]
+        words += ["--pairs", str(self.pairs)] + (["--whom", self.whom] if self.whom else [])
+        return words + [word for moment in self.at for word in ("--at", moment)]
+
+
+@dataclass(slots=True)
+class Trial:
+    """What came of a job. `wrong`: in words what is not as it must be; nothing: all is."""
+
+    setting: Setting
+    seed: int
+    killed: int = 0
+    frozen: int = 0
+    seconds: float = 0.0
+    waits: list[tuple[str, float]] = field(default_factory=list)
+    """(role of who was lost, seconds until its successors stepped)"""
+    wholes: int = 0
+    wrong: list[str] = field(default_factory=list)
+    left: int = 0
+    """Processes, entries of /dev/shm, and descriptors and threads of the forkserver that were not there before."""
+    grown: int = 0
+    """Most descriptors or threads by which a process that lived on had grown."""
+    command: str = ""
+    said: str = ""
+
+
+class Ground:
+    """Where trials take place: a folder, and a forkserver that their jobs share. A context manager."""
+
+    def __init__(self) -> None:
+        from topotrain.launch import forkserver
+
+        self._mark = f"{os.getpid()}.{time.monotonic_ns()}"
+        self._folder = Path(tempfile.mkdtemp(prefix="tt-chaos-"))
+        self._environ = {**environment(), MARK: self._mark}
+        self._running = forkserver.start(self._folder / "forkserver.log", environ=self._environ)
+        self._undisturbed: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> "Ground":
+        """The forkserver has what it needs when a first job has ended; only then is it known what it holds."""
+        conf, _ = self._conf(Setting("first", "", ""), "first")
+        self._topotrain(
+            ["run", "--quiet", "--forkserver", self._running.path, str(conf), str(PROGRAMS / "ledger.py")], 120
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def trial(self, setting: Setting, blows: Blows, seed: int, limit_s: float = 180.0) -> Trial:
+        """Torment a job once, and look at what it leaves."""
+        found = Trial(setting, seed)
+        expected = None if setting.cells else self._bits(setting)
+        conf, workspace = self._conf(setting, "job")
+        words = ["chaos", str(conf), str(PROGRAMS / setting.program), "--seed", str(seed), *blows.words]
+        found.command = shlex.join(["topotrain", *words, "--", *setting.args]) + f"   # {conf.read_text()!r}"
+        before = self._seen()
+        began = time.monotonic()
+        code, out, found.said = self._topotrain(
+            [*words, "--json", "--quiet", "--forkserver", self._running.path, "--", *setting.args], limit_s
+        )
+        found.seconds = time.monotonic() - began
+        if code is None:
+            found.wrong.append(f"hung: it did not end within {limit_s:g} s")
+        elif code:
+            found.wrong.append(f"exit code {code}")
+        self._count(found, out)
+        if code == 0:
+            found.wrong += _wrong(workspace / "final.safetensors", setting.cells, expected)
+        self._look(found, before)
+        return found
+
+    def _conf(self, setting: Setting, name: str) -> tuple[Path, Path]:
+        conf, workspace = self._folder / f"{name}.conf", self._folder / name
+        shutil.rmtree(workspace, ignore_errors=True)
+        text = f'name: "{name}" {setting.extra} cluster {{ {setting.cluster} workspace: "{workspace}" }}\n'
+        conf.write_text(text)
+        return conf, workspace
+
+    def _bits(self, setting: Setting) -> dict[str, Any]:
+        """The result of the same job, left alone."""
+        from safetensors.torch import load_file
+
+        if setting.name not in self._undisturbed:
+            conf, workspace = self._conf(setting, "undisturbed")
+            words = ["run", "--quiet", "--forkserver", self._running.path, str(conf)]
+            code, _, said = self._topotrain([*words, str(PROGRAMS / setting.program), *setting.args], 180.0)
+            if code:
+                raise RuntimeError(f"{setting.name}: the job does not even run undisturbed:\n{said}")
+            self._undisturbed[setting.name] = dict(load_file(workspace / "final.safetensors"))
+        return self._undisturbed[setting.name]
+
+    def _topotrain(self, words: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
+        command = [sys.executable, "-m", "topotrain", *words]
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            env=self._environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, said = process.communicate(timeout=limit_s)
+            return process.returncode, out, said
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                out, said = process.communicate(timeout=20)
+                return None, out, said
+            process.kill()
+            out, said = process.communicate()
+            return None, out, said
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+    def _count(self, found: Trial, out: str) -> None:
+        try:
+            verdict = json.loads(out)
+        except ValueError:
+            found.wrong.append("no verdict")
+            return
+        found.killed, found.frozen = verdict["killed"], verdict["frozen"]
+        found.grown = max((max(grown) for grown in verdict["grown"]), default=0)
+        for incident in verdict["incidents"]:
+            found.wholes += "whole" in incident["action"]
+            if incident["waited_s"] is not None:
+                found.waits.append((incident["who"].partition(" ")[0], incident["waited_s"]))
+
+    # --- what is left
+
+    def _seen(self) -> tuple[set[str], int, int]:
+        """Entries of /dev/shm, descriptors and threads of the forkserver."""
+        pid = self._running.process.pid
+        counts = [len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task")]
+        return set(os.listdir("/dev/shm")), counts[0], counts[1]
+
+    def _look(self, found: Trial, before: tuple[set[str], int, int]) -> None:
+        until = time.monotonic() + ENDS_S
+        while time.monotonic() < until:  # nobody tells when the forkserver has closed what the units had opened
+            living, (memory, fds, threads) = self._living(), self._seen()
+            mine = sorted(name for name in memory - before[0] if "topotrain" in name or name.startswith("tt"))
+            fds, threads = max(0, fds - before[1]), max(0, threads - before[2])
+            if not (living or mine or fds or threads):
+                return
+            time.sleep(0.05)
+        found.left = len(living) + len(mine) + fds + threads
+        found.wrong += [f"process {pid} is left: {words}" for pid, words in living.items()]
+        found.wrong += [f"/dev/shm/{name} is left" for name in mine]
+        if fds or threads:
+            found.wrong.append(f"the forkserver has {fds} descriptors, {threads} threads more")
+
+    def _living(self) -> dict[int, str]:
+        """Who has our mark, besides the forkserver and what it keeps."""
+        found: dict[int, str] = {}
+        mark = f"{MARK}={self._mark}".encode()
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal() or int(entry.name) == self._running.process.pid:
+                continue
+            with suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")[:200]
+        return found
+
+
+def _wrong(final: Path, cells: int, expected: dict[str, Any] | None) -> list[str]:
+    import torch
+    from safetensors.torch import load_file
+
+    if not final.exists():
+        return ["no result"]
+    values = load_file(final)
+    if expected is not None:
+        names = [name for name, value in expected.items() if not torch.equal(values[name], value)]
+        return [f"other bits than undisturbed in {', '.join(names)}"] if names else []
+    wrong = [value for tensor in values.values() for value in tensor.flatten().tolist() if value != cells]
+    counts = {value: wrong.count(value) for value in sorted(set(wrong))}
+    return [f"{len(wrong)} cells are not {cells}: {counts}"] if wrong else []

@@ -1,0 +1,368 @@
+"""Every order in which things can happen, for a very small job: states are copied, searched depth first, seen once.
+
+The rules are the product's (`DecisionLog`, `ApplyOrder`, `Streams`, `Regroup`, `Members`); what a shard does around
+them is told again here in a few lines, and a worker is an automaton. Connections keep the order of their messages. A
+pause of a process needs no action of its own: everything else may happen before its next message.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from types import MethodType
+
+from topotrain import message as m
+from topotrain.consistency import RESTARTS, ApplyOrder, DecisionLog, Streams
+from topotrain.job import Cluster, Job
+from topotrain.membership import Regroup
+from topotrain.topology import Address, Role, Topology, layout
+
+Way = tuple[object, Address]
+
+
+@dataclass(frozen=True)
+class Push:
+    """A worker's whole step: one batch of its stream."""
+
+    step: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How large the search is."""
+
+    groups: int = 2
+    pushes: int = 2
+    crashes: int = 1
+    duplicates: int = 0
+
+
+@dataclass(eq=False)
+class Shard:
+    """What `Server` does with a step and with a change of members."""
+
+    me: Address
+    job: Job
+    topology: Topology
+    net: "World"
+    order: ApplyOrder = field(default_factory=ApplyOrder)
+    streams: Streams = field(default_factory=Streams)
+    cells: dict[tuple[int, int], int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    staged: dict[int, Push] = field(default_factory=dict)
+    inside: list[m.Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.log = None if self.me.index else DecisionLog(self.topology.shards)
+        self.regroup = Regroup(self.me, self.job, self.topology, self, self.log, None, self.send)
+
+    def send(self, to: Address, message: object) -> None:
+        if to.role is Role.WORKER and not self.regroup.members.hears(to):
+            return
+        if to == self.me:
+            self.inside.append(message)
+        else:
+            self.net.say(self.me, to, message)
+
+    def take(self, sender: Address, message: object) -> None:
+        self._take(sender, message)
+        while self.inside:
+            self._take(self.me, self.inside.pop(0))
+
+    def lost(self, worker: Address) -> None:
+        self.regroup.lost(worker)
+        while self.inside:
+            self._take(self.me, self.inside.pop(0))
+
+    def _take(self, sender: Address, message: object) -> None:
+        if sender.role is Role.WORKER and not isinstance(message, m.Return) and not self.regroup.members.hears(sender):
+            return
+        match message:
+            case Push():
+                assert message.step <= self.steps.get(sender.group, 0), f"{sender}: {message} is ahead"
+                if message.step == self.steps.get(sender.group, 0):
+                    self.staged[sender.group] = message
+                    incarnation = self.regroup.members.incarnation(sender.group)
+                    vote = m.Staged(sender.group, message.step, True, 0.0, False, self.order.next, incarnation)
+                    self.send(Address(Role.SERVER, 0, 0), vote)
+            case m.Staged():
+                self.log.staged(sender.index, message)
+                self._decide()
+            case m.Apply():
+                for decision in self.order.arrive(message):
+                    self._carry_out(decision)
+                self._decide()
+            case m.AppliedAsk():
+                self.send(sender, m.AppliedAt(message.stream, self.streams.count(message.stream)))
+            case _:
+                self.regroup.take(sender, message)
+
+    def _decide(self) -> None:
+        for group, step in self.log.ready() if self.log else ():
+            decision = self.log.decide(group, step)
+            for server in self.topology.servers(0):
+                self.send(server, decision)
+
+    def _carry_out(self, decision: m.Apply) -> None:
+        group = decision.group
+        if decision.change == RESTARTS:
+            self.regroup.carry_out(group, decision.step)
+            return
+        push = self.staged.pop(group, None)
+        assert push is not None and push.step == decision.step, f"{self.me}: {decision} is not staged"
+        if self.streams.verdict((group, push.seq, push.seq)) == "new":
+            self.streams.record((group, push.seq, push.seq))
+            self.cells[group, push.seq] = self.cells.get((group, push.seq), 0) + 1
+        self.steps[group] = push.step + 1
+        self.send(Address(Role.WORKER, group, 0), m.Applied(push.step, 0, 0, False, 0.0))
+
+    # what `Regroup` asks of its home
+
+    def begun(self, group: int) -> bool:
+        return True
+
+    def objection(self) -> str:
+        return ""
+
+    def ended(self, group: int) -> bool:
+        return False
+
+    def has_finished(self, worker: Address) -> bool:
+        return False
+
+    def forget(self, group: int, ended: bool) -> None:
+        self.steps[group] = 0
+        self.staged.pop(group, None)
+
+    def count(self, stream: int) -> int:
+        return self.streams.count(stream)
+
+    def complete(self) -> bool:
+        return True
+
+    def is_back(self, group: int) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Life:
+    """A worker's process: says who it is, asks how far its stream is, pushes the rest."""
+
+    me: Address
+    incarnation: int
+    shards: tuple[Address, ...]
+    pushes: int
+    net: "World"
+    unheard: set[Address] = field(default_factory=set)
+    applied: set[Address] = field(default_factory=set)
+    seq: int = 0
+    step: int = 0
+    over: bool = False
+
+    def begin(self) -> None:
+        if not self.incarnation:
+            self._push()
+            return
+        self.unheard = set(self.shards)
+        for shard in self.shards:
+            self.net.say_as(self, shard, m.Return(self.incarnation))
+
+    def take(self, shard: Address, message: object) -> None:
+        if self.over:
+            return
+        if shard in self.unheard:
+            if isinstance(message, m.Return) and message.incarnation == self.incarnation:
+                self.unheard.discard(shard)
+                if not self.unheard:
+                    self.net.say_as(self, self.shards[0], m.AppliedAsk(self.me.group))
+        elif isinstance(message, m.AppliedAt):
+            self.seq = message.count
+            self._push()
+        elif isinstance(message, m.Applied) and message.step == self.step:
+            self.applied.add(shard)
+            if self.applied == set(self.shards):
+                self.applied = set()
+                self.seq, self.step = self.seq + 1, self.step + 1
+                self._push()
+
+    def _push(self) -> None:
+        self.over = self.seq >= self.pushes
+        for shard in () if self.over else self.shards:
+            self.net.say_as(self, shard, Push(self.step, self.seq))
+
+
+class World:
+    """One state of the job: what everybody knows, and what is under way."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        block = Cluster(nworker_groups=scope.groups, nservers_per_group=2, server_worker_separate=True)
+        self.job = Job(cluster=block)
+        self.topology = layout(block)
+        self.crashes, self.duplicates = scope.crashes, scope.duplicates
+        self.ways: dict[tuple[object, object], list[object]] = {}
+        self.shards = {me: Shard(me, self.job, self.topology, self) for me in self.topology.servers(0)}
+        self.lives: dict[int, list[Life]] = {}
+        self.connected: dict[tuple[Address, int], int] = {}  # (shard, group) -> which life of it is heard there
+        for group in range(scope.groups):
+            self._bear(group)
+
+    def _bear(self, group: int) -> None:
+        lives = self.lives.setdefault(group, [])
+        servers = self.topology.servers(0)
+        lives.append(Life(Address(Role.WORKER, group, 0), len(lives), servers, self.scope.pushes, self))
+        for shard in servers if len(lives) == 1 else ():
+            self.connected[shard, group] = 0
+        lives[-1].begin()
+
+    def say(self, me: Address, to: Address, message: object) -> None:
+        if to.role is Role.SERVER:
+            self.ways.setdefault((me, to), []).append(message)
+            return
+        number = self.connected[me, to.group]
+        if number == len(self.lives[to.group]) - 1:
+            self.ways.setdefault((me, (to.group, number)), []).append(message)
+
+    def say_as(self, life: Life, shard: Address, message: object) -> None:
+        self.ways.setdefault(((life.me.group, life.incarnation), shard), []).append(message)
+
+    # --- what can happen -----------------------------------------------------------------------------------------
+
+    def actions(self) -> list[tuple[str, object]]:
+        found: list[tuple[str, object]] = []
+        for way, messages in self.ways.items():
+            if messages and self._open(way):
+                found.append(("deliver", way))
+                if self.duplicates:
+                    found.append(("double", way))
+        for (shard, group), number in self.connected.items():
+            if number < len(self.lives[group]) - 1:
+                found.append(("end", (shard, group)))
+        if self.crashes:
+            found += [("crash", group) for group, lives in self.lives.items() if not lives[-1].over]
+        return found
+
+    def _open(self, way: tuple[object, object]) -> bool:
+        """A life speaks to a shard once the connection of the one before has ended there."""
+        life, shard = way
+        return isinstance(life, Address) or self.connected[shard, life[0]] == life[1]
+
+    def act(self, kind: str, what: object) -> None:
+        if kind == "crash":
+            self.crashes -= 1
+            group, lives = what, self.lives[what]
+            lives[-1].over = True
+            for way in [way for way in self.ways if way[1] == (group, len(lives) - 1)]:
+                del self.ways[way]
+            self._bear(group)
+        elif kind == "end":
+            shard, group = what
+            number = self.connected[what]
+            self.connected[what] = number + 1
+            self.ways.pop(((group, number), shard), None)
+            self.shards[shard].lost(Address(Role.WORKER, group, 0))
+        else:
+            if kind == "double":
+                self.duplicates -= 1
+                message = self.ways[what][0]
+            else:
+                message = self.ways[what].pop(0)
+            self._deliver(*what, message)
+        for shard in self.shards.values():
+            wrong = [cell for cell, count in shard.cells.items() if count > 1]
+            assert not wrong, f"{shard.me} counted {wrong} more than once"
+
+    def _deliver(self, sender: object, to: object, message: object) -> None:
+        if isinstance(to, Address):
+            who = sender if isinstance(sender, Address) else Address(Role.WORKER, sender[0], 0)
+            self.shards[to].take(who, message)
+        else:
+            self.lives[to[0]][to[1]].take(sender, message)
+
+    def check_end(self) -> None:
+        """Nothing can happen any more."""
+        waiting = [lives[-1].me for lives in self.lives.values() if not lives[-1].over]
+        assert not waiting, f"{waiting} wait for ever"
+        wanted = {(group, seq): 1 for group in self.lives for seq in range(self.scope.pushes)}
+        for shard in self.shards.values():
+            assert shard.cells == wanted, f"{shard.me} has {shard.cells}"
+
+    def copy(self) -> "World":
+        return clone(self, {id(each): each for each in (self.job, self.topology, self.scope)})
+
+    def key(self) -> object:
+        return frozen([self.crashes, self.duplicates, self.connected, self.ways, self.shards, self.lives])
+
+
+_SKIPPED = frozenset({"job", "topology", "net", "_job", "_topology", "_home", "_send"})
+
+
+def clone(value, known):
+    """As `copy.deepcopy`, which takes four times as long; messages and addresses are never changed, and are shared."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, m.Message | Enum):
+        return value
+    found = known.get(id(value))
+    if found is not None:
+        return found
+    if kind is tuple:
+        return tuple([clone(each, known) for each in value])
+    if kind is list:
+        found = known[id(value)] = []
+        found.extend([clone(each, known) for each in value])
+    elif kind is set:
+        found = known[id(value)] = set(value)
+    elif kind is dict:
+        found = known[id(value)] = {}
+        for key, each in value.items():
+            found[key] = clone(each, known)
+    elif kind is MethodType:
+        found = known[id(value)] = MethodType(value.__func__, clone(value.__self__, known))
+    else:
+        found = known[id(value)] = object.__new__(kind)
+        names = vars(value) if hasattr(value, "__dict__") else kind.__slots__
+        for name in names:
+            setattr(found, name, clone(getattr(value, name), known))
+    return found
+
+
+_PLAIN = frozenset({int, str, float, bool, bytes, type(None), Address, Push})
+
+
+def frozen(value: object) -> object:
+    """Anything here as something that can be a key: equal for equal states."""
+    if isinstance(value, int | str | float | bytes | Enum | Address | None):
+        return value
+    if isinstance(value, dict):
+        return frozenset((frozen(k), frozen(v)) for k, v in value.items() if v or not isinstance(v, list))
+    if isinstance(value, set | frozenset):
+        return frozenset(map(frozen, value))
+    if isinstance(value, list | tuple):
+        return tuple(map(frozen, value))
+    if isinstance(value, MethodType):
+        return None
+    if is_dataclass(value):
+        names = [f.name for f in fields(value) if f.name not in _SKIPPED]
+        extra = () if not isinstance(value, Shard) else (frozen(value.log), frozen(value.regroup))
+        return (type(value).__name__, *(frozen(getattr(value, name)) for name in names), *extra)
+    return (type(value).__name__, *(frozen(v) for k, v in sorted(vars(value).items()) if k not in _SKIPPED))
+
+
+def search(scope: Scope, most: int) -> tuple[int, int]:
+    """(states, ends) of all that can happen. Raises AssertionError for a wrong one, or where there are too many."""
+    start = World(scope)
+    seen, stack, ends = {hash(start.key())}, [start], 0
+    while stack:
+        world = stack.pop()
+        actions = world.actions()
+        if not actions:
+            world.check_end()
+            ends += 1
+        for action in actions:
+            then = world.copy()
+            then.act(*action)
+            key = hash(then.key())
+            if key not in seen:
+                seen.add(key)
+                stack.append(then)
+                assert len(seen) <= most, f"more than {most} states"
+    return len(seen), ends

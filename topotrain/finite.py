@@ -1,0 +1,62 @@
+"""Gradients that are not finite: where one is in a bucket, and who sends them again and again.
+
+Rule: a push never makes a server's value infinite or NaN. What a step brings is looked at before any shard applies it,
+with what all shards found; who is to blame is looked for only when something was found.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from topotrain.codecs import all_finite
+from topotrain.job import NonFinite
+from topotrain.slices import Bucket
+
+NOBODY = -1  # instead of a worker: the sum is not finite; instead of a parameter: it is a table's
+_MOST_IN_A_ROW = 3
+
+
+def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
+    """The segment of one of the bucket's present pieces in which an element is not finite, or None."""
+    if all_finite(gradient):
+        return None
+    for i, piece in enumerate(bucket.pieces):
+        if present >> i & 1 and not all_finite(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]):
+            return piece.segment
+    return None
+
+
+def adds_up(parts: Iterable[torch.Tensor]) -> bool:
+    """Whether a weighted sum of these finite parts cannot be infinite: an element is no larger than the root of its
+    dtype's largest number, and weights are counts. Half precision has no room for that."""
+    return all(part.dtype in (torch.float32, torch.float64) and torch.dot(part, part).isfinite() for part in parts)
+
+
+class Strikes:
+    """How many steps in a row had something of a worker that was not finite.
+
+    Args:
+        policy: kFail: once is too often; else the third time is.
+    """
+
+    def __init__(self, policy: NonFinite) -> None:
+        self.most = 1 if policy is NonFinite.kFail else _MOST_IN_A_ROW
+        self._counts: dict[int, dict[int, int]] = {}
+
+    def step(self, group: int, workers: Iterable[int]) -> int | None:
+        """A step of the group is over, and these of its workers (or NOBODY) were refused; returns who is too often."""
+        before = self._counts.get(group, {})
+        self._counts[group] = now = {worker: before.get(worker, 0) + 1 for worker in workers}
+        return next((worker for worker, count in sorted(now.items(), reverse=True) if count >= self.most), None)
+
+    def forget(self, group: int) -> None:
+        """The group is started again."""
+        self._counts.pop(group, None)
+
+
+def complaint(who: str, parameter: str, step: int, times: int) -> str:
+    """Why a job does not go on. step: counted from 1."""
+    whose = f"of {parameter}" if parameter else "of a table's rows"
+    said = f"the gradient {whose} that {who} pushed" if who else f"the sum of the group's gradients {whose}"
+    often = f"in {times} steps in a row, the last of them step {step}" if times > 1 else f"in step {step}"
+    return f"{said} is not finite {often}; nothing of it was applied (nonfinite: kAllow would apply it)"
