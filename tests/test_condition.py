@@ -203,6 +203,7 @@ def test_what_others_have_read_is_left_out_and_not_loaded_again_by_a_loader_with
     life.run(1)
     for group in range(2):
         life.step(group, snapshot=1)
+    life.run(2)
     later = Life(shape, script, Past(life.snapshot(1).blobs, {0: ((0, 4),)}))
     later.run()
     assert len(later.samples(0)) == len(set(later.samples(0))) == 21 - 4 * 2

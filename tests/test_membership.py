@@ -1,5 +1,7 @@
 """Who is heard, who may come back, and how far a group of other servers came."""
 
+from dataclasses import replace
+
 import pytest
 
 from topotrain import message as m
@@ -94,11 +96,11 @@ def test_what_is_applied_on_arrival_cannot_be_taken_back():
     assert "kOnArrival" in refusal(Job(cluster=APART, apply=Apply.kOnArrival, grads=Grads.kHidden), layout(APART), 1)
 
 
-def server_of(job: Job) -> Server:
+def server_of(job: Job, index: int = 0) -> Server:
     def zeros(numel, dtype):
         raise AssertionError("no model yet")
 
-    return Server(Address(Role.SERVER, 0, 0), job, layout(job.cluster), zeros)
+    return Server(Address(Role.SERVER, 0, index), job, layout(job.cluster), zeros)
 
 
 def test_a_group_that_cannot_come_back_is_told_why():
@@ -116,6 +118,19 @@ def test_the_first_who_come_to_such_a_job_may_be_of_any_incarnation():
     server.readers.asked.add(0)
     assert server.handle(B, m.Return(4)) == [(B, m.Return(4))]
     assert [type(said) for _, said in server.handle(B, m.Return(5))] == [m.Fail, m.Fail]
+
+
+def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_model():
+    """A worker may die while there is no way yet between two servers."""
+    job = Job(cluster=replace(APART, nservers_per_group=2))
+    first, second = server_of(job), server_of(job, 1)
+    assert [type(said) for to, said in first.lost(A) if to == second.me] == [m.Apply]  # which goes nowhere
+    ((to, question),) = second.ask()
+    assert to == first.me
+    for back, said in first.handle(second.me, question):
+        assert back == second.me
+        second.handle(first.me, said)
+    assert second.handle(A, m.Return(1)) == [(A, m.Return(1))]
 
 
 def test_a_job_with_tables_cannot_regroup():

@@ -4,13 +4,16 @@ Rule: a test's script is written once and says at which steps which workers comp
 and what the values have to be, follows from that plan alone.
 """
 
+import io
 from collections import Counter
 from collections.abc import Mapping, Set
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.arrangement import (
     Result,
@@ -28,17 +31,27 @@ from tests.arrangement import (
 from tests.simulation import STORM, Seat, Town, job, same, total
 from topotrain import message as m
 from topotrain.codecs import all_finite
+from topotrain.events import Event, Skipped, from_json, to_json
 from topotrain.exchange import JobError
-from topotrain.finite import NOBODY, Strikes, adds_up, complaint, spoiled
+from topotrain.finite import NOBODY, Strikes, complaint, look, spoiled
+from topotrain.front.progress import Telling
 from topotrain.job import Algorithm, Apply, Compression, Engine, Grads, Job, NonFinite, Pull, Reduce, Road
+from topotrain.launch import Outcome
 from topotrain.shard import slice_map_for
 from topotrain.slices import Parameter
+from topotrain.tabledoor import TableDoor
+from topotrain.tablerules import rule_text
+from topotrain.tables import TableSpec
 from topotrain.topology import Address, Role, layout
+from topotrain.watch.progress import Silent
+from topotrain.watch.report import Report
+from topotrain.worker import Skip, Tally
 
 Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""
 
 STEPS = 6
+SGD = rule_text(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 QUICK = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ONE = {(0, 1)}
 
@@ -372,6 +385,100 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
     assert counts == dict.fromkeys(range(shape[0]), 6)
 
 
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def door_of(seat: Seat) -> TableDoor:
+    return TableDoor(seat.door, seat.town.topology, seat.town.job)
+
+
+def test_rows_that_are_not_finite_take_the_step_with_them() -> None:
+    town = Town(job(1, 2, 2))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 4, 1, optimizer=SGD))
+        seat.open()
+        ones = [torch.ones_like(value) for value in seat.values()]
+        for step in range(3):
+            number = torch.nan if step == 1 and seat.me.index == 1 else 1.0
+            door.push("t", range(4), torch.tensor([1.0, number, 1.0, 1.0]).view(-1, 1))
+            outcome = seat.step(ones)
+            assert (outcome.found_inf, outcome.refused) == ((True, ((NOBODY, -1),)) if step == 1 else (False, ()))
+        assert door.pull("t", range(4)).view(-1).tolist() == [-4.0] * 4
+        door.close()
+        seat.finish()
+
+    town.play(script)
+    assert all(bool((part == -4).all()) for part in town.values())
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_push_of_rows_that_are_not_finite_changes_nothing(mode: str) -> None:
+    town = Town(job(1, 1, 1))
+
+    def script(seat: Seat) -> None:
+        door = door_of(seat)
+        door.open(TableSpec("t", 4, 1, "float32", mode, SGD))
+        for number in (1.0, torch.nan, torch.inf, 1.0, torch.nan, torch.nan):
+            door.push("t", range(4), torch.full((4, 1), number))
+        assert door.pull("t", range(4)).view(-1).tolist() == [-2.0] * 4
+        door.push("t", range(4), torch.full((4, 1), torch.nan))
+        with pytest.raises(JobError, match="table 't': 3 pushes in a row not finite"):
+            door.pull("t", range(4))
+
+    town.play(script)
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_each_skip_is_told_once_and_counted() -> None:
+    told: list[Event] = []
+    me = Address(Role.WORKER, 0, 1)
+    tally = Tally(steps=4, started=1.0)
+    here = SimpleNamespace(me=me, emit=told.append, finishing=None)
+    telling = Telling(here, SimpleNamespace(tally=tally), lambda: (0, 0))  # type: ignore[arg-type]
+    tally.skip(Skip(2, "worker 0/1", "a"))
+    telling(None)
+    telling(None)
+    tally.skip(Skip(4, "", ""))
+    tally.skip(Skip(5, "worker 0/0", "b"))
+    telling.finish()
+    skips = [event for event in told if isinstance(event, Skipped)]
+    assert [(e.step, e.total, e.by, e.parameter) for e in skips] == [
+        (2, 1, "worker 0/1", "a"),
+        (4, 2, "", ""),
+        (5, 3, "worker 0/0", "b"),
+    ]
+    assert [from_json(to_json(event)) for event in skips] == skips
+    of = job_of()
+    report = Report(of, layout(of.cluster))
+    for event in skips:
+        report(event)
+    assert report.as_data(Outcome(0, 1.0))["skipped"] == [
+        {"who": "worker 0/1", "count": 3, "steps": [2, 4, 5], "by": "worker 0/0", "parameter": "b"}
+    ]
+    report(Skipped("worker 0/1", 1, 1, "worker 0/1", "a"))  # it was started again
+    assert report.as_data(Outcome(0, 1.0))["skipped"][0]["count"] == 4
+
+
+def test_a_skip_is_said_by_whose_it_was() -> None:
+    said = io.StringIO()
+    window = Silent(layout(job_of().cluster), Console(file=said, width=200), said)
+    for index in range(3):
+        window(Skipped(f"worker 0/{index}", 7, 1, "worker 0/1", "net.weight"))
+        window(Skipped(f"worker 0/{index}", 9, 2, "", ""))
+    assert said.getvalue().splitlines() == [
+        "topotrain: worker 0/0: its group's sum of the gradients of a table's rows is not finite in step 9: the step "
+        "is skipped (its skipped step number 2)",
+        "topotrain: worker 0/1: the gradient of net.weight is not finite in step 7: the step is skipped",
+    ]
+    for step in range(1, 101):
+        window(Skipped("worker 0/1", step, step, "worker 0/1", "net.weight"))
+    assert len(said.getvalue().splitlines()) == 2 + 10 + 9
+
+
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -415,7 +522,14 @@ def test_finite_parts_of_an_infinite_sum() -> None:
     result = run_local(job_of(**HIDDEN, nservers_per_group=1), half, script)
     assert finite(result)
     assert whose(result) == [[(2, "", "weight")]] * 3
-    assert not adds_up([torch.full((3,), 1e20)]) and adds_up([torch.full((3,), 1e18)])
+
+
+def test_which_sums_need_another_look() -> None:
+    (bucket,) = slice_map_for((Parameter("p", (64,), (1,), "float32", True),), layout(job_of("one").cluster)).buckets
+    assert look(bucket, torch.full((64,), 1e18)) == (None, False)
+    assert look(bucket, torch.full((64,), 1e20)) == (None, True)
+    assert look(bucket, torch.full((64,), torch.inf)) == (bucket.pieces[0].segment, True)
+    assert look(bucket, torch.ones(64, dtype=torch.float16)) == (None, True)
 
 
 def test_strikes() -> None:

@@ -4,6 +4,7 @@ Rule: a push never makes a server's value infinite or NaN. What a step brings is
 with what all shards found; who is to blame is looked for only when something was found.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -26,10 +27,15 @@ def spoiled(bucket: Bucket, present: int, gradient: torch.Tensor) -> int | None:
     return None
 
 
-def adds_up(parts: Iterable[torch.Tensor]) -> bool:
-    """Whether a weighted sum of these finite parts cannot be infinite: an element is no larger than the root of its
-    dtype's largest number, and weights are counts. Half precision has no room for that."""
-    return all(part.dtype in (torch.float32, torch.float64) and torch.dot(part, part).isfinite() for part in parts)
+def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
+    """A segment of a bucket's part that is not finite, or None; and whether a sum with this part must be looked at.
+
+    An element is no larger than the root of the sum of squares, and weights are counts: where that sum fits into the
+    dtype, no weighted sum of such parts is infinite.
+    """
+    if part.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(part, part).item()):
+        return None, False
+    return spoiled(bucket, (1 << len(bucket.pieces)) - 1, part), True
 
 
 class Strikes:

@@ -63,7 +63,7 @@ class Given(Staging):
             return
         self._given[number] = total
         if total is not None and present:
-            if self._arrived is not None and self._checked and self._blame(self._buckets[at], present, total, {}):
+            if self._arrived is not None and self._checked and self._suspect(at, present, total, {}):
                 present = 0
             self._present[at] = present
             if self._arrived is not None:
@@ -96,8 +96,8 @@ class Given(Staging):
         """As `Staging.spoilers`; whose part it was is not known here."""
         for bucket in self._buckets if self._arrived is None else ():
             if self.present(bucket):
-                self._blame(bucket, self.present(bucket), self.gradient(bucket), {})
-        return self._spoilers
+                self._suspect(bucket.id - self._first, self.present(bucket), self.gradient(bucket), {})
+        return self._suspects
 
     def sum_all(self) -> None:
         """Put the staged step's gradient into one buffer, where a segment of it lies in one piece."""

@@ -381,6 +381,7 @@ def _staging(
         arrived=partial(arrived, group) if on_arrival else None,
         told=partial(encoding.mean, group),
         checked=job.nonfinite is not NonFinite.kAllow,
+        sees=reader is not None,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from topotrain.finite import NOBODY, adds_up, spoiled
+from topotrain.finite import NOBODY, look, spoiled
 from topotrain.message import BackwardEnd, Commit, Edit, ProtocolError, Push
 from topotrain.slices import Bucket, Segment
 
@@ -153,6 +153,7 @@ class Staging:
         told: takes the same of each mean that is told to the workers, and makes it, in place, what they will see of
             it (where it travels encoded).
         checked: what is applied on arrival has to be finite; of a whole step `spoilers` tells.
+        sees: a worker's gradient is read in its own memory, where its script may still change it.
     """
 
     def __init__(
@@ -168,9 +169,11 @@ class Staging:
         arrived: Callable[[Bucket, int, torch.Tensor], None] | None = None,
         told: Callable[[Bucket, int, torch.Tensor], None] = lambda *_: None,
         checked: bool = False,
+        sees: bool = False,
     ) -> None:
         self._told = told
         self._checked = checked
+        self._looks_early = checked and not visible and not (sees and workers == 1)
         self._reader = reader if visible else None
         self._arrived = arrived
         self._workers = workers
@@ -192,8 +195,10 @@ class Staging:
         self._present = [0] * len(self._buckets)
         self._in_total: set[int] = set()
         self._unsummed: set[int] = set()  # replacing: buckets whose parts have not been added up
-        self._last: dict[int, Mapping[int, Part]] = {}  # visible: what the last means were made of
-        self._spoilers: dict[int, int] = {}
+        self._looked: dict[tuple[int, int], tuple[int | None, bool]] = {}  # replacing: (place of bucket, worker)
+        self._last: dict[int, Mapping[int, Part]] = {}  # with windows: what the last means were made of
+        self._doubtful: set[int] = set()  # visible: buckets that may not be finite when the step is staged
+        self._suspects: dict[int, int] = {}  # whose parts were not finite, and in which segment
         self.commits: dict[int, Commit] = {}
         self.staged = False
 
@@ -217,6 +222,9 @@ class Staging:
             old = pushes.get(worker)
             if old is None or old[0].ordinal < message.ordinal:
                 pushes[worker] = (message, body)
+                if self._looks_early:  # while it is in the processor's cache
+                    at = message.bucket - self._first
+                    self._looked[at, worker] = look(self._buckets[at], body)
             return []
         reduction = self._reduction(message.ordinal)
         if reduction.done >> (message.bucket - self._first) & 1:
@@ -317,12 +325,13 @@ class Staging:
         at = bucket - self._first
         if self._arrived is not None:
             mean = self._passing_mean(parts)
-            if self._checked and self._blame(self._buckets[at], present, mean, parts):
+            if self._checked and self._suspect(at, present, mean, parts):
                 present = 0
             self._present[at] |= present
             self._arrived(self._buckets[at], present, mean)
             return None
-        self._last[at] = parts
+        if self._reader is not None:
+            self._last[at] = parts
         if self._reader is not None and len(pushes) == self._workers and all(p.fresh for p, _ in pushes.values()):
             self._write_windows(at, parts)
             reduction.written[at] = present
@@ -335,6 +344,8 @@ class Staging:
             self._view("total", self._buckets[at]).copy_(mean)
             self._in_total.add(at)
         self._mean(parts, mean)
+        if earlier or (self._checked and self._suspect(at, present, mean, parts)):
+            self._doubtful.add(at)
         self._told(self._buckets[at], present, mean)
         if earlier:
             self._view("total", self._buckets[at]).add_(mean)
@@ -448,8 +459,9 @@ class Staging:
         self._in_total.clear()
 
     def _take_edits(self, edited: int) -> None:
-        for bucket, mask in self._per_bucket(edited):
+        for at, (bucket, mask) in enumerate(self._per_bucket(edited)):
             target = self._view("mean", bucket)
+            self._doubtful |= {at} if mask else set()
             for i, piece in enumerate(bucket.pieces):
                 if mask >> i & 1:
                     part = slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
@@ -483,46 +495,52 @@ class Staging:
     def spoilers(self) -> dict[int, int]:
         """Of a staged step: the workers whose gradient is not finite, each with a segment of which that is true.
 
-        NOBODY: the sum is not finite, and no worker's last part explains it.
+        NOBODY: the sum is not finite, and no worker's part explains it.
         """
-        if self._arrived is None and self._visible:
-            for at, bucket in enumerate(self._buckets):
-                if self._present[at]:
-                    self._blame(bucket, self._present[at], self.gradient(bucket), self._last.get(at, {}))
-        elif self._arrived is None:
-            for at in sorted(self._unsummed):
-                self._look_at_parts(at)
-        return self._spoilers
+        if self._arrived is not None:
+            return self._suspects
+        if not self._visible:
+            return self._bad_parts()
+        found: dict[int, int] = {}
+        for at in range(len(self._buckets)) if self._reader is not None else sorted(self._doubtful):
+            bucket, present = self._buckets[at], self._present[at]
+            segment = spoiled(bucket, present, self.gradient(bucket)) if present else None
+            if segment is not None:
+                self._suspect(at, present, self.gradient(bucket), self._last.get(at, {}))
+                found[NOBODY] = segment
+        named = {worker: where for worker, where in self._suspects.items() if worker != NOBODY}
+        return (named or found) if found else {}
 
-    def _blame(self, bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
+    def _suspect(self, at: int, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> bool:
         """Note whose part makes a sum not finite; False if it is finite."""
+        bucket = self._buckets[at]
         segment = spoiled(bucket, present, total)
         if segment is None:
             return False
-        found = {}
-        for worker, (weight, part) in parts.items():
-            if weight > 0 and part is not None:
-                found[worker] = spoiled(bucket, (1 << len(bucket.pieces)) - 1, part)
+        found = {w: look(bucket, part)[0] for w, (weight, part) in parts.items() if weight > 0 and part is not None}
         known = {worker: where for worker, where in found.items() if where is not None}
-        self._spoilers |= known or {NOBODY: segment}
+        self._suspects |= known or {NOBODY: segment}
         return True
 
-    def _look_at_parts(self, at: int) -> None:
-        bucket, whole = self._buckets[at], []
-        for worker, (weight, part) in self._held_parts(at).items():
-            if weight > 0 and part is not None:
-                segment = spoiled(bucket, (1 << len(bucket.pieces)) - 1, part)
-                if segment is None:
-                    whole.append(part)
-                else:
-                    self._spoilers[worker] = segment
-        if len(whole) > 1 and not adds_up(whole):
-            total = torch.empty_like(whole[0])
-            finite = {w: p for w, p in self._held_parts(at).items() if w not in self._spoilers}
-            self._mean(finite, total)
-            segment = spoiled(bucket, self._present[at], total)
-            if segment is not None:
-                self._spoilers[NOBODY] = segment
+    def _bad_parts(self) -> dict[int, int]:
+        """Replacing: nothing is added up yet, so it is known whose."""
+        found: dict[int, int] = {}
+        for at in sorted(self._unsummed):
+            bucket, large = self._buckets[at], False
+            parts = self._held_parts(at)
+            for worker, (weight, part) in parts.items():
+                if weight > 0 and part is not None:
+                    seen = self._looked.get((at, worker)) if self._looks_early else None
+                    segment, is_large = look(bucket, part) if seen is None else seen
+                    large = large or is_large
+                    if segment is not None:
+                        found[worker] = segment
+            if large and len(parts) > 1:  # finite parts may have an infinite sum
+                total = torch.empty_like(self._view("mean", bucket))
+                self._mean({worker: part for worker, part in parts.items() if worker not in found}, total)
+                segment = spoiled(bucket, self._present[at], total)
+                found |= {} if segment is None else {NOBODY: segment}
+        return found
 
     def refuse(self, workers: Collection[int]) -> bool:
         """Replacing: these workers' parts of the staged step count for nothing; whether anything is left."""

@@ -14,7 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from topotrain.events import Event, Failed, Final, Finished, Metrics, Serving, Started, StepDone, from_json, to_json
+from topotrain.events import (
+    Event,
+    Failed,
+    Final,
+    Finished,
+    Metrics,
+    Serving,
+    Skipped,
+    Started,
+    StepDone,
+    from_json,
+    to_json,
+)
 from topotrain.launch.introduction import End, Hosts
 from topotrain.launch.meeting import ALIVE_S, BEAT_S
 from topotrain.rendezvous import Store, StoreError
@@ -241,7 +253,7 @@ class Notes:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        if isinstance(event, Started | Serving | StepDone | Finished | Metrics | Final):
+        if isinstance(event, Started | Serving | StepDone | Skipped | Finished | Metrics | Final):
             self._last[(type(event).__name__, getattr(event, "who", ""))] = event
 
     @property

@@ -130,12 +130,13 @@ class _Tally:
 class _Skips:
     """A worker's steps that counted for nothing: all of them counted, the last ones by number."""
 
-    count: int = 0
+    before: int = 0  # of processes before the one that spoke last
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SKIPS))
     last: Skipped | None = None
 
     def take(self, event: Skipped) -> None:
-        self.count += 1
+        if self.last is not None and event.total <= self.last.total:
+            self.before += self.last.total
         self.steps.append(event.step)
         self.last = event
 
@@ -143,7 +144,13 @@ class _Skips:
         """Count, steps, and of the last of them whose gradient it was, and of which parameter."""
         assert self.last is not None
         by, parameter = self.last.by or None, self.last.parameter or None
-        return {"who": who, "count": self.count, "steps": list(self.steps), "by": by, "parameter": parameter}
+        return {
+            "who": who,
+            "count": self.before + self.last.total,
+            "steps": list(self.steps),
+            "by": by,
+            "parameter": parameter,
+        }
 
 
 class Report:
