@@ -57,7 +57,6 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "collectives": (),
     "growth": (),
     "splitting": (),
-    "nonfinite": (),
 }
 """Module -> the goals that it measures; in this order they run, so that what has no goal and takes long is what a slow
 machine leaves out. A module that is not there yet is passed over."""
@@ -82,7 +81,6 @@ MINUTES: Mapping[str, float] = {
     "collectives": 2.1,
     "growth": 1.9,
     "splitting": 1.4,
-    "nonfinite": 2.0,
 }
 """What each takes on 2 cores that have nothing else to do. A table is not begun if less than that is left."""
 TENSORFLOW_MINUTES = 2.0

@@ -39,26 +39,13 @@ if TYPE_CHECKING:
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
 
-VALUED = frozenset({"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step"}) | frozenset(
+VALUED = frozenset(
+    {"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step", "--resume"}
+) | frozenset(
     {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
-    | {
-        "--image",
-        "--namespace",
-        "--format",
-        "--output",
-        "--max-restarts",
-        "--input",
-        "--plot",
-        "--kill-every",
-        "--for",
-        "--seed",
-        "--freeze",
-        "--whom",
-        "--resume",
-        "--seeds",
-        "--layout",
-        "--only",
-    }
+    | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
+    | {"--kill-every", "--for", "--seed", "--freeze", "--whom", "--pairs", "--at", "--kills"}
+    | {"--seeds", "--layout", "--only"}
 )
 """Options that are followed by a value, of all commands."""
 
