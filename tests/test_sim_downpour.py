@@ -63,15 +63,13 @@ def test_every_update_counts_exactly_once_where_bodies_are_views():
 
 
 def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
-    import simulation
-
-    from topotrain import shard
+    from topotrain import rehearsal, shard
     from topotrain.slices import cut
 
     def small(*args, **_):
         return cut(*args, bucket_bytes=512)
 
-    monkeypatch.setattr(simulation, "cut", small)
+    monkeypatch.setattr(rehearsal, "cut", small)
     monkeypatch.setattr(shard, "cut", small)
     schema = parameters(300, 150)
     for seed in range(20):

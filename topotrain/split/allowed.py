@@ -68,7 +68,9 @@ def name_of(function: Callable[..., Any]) -> str:
     name = overrides.resolve_name(function) or ""
     if name in FUNCTIONS:
         return name
-    return _AGAIN.get(function, name or str(getattr(function, "__name__", function)))
+    own = str(getattr(function, "__name__", function))
+    told = f"torch.{own}" if getattr(torch, own, None) is function else own
+    return _AGAIN.get(function, name or told)
 
 
 _AGAIN = {function: name for name, function in FUNCTIONS.items()}
