@@ -109,7 +109,6 @@ NAN, INF = float("nan"), float("inf")
         m.LeaseAsk(1 << 31, 0, 3, 0, 0, False),
         m.LeaseAsk(0, 0, -2, 0, 0, False),
         m.LeaseAsk(0, 0, 3, 0, 1, False),
-        m.DrawPut(0, 0, True, (-1,), ()),
         m.Return(1 << 31),
         m.StatePart(0, 0, 0, 0.0, "k" * 201),
         m.Fetch(-1),

@@ -370,11 +370,11 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
         "because it fits",
         "the quickest, stages of about",
         "worker 0/0",
-        "RLIMIT_DATA allows 269.0 MB",
+        "RLIMIT_DATA allows 223.0 MB",
     ):
         assert part in words
     bounds[resource.RLIMIT_DATA] = room.ITSELF + 4_000_000
-    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 260\.0 MB.*would help"):
+    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 214\.0 MB.*would help"):
         places_of(job)
 
 

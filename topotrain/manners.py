@@ -204,7 +204,7 @@ _RULES: Mapping[type[m.Message], _Rule] = {
     m.BufferPut: _in_bounds("index", least=-1),
     m.LeaseAsk: lambda a: _LEASES(a) and -1 <= a.total < MOST and 0 <= a.passed <= a.ordinal,
     m.LeaseFree: lambda f: _LEASES(f) and 0 <= f.first < MOST,
-    m.DrawPut: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST and min(d.sizes, default=0) >= 0,
+    m.DrawPut: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
     m.DrawAsk: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
     m.StateAsk: _in_bounds("round"),
     m.StatePart: lambda s: -MOST < s.round < MOST and len(s.key) <= MAX_KEY,

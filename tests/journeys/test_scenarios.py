@@ -4,6 +4,8 @@ In a ledger every sample must count exactly as often as the script asked for, wh
 net must have the bits of a job in which nobody dies. When and whom: programs/doomed.py.
 """
 
+import os
+import select
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +51,19 @@ def gone(shop: Shop) -> None:
     """No process that read data is left."""
     loaders = [int(path.name.split("-")[1]) for path in shop.folder.glob("loader-*")]
     assert loaders
-    assert not [pid for pid in loaders if Path(f"/proc/{pid}").exists()]
+    assert [ended(pid) for pid in loaders] == [True] * len(loaders)
+
+
+def ended(pid: int) -> bool:
+    """A process is gone, or goes: whoever was its parent may not have noticed yet."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], 20)[0])
+    finally:
+        os.close(process)
 
 
 STEP = ("given:1", "backward:2", "Push:2", "pushed:1", "Commit:2", "after:1")

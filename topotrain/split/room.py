@@ -17,7 +17,7 @@ from topotrain.split.holding import Need
 SAFE = 0.85
 """How much of a host's memory a job may plan to use."""
 
-ITSELF = 256_000_000
+ITSELF = 210_000_000
 """About what Python and torch take themselves in a process, before a model is made."""
 
 COMMON = 190_000_000
