@@ -396,15 +396,20 @@ def test_nobody_comes_in_by_a_damaged_handshake() -> None:
             answer(b, identity(), lambda address: True, 5)
 
 
+def heard(speak: Callable[[socket.socket], None]) -> bytes:
+    """What somebody who speaks into a socket sends."""
+    a, b = socket.socketpair()
+    with a, b:
+        speak(a)
+        return b.recv(1 << 16)
+
+
 def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
     dice, table = Dice(SEED + 5), Table()
     asked = []
     for op in Op:
-        a, b = socket.socketpair()
-        send_request(a, Request(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1))
-        asked.append(b.recv(1 << 16))
-        a.close()
-        b.close()
+        request = Request(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1)
+        asked.append(heard(lambda sock, request=request: send_request(sock, request)))
     for _ in range(share(0.05)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:
@@ -420,11 +425,8 @@ def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
 def test_what_a_session_hears_is_words_or_its_end() -> None:
     dice, asked = Dice(SEED + 6), []
     for words in ({"do": "open", "n": [1, 2, {"x": None}]}, {"do": "run", "feeds": "x" * 50}):
-        a, b = socket.socketpair()
-        Talk(a).say(words, [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)])
-        asked.append(b.recv(1 << 16))
-        a.close()
-        b.close()
+        tensors = [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)]
+        asked.append(heard(lambda sock, words=words, tensors=tensors: Talk(sock).say(words, tensors)))
     for _ in range(share(0.03)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:

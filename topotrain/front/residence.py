@@ -20,7 +20,7 @@ from topotrain.front.serving import tell
 from topotrain.front.sessionline import FRAME_S, Gone, Talk, identity
 from topotrain.front.sessiontask import Task
 from topotrain.rendezvous import StoreError
-from topotrain.rendezvous.greeting import certificate_for, come_in, resolve
+from topotrain.rendezvous.greeting import bound, certificate_for, come_in, resolve
 from topotrain.rendezvous.static import numeric, split_address
 from topotrain.wire import Refused, WireError
 from topotrain.wire.auth import refuse
@@ -154,12 +154,8 @@ class Residence:
 def _listen(host: str, port: int, secret: bytes) -> "tuple[socket.socket, Certificate | None]":
     family, address = resolve(host, port)
     certificate = certificate_for(host, address, port, secret)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((address, port))
-        sock.listen(_BACKLOG)
+        sock = bound(family, address, port, _BACKLOG)
     except OSError as error:
-        sock.close()
         raise StoreError(f"tcp://{host}:{port}: {error.strerror}") from error
     return sock, certificate

@@ -24,8 +24,6 @@ MOMENTS = ("start", "again", "end", "back")
 """A process has been started for the first time; has been started again; a worker has finished its script; those who
 were started again have made a step."""
 _MOMENT = 0.25
-LONGEST_S = 5.0
-"""How long a process may be left without a signal of life before it is let go on at the end, whatever happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +246,7 @@ class Tormentor:
             signal.pidfd_send_signal(descriptor, number)
             self.blows.append(blow)
             if step.frozen_s:
-                self._over.wait(min(step.frozen_s, LONGEST_S))
+                self._over.wait(step.frozen_s)
                 signal.pidfd_send_signal(descriptor, signal.SIGCONT)
         except ProcessLookupError:
             pass  # it has ended by itself

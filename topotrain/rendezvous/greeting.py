@@ -57,6 +57,19 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _TRIES)
 
 
+def bound(family: socket.AddressFamily, address: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens there. Raises OSError, and then leaves none open."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certificate | None":
     """What a server at this address shows; None where only this machine can reach it.
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from topotrain.rendezvous.frames import Garbled, Op, Reply, Request, Status, receive_request, send_reply
-from topotrain.rendezvous.greeting import certificate_for, come_in, identity, resolve, shown
+from topotrain.rendezvous.greeting import bound, certificate_for, come_in, identity, resolve, shown
 from topotrain.rendezvous.keys import StoreError, check_key, check_prefix
 from topotrain.rendezvous.table import Table
 from topotrain.wire import Refused, WireError
@@ -160,13 +160,9 @@ def _listen(host: str, port: int, secret: bytes) -> "tuple[socket.socket, Certif
     except OSError as error:
         raise StoreError(f"store {shown(host, port)}: {error.strerror}") from error
     certificate = certificate_for(host, address, port, secret)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((address, port))
-        sock.listen(_BACKLOG)
+        sock = bound(family, address, port, _BACKLOG)
     except OSError as error:
-        sock.close()
         kinds = {errno.EADDRINUSE: AddressInUse, errno.EADDRNOTAVAIL: NotHere}
         raise kinds.get(error.errno or 0, StoreError)(f"store {shown(host, port)}: {error.strerror}") from error
     return sock, certificate
