@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import topotrain as tt
 from topotrain import events, runs
+from topotrain.deposits import EPOCH
 from topotrain.dice import stand
 from topotrain.exchange import Exchange
 from topotrain.front import context
@@ -338,6 +339,24 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
     assert here.heard(events.Metrics)[0].values == {"total": 15}
     assert here.heard(events.Finished)[0].steps == 15
+
+
+@pytest.mark.parametrize(
+    ("fields", "leaves"),
+    [
+        ({"on_failure": "kStop"}, True),
+        ({"on_failure": "kStop", "snapshot_s": 0}, False),
+        ({"on_failure": "kContinue", "snapshot_s": 0}, True),
+    ],
+)
+def test_a_snapshot_waits_for_whoever_has_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
+    """A worker of which nobody knows that it has begun would be missing in a snapshot, unnoticed."""
+    left: list[int] = []
+    monkeypatch.setattr(Exchange, "deposit", lambda _, number, data: left.append(number))
+    here = job(**fields)
+    script(1)
+    here.close()
+    assert (EPOCH in left) == leaves
 
 
 def test_keep_takes_what_has_a_state_under_one_name_each(job):

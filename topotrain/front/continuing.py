@@ -27,7 +27,18 @@ from topotrain.front.earlier import find
 from topotrain.front.packing import Unpackable, pack, unpack
 from topotrain.front.rates import Rates
 from topotrain.job import ConfigError, OnFailure
+from topotrain.snapshotting import refusal
 from topotrain.worker import Worker
+
+
+def _leaves(here: Context) -> bool:
+    """Whether this worker leaves its state as each pass begins.
+
+    For a snapshot that is also how server (0,0) knows whose states it has to wait for.
+    """
+    job, topology = here.place.job, here.place.topology
+    restarts = job.on_failure is OnFailure.kContinue and topology.regroups(here.me.group)
+    return restarts or (job.snapshot_s > 0 and not refusal(job, topology))
 
 
 class Continuing:
@@ -44,8 +55,7 @@ class Continuing:
     def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
         self._here, self._worker = here, worker
         self._rates = Rates(optimizer, here.kept, self._notice)
-        job, topology = here.place.job, here.place.topology
-        self._leaves = job.on_failure is OnFailure.kContinue and topology.regroups(here.me.group)
+        self._leaves = _leaves(here)
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
