@@ -16,36 +16,48 @@ from typing import Any
 from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
-from topotrain.events import Failed, Finished, Notice, Serving
+from topotrain.events import Failed, Finished, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
+from topotrain.front.farewell import Farewell
 from topotrain.front.finish import close, finish, kind_of
 from topotrain.front.keeping import roads_of
+from topotrain.front.leaving import Leaving, leave
+from topotrain.front.orders import Orders
 from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
 from topotrain.job import OnFailure
 from topotrain.launch.child import Control, exit_code
 from topotrain.launch.workspace import TOKEN_FILE
 from topotrain.message import Fail
+from topotrain.regrouping import refusal
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
 from topotrain.server import Server
 from topotrain.topology import Address, Role
 
 _SITE = "site-packages"
+_LEFT = -1
 
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be the servers of one unit."""
-    control = Control(channel)
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
+    orders, farewell = Orders(), Farewell(str(addresses[0]))
+
+    def hear(command: dict[str, Any]) -> None:
+        orders.hear(command)
+        farewell.hear(command)
+
+    control = Control(channel, hear)
+    orders.emit = farewell.emit = control.emit
     profile = Profile(Path(spec["run_dir"]), addresses[0])
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
     watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
-    writer = _writer(place, addresses, control)
-    sent, received = serve(place, addresses, serving, trouble, profile.server, watchful, writer)
+    farewell.writer = writer = _writer(place, addresses, control)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, watchful, writer, orders.open)
     profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
@@ -80,8 +92,10 @@ class Watchful:
 
 
 def _comes_back(place: Place, worker: Address) -> bool:
-    """The worker's unit starts its group again, or tells that it cannot."""
-    return place.job.on_failure is OnFailure.kContinue and place.topology.regroups(worker.group)
+    """The worker's unit starts its group again, or tells that it cannot. Of several units none could do so."""
+    job, topology, group = place.job, place.topology, worker.group
+    units = {topology.unit_of(member) for member in topology.workers(group)}
+    return job.on_failure is OnFailure.kContinue and len(units) == 1 and not refusal(job, topology, group)
 
 
 def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
@@ -107,19 +121,18 @@ def _place(spec: dict[str, Any]) -> Place:
 
 
 def _writer(place: Place, servers: Sequence[Address], control: Control) -> Writer | None:
-    """Who writes snapshots of these servers; what goes wrong is a line for the user."""
-
-    def tell(text: str) -> None:
-        control.emit(Notice(str(servers[0]), text))
-
+    """Who writes snapshots of these servers, if anybody; the unit is told of them, and may ask for a last one."""
     resumed = None if place.resumed is None else place.resumed.path
-    return writer_for(place.job, place.topology, servers, resumed, place.identity.incarnation > 0, tell)
+    again = place.identity.incarnation > 0
+    return writer_for(place.job, place.topology, servers, resumed, again, control.emit)
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be one worker: run the user's program in its place in the job."""
-    control = Control(channel)
     ((group, index),) = spec["workers"]
+    farewell = Farewell(str(Address(Role.WORKER, group, index)))
+    control = Control(channel, farewell.hear)
+    farewell.emit = control.emit
     place = _place(spec)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
@@ -128,7 +141,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     here.resumed = place.resumed
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
     beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
-    writer = _writer(place, beside, control) if beside else None
+    farewell.writer = writer = _writer(place, beside, control) if beside else None
     here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer)
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
@@ -140,7 +153,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     close(here, finished=code == 0)
     for group, index in spec["servers"] if code == 0 else ():
         control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
-    return code
+    return 0 if code == _LEFT else code
 
 
 def _run_program(program: str, args: Sequence[str]) -> None:
@@ -156,10 +169,16 @@ def _run_program(program: str, args: Sequence[str]) -> None:
 
 
 def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
-    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code."""
+    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code.
+
+    _LEFT is none: the script was stopped, since its group leaves the job.
+    """
     try:
         do()
         return 0
+    except Leaving:
+        leave(here)
+        return _LEFT
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
