@@ -35,7 +35,7 @@ LAYOUTS = {
 }
 """Two units each."""
 LEASE_S = {"flap": 12}
-"""Cuts that follow one another may hide each try of the kernel, 0.2, 0.6, 1.4, 3.0 and 6.2 s after the first; 2 else."""
+"""Seconds; 2 for others. Cuts that follow one another may hide each try of the kernel, up to 6.2 s after the first."""
 ENDS_S = 45.0
 """Within this time both units must have ended after a cut."""
 BEGINS_S, JOB_S = 300.0, 180.0
