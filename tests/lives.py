@@ -90,7 +90,7 @@ class Script:
 class Door(Seat):
     """A worker's exchange, as far as data and deposits need it."""
 
-    device, spans = torch.device("cpu"), SILENT
+    device, spans, leaves = torch.device("cpu"), SILENT, False
 
     def __init__(self, life: "Life", who: Address) -> None:
         super().__init__(life.office, who)
@@ -187,7 +187,7 @@ class Life:
         described = SimpleNamespace(name="count")
         parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,))
         worker: Any = SimpleNamespace(
-            me=who, exchange=door, tally=Tally(), snapshot=0, lazy=False, parts=parts, settle=lambda: None
+            leaves=False, me=who, exchange=door, tally=Tally(), snapshot=0, lazy=False, parts=parts, settle=lambda: None
         )
         here: Any = SimpleNamespace(
             me=who,

@@ -28,6 +28,8 @@ def test_what_was_not_run_is_never_a_pass() -> None:
     assert run(Check("P", "cut links", ""), soon()).verdict == NOT_RUN
     assert run(Check("Q", "a test to come", "tests/not_there.py"), soon()).verdict == NOT_RUN
     assert run(Check("K", "no time", "Makefile", ("-c", "")), 0.0).verdict == NOT_RUN
+    cannot = run(Check("P", "", "Makefile", ("-c", "print('NOT RUN: there are no namespaces')")), soon())
+    assert (cannot.verdict, cannot.found) == (NOT_RUN, "there are no namespaces")
 
 
 def test_a_check_is_as_its_command_ends() -> None:
