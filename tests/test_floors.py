@@ -24,7 +24,7 @@ FLOORS = (
     "message handling codecs finite compression reduction given collective consistency schedule "
     "update neighbor leases deposits runs position shard encoding windows model snapshot readers ending "
     "membership snapshotbook snapshotting "
-    "tables tablerows tablerules tablemodes tablebook manners server gateway",
+    "tables tablerows tablerules tablemodes tablebook manners server gateway replication transfer",
     "jitter wire torchdist rendezvous torchurl",
     "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
     "dice sampling feeds streams data checkpoint roads checkpointwriter host",

@@ -117,9 +117,7 @@ def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
     Raises:
         ProtocolError: unknown type, or bytes that are not exactly such a message.
     """
-    cls = _KINDS.get(kind)
-    if cls is None:
-        raise ProtocolError(f"unknown message type {kind}")
+    cls = kind_of(kind)
     codec = _CODECS[cls]
     if len(meta) < codec.fixed.size:
         raise ProtocolError(f"{cls.__name__}: {len(meta)} bytes of fields, too few")
@@ -130,6 +128,14 @@ def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
     if at != len(meta):
         raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
     return cls(**values, body=body)
+
+
+def kind_of(number: int) -> type[Message]:
+    """The class of a type number. Raises ProtocolError if there is none."""
+    cls = _KINDS.get(number)
+    if cls is None:
+        raise ProtocolError(f"unknown message type {number}")
+    return cls
 
 
 def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:
@@ -929,6 +935,80 @@ class Activation(Message):
 @dataclass(frozen=True, slots=True)
 class Greeting(Message):
     """Worker -> worker of its group: the first word on the way that the sender has opened between the two."""
+
+
+# --- two copies of a server (see `replication`) ----------------------------------------------------------------------
+
+
+@_message(100)
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """On a way that was made anew, both sides' first word: so many of your messages have I heard, ever.
+
+    What was said after those is said again. answer: this one answers the other side's.
+    """
+
+    heard: int
+    answer: bool = False
+
+
+@_message(101)
+@dataclass(frozen=True, slots=True)
+class Taken(Message):
+    """Worker <-> server, server <-> server: the first so many of your messages will not be asked for again.
+
+    Not counted itself, as all messages of this section. ask: tell me as much, once both copies have what I said.
+    """
+
+    heard: int
+    ask: bool = False
+
+
+@_message(102)
+@dataclass(frozen=True, slots=True)
+class Forward(Message):
+    """Server -> its second copy: event number `index` is this; see `replication.Copy` for the events.
+
+    role, group, number: the address of whom it comes from or is about. count: of event TAKEN. kind, meta: the message
+    that came, whose body is this one's: a view that stays until the event is echoed.
+    """
+
+    event: int
+    index: int
+    role: int
+    group: int
+    number: int
+    count: int
+    kind: int
+    meta: bytes
+
+
+@_message(103)
+@dataclass(frozen=True, slots=True)
+class Echoed(Message):
+    """Second copy -> server: I have all events up to number `index`."""
+
+    index: int
+
+
+@_message(104)
+@dataclass(frozen=True, slots=True)
+class Likeness(Message):
+    """Server -> a fresh second copy: part `part` of `parts` of the `nbytes` bytes of all that it is (see `transfer`).
+
+    index: events that are in it. The body is a snapshot.
+    """
+
+    index: int
+    part: int
+    parts: int
+    nbytes: int
+
+
+@_message(105)
+@dataclass(frozen=True, slots=True)
+class Dismissed(Message):
+    """Server -> its second copy: nothing is left to do, for you neither."""
 
 
 TABLE_ANSWERS = (TableOpen, TableRows, TableStats, TableBarrier, TableIds)

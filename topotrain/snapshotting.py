@@ -15,7 +15,7 @@ from topotrain.message import Message, SnapshotPart
 from topotrain.model import Model
 from topotrain.position import Position
 from topotrain.snapshot import Freezer, Frozen, Source
-from topotrain.snapshotbook import FROZEN, LAYOUT, WRITTEN, Book, Drop, Publish, Texts, Work, Write, texts
+from topotrain.snapshotbook import FROZEN, LAYOUT, PUBLISHED, WRITTEN, Book, Drop, Publish, Texts, Work, Write, texts
 from topotrain.statetable import StateError, from_rows, to_rows
 from topotrain.topology import Address, Topology
 
@@ -86,6 +86,18 @@ class Snapshots:
         self._work = work
         if self.book is not None:
             self.book.next = first
+
+    def succeed(self, work: Work) -> None:
+        """Another host is told what to do with files from now on."""
+        self._work = work
+
+    def orphaned(self) -> list[SnapshotPart]:
+        """What the host would say that had this server before, and is gone: whatever it was writing came to nothing."""
+        lost = {"error": f"the process of {self._me} has died"}
+        said = texts(self._laid, WRITTEN, lost) if self._laid else []
+        if self.book is not None and self.book.publishing:
+            said += texts(self.book.number, PUBLISHED, lost)
+        return said
 
     def _do(self, work: Write | Publish | Drop) -> None:
         if self._work is not None:

@@ -22,6 +22,8 @@ class Role(IntEnum):
 
     WORKER = 0
     SERVER = 1
+    SHADOW = 2
+    """The second copy of the server of the same group and index, in another process (`cluster.replicas`)."""
 
 
 class Address(NamedTuple):
