@@ -201,7 +201,7 @@ class ReplicatedTown(rehearsal.Town):
         """One more moment in which a process can die."""
         if not process.alive:
             raise Killed
-        if not all(house.lead.covered for p in self.processes.values() for house in p.leads.values()):
+        if not all(p.alive for p in self.processes.values()) or not all(house.lead.covered for p in self.processes.values() for house in p.leads.values()):
             return  # else the whole job starts again
         count = self.ticks[process.number] = self.ticks.get(process.number, 0) + 1
         if self.kill is not None and self.kill[0] == process.number and count >= self.kill[1]:

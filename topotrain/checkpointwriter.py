@@ -140,15 +140,22 @@ class Writer:
         self._answers: SimpleQueue[tuple[Aside, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
 
-    def follow(self, me: Address, snapshots: Snapshots, poke: Callable[[], None]) -> "Aside":
-        """Write what this server freezes. poke: called on a thread of its own when the server has something to hear."""
+    def follow(
+        self, me: Address, snapshots: Snapshots, poke: Callable[[], None], from_another: bool = False
+    ) -> "Aside":
+        """Write what this server freezes. poke: called on a thread of its own when the server has something to hear.
+
+        from_another: the host of another process has done so before.
+        """
         aside = Aside(self._job.snapshot_s if snapshots.book is not None else 0.0, poke)
 
         def work(what: _Order) -> None:
             self._begin()
             self._orders.put((aside, what))
 
-        if not snapshots.refusal:
+        if from_another:
+            snapshots.succeed(work)
+        elif not snapshots.refusal:
             snapshots.follow(work, self._first)
         return aside
 
@@ -331,7 +338,10 @@ def writer_for(
     files = Files(Path(job.workspace).absolute() / FOLDER)
     coordinates = any(server.index == 0 for server in servers)
     try:
-        first = files.begin(resumed, again) if coordinates else 1
+        if coordinates or job.cluster.replicas > 1:  # then any process may have to
+            first = files.begin(resumed, again or not coordinates)
+        else:
+            first = 1
     except OSError as error:
         tell(f"no snapshots are written: {error}")
         return None

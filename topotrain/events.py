@@ -194,6 +194,14 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
+class Covered:
+    """The so-manieth second copy of server `who` has everything from now on; it was number 0 at the start."""
+
+    who: str
+    shadows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Final:
     """The final parameters are in the file `path`; the job took `seconds`."""
 
@@ -228,6 +236,7 @@ Event = (
     | Lost
     | Incident
     | Recovered
+    | Covered
     | Final
     | Tabled
 )

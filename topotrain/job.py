@@ -137,6 +137,7 @@ Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
 Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 Connections = Annotated[int, whole(1, 16)]
+Replicas = Annotated[int, whole(1, 2)]
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 
@@ -452,6 +453,7 @@ class Cluster(Checked):
     link: Link | None = None
     connections: Connections = 1
     slice_bytes: SliceBytes = 0
+    replicas: Replicas = 1
 
 
 @dataclass(frozen=True, slots=True)

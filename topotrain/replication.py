@@ -139,7 +139,9 @@ class Lead:
     def hear(self, sender: Address, message: m.Message) -> Out:
         """A message has come; `fault` says whether its sender must not have said it."""
         self.fault = None
-        if isinstance(message, m.Echoed):
+        if sender == self.shadow:
+            if not isinstance(message, m.Echoed):
+                raise m.ProtocolError(f"{sender} says {type(message).__name__}")
             return self._confirm(message.index)
         if isinstance(message, m.Resume):
             return self._resumed(sender, message)

@@ -10,11 +10,13 @@ Nothing is waited for before a start: the old processes have ended by then, and 
 
 from dataclasses import dataclass, field, replace
 
-from topotrain.events import Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
-from topotrain.job import Job, OnFailure
+from topotrain import seats
+from topotrain.events import Covered, Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.job import ConfigError, Job, OnFailure
 from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.frozen import Patience
+from topotrain.seats import Seats
 from topotrain.topology import Topology
 
 CAUSE_S = 1.0
@@ -52,6 +54,19 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Reseat:
+    """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
+
+    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`.
+    """
+
+    who: str
+    number: int
+    why: str
+    seats: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Renew:
     """To do: end every process, then start the whole job again."""
 
@@ -65,7 +80,7 @@ class GiveUp:
     failures: tuple[Failed, ...]
 
 
-Word = Event | Regroup | Dismiss | Renew | GiveUp
+Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp
 
 
 @dataclass(slots=True)
@@ -100,15 +115,20 @@ class Recovery:
         topology: of the layout, the units that run here.
         terms: see there.
         began: when the job started, by the clock whose time it is told.
+        twice: every server has two copies.
     """
 
-    def __init__(self, topology: Topology, terms: Terms, began: float) -> None:
+    def __init__(self, topology: Topology, terms: Terms, began: float, twice: bool = False) -> None:
         self._terms, self._began = terms, began
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
         self._group_of = {str(worker): worker.group for worker in workers}
         self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
+        servers = [server for unit in topology.units for server in unit.servers]
+        self._seat_of = {str(server): server.index for server in servers} if twice else {}
+        self._seats = Seats(len(servers)) if twice else None
+        self._fresh = 0  # server processes that have taken another's seat
         self._told = _Told(set(self._residents))
         self._allowance = Allowance(terms.limit, began)
         self._waits: list[_Wait] = []
@@ -132,6 +152,7 @@ class Recovery:
     def renewed(self) -> None:
         """The whole job starts again."""
         self._told = _Told(set(self._residents))
+        self._seats = None if self._seats is None else Seats(len(self._seat_of))
         self._over, self._due = False, None
 
     def heard(self, event: Event, now: float) -> list[Word]:
@@ -150,7 +171,9 @@ class Recovery:
                 told.up.discard(who)
             case Finished(who=who):
                 told.finished.add(who)
-                return [event, *self._stepped(who, now)]
+                return [event, *self._stepped(who, now), *self._needless()]
+            case Covered(who=who, shadows=shadows) if self._seats is not None:
+                self._seats.covered(self._seat_of[who], shadows)
             case StepDone(who=who):
                 return [event, *self._stepped(who, now)]
             case _:
@@ -204,6 +227,8 @@ class Recovery:
             return []
         if lost.who in self._told.finished or self._group_of.keys() <= self._told.finished:
             return [self._incident(lost, "nothing is missing: its part was done", now)]
+        if lost.who in self._seat_of and alone:
+            return self._reseat(lost, now)
         group = self._group_of.get(lost.who)
         served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
         if alone and served and group is not None and group in self._terms.groups:
@@ -211,6 +236,38 @@ class Recovery:
         if self._terms.whole:
             return self._renew(lost, now)
         return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
+
+    def _reseat(self, lost: Failed, now: float) -> list[Word]:
+        """A server process is lost: the second copies of what it was speak, if they are complete."""
+        seat, seats = self._seat_of[lost.who], self._seats
+        key = _WHOLE - 1 - seat
+        if not self._allowance.allows(key, now):
+            return self._give_up(self._exhausted(lost, key))
+        if seats is None or not seats.lost(seat):
+            return self._renew(lost, now)
+        self._allowance.count(key, _what(lost), now)
+        seats.filled(seat)
+        told = self._told
+        told.leaving.add(lost.who)
+        told.up.add(lost.who)
+        told.frozen.forget(lost.who)
+        told.held = [held for held in told.held if held.who not in self._seat_of]
+        self._due = self._due if told.held else None
+        self._fresh += 1
+        self._waits.append(_Wait(self._incidents, None, now))
+        incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
+        return [incident, Reseat(lost.who, self._fresh, _what(lost), seats.to_data())]
+
+    def _needless(self) -> list[Word]:
+        """Server processes that only listen, once all that spoke have finished."""
+        if self._seats is None:
+            return []
+        told = self._told
+        leads = {who for who, seat in self._seat_of.items() if seat in self._seats.leads()}
+        rest = sorted(self._seat_of.keys() - told.finished) if leads <= told.finished else []
+        told.finished.update(rest)
+        told.leaving.difference_update(rest)
+        return [Dismiss(who) for who in rest]
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(group, now):
@@ -261,7 +318,7 @@ class Recovery:
     def _exhausted(self, lost: Failed, key: int) -> Failed:
         """The last straw, with those before it."""
         before = self._allowance.before(key)
-        name = "the job" if key == _WHOLE else f"group {key}"
+        name = "the job" if key == _WHOLE else f"group {key}" if key >= 0 else f"the process of {lost.who}"
         return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
     # --- how long it took
@@ -299,9 +356,12 @@ def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recover
 
     A group can start again alone if the layout lets it, and all its workers are here.
     """
+    seats.check(job, topology)
+    if job.cluster.replicas > 1 and not whole:
+        raise ConfigError("cluster.replicas", job.cluster.replicas, "needs a launcher that starts all units of the job")
     if job.on_failure is not OnFailure.kContinue:
         return None
     here = {worker for unit in topology.units for worker in unit.workers}
     groups = {worker.group for worker in here}
     alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and topology.regroups(g))
-    return Recovery(topology, Terms(alone, whole, job.restarts), began)
+    return Recovery(topology, Terms(alone, whole, job.restarts), began, job.cluster.replicas > 1)
