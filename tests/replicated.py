@@ -11,9 +11,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from simulation import SMALL, Seat
 from torch import nn
 
-from simulation import SMALL, Seat
 from topotrain import message as m
 from topotrain import rehearsal
 from topotrain.exchange import Exchange
@@ -36,7 +36,9 @@ def plan(shards: int) -> tuple[Schema, SliceMap]:
     """Adam's state is tensors and numbers."""
     tensors = [nn.Parameter(torch.zeros(p.shape, dtype=getattr(torch, p.dtype))) for p in SMALL]
     slice_map = cut(SMALL, shards, 1)
-    return Schema(SMALL, (), describe(torch.optim.Adam(tensors, lr=0.1), tensors).to_text(), slice_map.digest), slice_map
+    return Schema(
+        SMALL, (), describe(torch.optim.Adam(tensors, lr=0.1), tensors).to_text(), slice_map.digest
+    ), slice_map
 
 
 class Killed(Exception):
@@ -201,7 +203,9 @@ class ReplicatedTown(rehearsal.Town):
         """One more moment in which a process can die."""
         if not process.alive:
             raise Killed
-        if not all(p.alive for p in self.processes.values()) or not all(house.lead.covered for p in self.processes.values() for house in p.leads.values()):
+        if not all(p.alive for p in self.processes.values()) or not all(
+            house.lead.covered for p in self.processes.values() for house in p.leads.values()
+        ):
             return  # else the whole job starts again
         count = self.ticks[process.number] = self.ticks.get(process.number, 0) + 1
         if self.kill is not None and self.kill[0] == process.number and count >= self.kill[1]:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from replicated import ReplicatedTown, flats_of
 from simulation import Seat, job
 
@@ -32,7 +31,9 @@ HYPER = b""
 
 
 def run(kill: tuple[int, int] | None = None, again: int = 0, loses: bool = False, servers: int = 2) -> ReplicatedTown:
-    town = ReplicatedTown(job(workers=2, shards=servers, momentum=0.0) if False else job(workers=2, shards=servers), 1, kill, again)
+    town = ReplicatedTown(
+        job(workers=2, shards=servers, momentum=0.0) if False else job(workers=2, shards=servers), 1, kill, again
+    )
     town.wire.loses = loses
     town.ends = {}  # type: ignore[attr-defined]
     return town.play(train)
@@ -42,7 +43,9 @@ def same(a: ReplicatedTown, b: ReplicatedTown) -> bool:
     values = all(torch.equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
     for me, ends in a.ends.items():  # type: ignore[attr-defined]
         other = b.ends[me]  # type: ignore[attr-defined]
-        values = values and all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(ends, other, strict=True))
+        values = values and all(
+            torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(ends, other, strict=True)
+        )
     return values
 
 

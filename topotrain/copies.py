@@ -118,7 +118,7 @@ class Speaker:
 
     def poke(self) -> None:
         """There is something to hear from this host."""
-        self._do(lambda: [])
+        self._do(list)
 
     # --- what the launcher has said ------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class CopiedServers:
         if me.index:
             coordinator = self._servers[0]
             self._roads.connect(me, coordinator, "door")
-            speaker.do(lambda lead: lead.connected(coordinator) or [])
+            speaker.do(lambda lead: lead.connected(coordinator))
         self._follow(speaker, self._standing[me.index])
         self._roads.publish("server", me, urls)
         return urls
@@ -352,9 +352,7 @@ class CopiedServers:
     def _speaker(self, copy: Copy) -> Speaker:
         lead = Lead(copy, portray)
         tell = partial(self._covered, lead.me)
-        self._speakers[lead.me] = speaker = Speaker(
-            lead, self._roads, self._change, self._trouble, tell, self._despair
-        )
+        self._speakers[lead.me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, tell, self._despair)
         return speaker
 
     # --- changes of seats ----------------------------------------------------------------------------------------
@@ -384,9 +382,9 @@ class CopiedServers:
         for server in risen:
             self._rise(server, new[server.index])
         for server, speaker in self._speakers.items():
-            if server in risen or old[server.index].shadows != new[server.index].shadows:
-                if new[server.index].shadow >= 0:
-                    self._apart(self._follow, speaker, new[server.index])
+            where, before = new[server.index], old[server.index]
+            if where.shadow >= 0 and (server in risen or before.shadows != where.shadows):
+                self._apart(partial(self._follow, speaker, where), server)
         self._meet(old, new, risen)
 
     def _rise(self, server: Address, where: Standing) -> None:
@@ -411,7 +409,7 @@ class CopiedServers:
                     self._roads.connect_inside(server, coordinator)
                     speaker.do(lambda lead: lead.reconnected(coordinator))
                 else:
-                    self._apart(self._call, speaker, new[0].moves)
+                    self._apart(partial(self._call, speaker, new[0].moves), server)
 
     def _call(self, speaker: Speaker, moves: int) -> None:
         coordinator = self._servers[0]
@@ -426,14 +424,14 @@ class CopiedServers:
         self._roads.connect(me, speaker.lead.shadow, f"shadow-{where.shadows}", anew=True)
         speaker.join(where.shadows)
 
-    def _apart(self, do: Callable[[Speaker, "Standing | int"], None], speaker: Speaker, about: "Standing | int") -> None:
+    def _apart(self, do: Callable[[], None], server: Address) -> None:
         """On a thread of its own: it waits for another process, which may die meanwhile."""
 
         def live() -> None:
             with suppress(WireError, TimeoutError):
-                do(speaker, about)
+                do()
 
-        threading.Thread(target=live, name=f"of {speaker.lead.me}", daemon=True).start()
+        threading.Thread(target=live, name=f"of {server}", daemon=True).start()
 
     # --- the end -------------------------------------------------------------------------------------------------
 

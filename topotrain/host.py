@@ -384,12 +384,11 @@ class WorkerRoads:
         poll_s = place.job.cluster.poll_time / 1000
         monitor = self._monitor = Monitor(poll_s) if pump is None else Turns(poll_s, self._roads, pump)
         # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
-        send = partial(self._roads.send, me, wait=pump is None)
+        twice = place.job.cluster.replicas > 1
+        send = self._say if twice else partial(self._roads.send, me, wait=pump is None)
         self._lines: Lifelines | None = None
-        if place.job.cluster.replicas > 1:
-            send = self._say
         self.exchange = self._door(place, send, monitor)
-        if place.job.cluster.replicas > 1:
+        if twice:
             servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
             self._lines = Lifelines(servers, self.exchange, partial(self._roads.send, me), self._redial, self._noted)
         self._beside: Servers | None = None

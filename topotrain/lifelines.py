@@ -14,7 +14,7 @@ import torch
 
 from topotrain import message as m
 from topotrain.replication import OFTEN, Line
-from topotrain.topology import Address, Role
+from topotrain.topology import Address
 from topotrain.wire import Resident, WireError
 
 

@@ -1,9 +1,10 @@
 """Two copies of a server: what one is told, the other is told, in the same order, before anybody hears the answer.
 
-A server is a deterministic function of what it is told. So its second copy, a `Shadow` in another process, is told every
-event by the first, the `Lead`, and has in the end the same values, bit for bit, and has said the same (state-machine
-replication: Schneider, 1990). What the first one answers leaves its process when the second has confirmed the event
-that it answers (output commit: Elnozahy et al., 2002): nothing that anybody has ever been told is lost with one process.
+A server is a deterministic function of what it is told. So its second copy, a `Shadow` in another process, is told
+every event by the first, the `Lead`, and has in the end the same values, bit for bit, and has said the same
+(state-machine replication: Schneider, 1990). What the first one answers leaves its process when the second has
+confirmed the event that it answers (output commit: Elnozahy et al., 2002): nothing that anybody has ever been told is
+lost with one process.
 
 Between two residents every message is counted on a `Line`, at both ends and in both copies, and kept until the other
 side has it for good. When the way is made anew, to the same server in another process, both say how many they have
@@ -164,9 +165,10 @@ class Lead:
         """The way to another server has ended; what is said to it is kept until there is another."""
         self.up.discard(server)
 
-    def connected(self, server: Address) -> None:
+    def connected(self, server: Address) -> Out:
         """There is a way to another server, on which nothing was ever said."""
         self.up.add(server)
+        return []
 
     def reconnected(self, server: Address) -> Out:
         """There is a new way to another server, which has a new process."""
@@ -304,7 +306,7 @@ class Shadow:
         """Where a body is to be received. Raises ProtocolError."""
         if isinstance(message, m.Likeness):
             left = message.nbytes - message.part * PART
-            if not 0 < left or message.part != len(self._parts):
+            if left <= 0 or message.part != len(self._parts):
                 raise m.ProtocolError(f"part {message.part} of a likeness of {message.nbytes} bytes")
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, m.Forward) and self.copy is not None:

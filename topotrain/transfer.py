@@ -147,7 +147,9 @@ class _Teller:
     def __init__(self, model: Model | None) -> None:
         self._model = model
         self._tensors: list[torch.Tensor] = []
-        self._buckets = {} if model is None else {model.values(b.id).data_ptr(): b for b in model.buckets if b.hi > b.lo}
+        self._buckets = (
+            {} if model is None else {model.values(b.id).data_ptr(): b for b in model.buckets if b.hi > b.lo}
+        )
 
     def tell(self, value: Any) -> Any:
         kind = type(value)
@@ -201,7 +203,7 @@ class _Teller:
             "schema": model.schema.text(),
             "values": [self.tell(flat) for flat in _flats(model)],
             "updates": [self._update(unit) for unit in model.units],
-            "staging": self.tell({group: staging for group, staging in model.staging.items()}),
+            "staging": self.tell(model.staging),
             "hyper": self.tell(list(map(_settings, model.hyper._good))),
         }
 
@@ -226,7 +228,7 @@ class _Teller:
         return whole
 
 
-_LETTERS = {tuple: "t", list: "l", set: "s", frozenset: "f", deque: "q"}
+_LETTERS: dict[type, str] = {tuple: "t", list: "l", set: "s", frozenset: "f", deque: "q"}
 _MADE: Mapping[str, Callable[[list[Any]], Any]] = {"t": tuple, "l": list, "s": set, "f": frozenset, "q": deque}
 
 
@@ -328,7 +330,7 @@ class _Reader:
         if type(now) is not cls or cls in _DATA:
             if cls not in _DATA:
                 raise TypeError(f"a {cls.__name__} where none stands")
-            now = cls.__new__(cls)
+            now = object.__new__(cls)
             for name, told in tree["o"][1].items():
                 object.__setattr__(now, name, self.read(told))
             return now
