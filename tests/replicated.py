@@ -130,7 +130,7 @@ class ReplicatedTown(rehearsal.Town):
         self.processes: dict[int, Process] = {}
         self.home: dict[Address, Process] = {}  # of each server's speaking copy
         self.deaths = 0
-        self.gone: set[tuple[Address, Process]] = set()
+        self.ends: dict[Address, list[Any]] = {}  # what each worker has seen
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
         self.wire = TcpLike(self.sim, Weather(snapshots=False))  # a body is what it is when it arrives

@@ -41,6 +41,10 @@ class Seats:
         if self.standing[server].shadows == shadows:
             self._covered.add(server)
 
+    def heirs(self, seat: int) -> set[int]:
+        """The seats of the second copies of what speaks in this one."""
+        return {where.shadow for where in self.standing.values() if where.lead == seat and where.shadow >= 0}
+
     def lost(self, seat: int) -> bool:
         """The process of a seat has died. False: with it the last copy of some server."""
         for server, where in self.standing.items():

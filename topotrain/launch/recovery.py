@@ -225,7 +225,7 @@ class Recovery:
             return [lost]
         if lost.who in self._told.leaving:
             return []
-        if lost.who in self._told.finished or self._group_of.keys() <= self._told.finished:
+        if lost.who in self._told.finished or self._is_missed_by_nobody(lost.who):
             return [self._incident(lost, "nothing is missing: its part was done", now)]
         if lost.who in self._seat_of and alone:
             return self._reseat(lost, now)
@@ -236,6 +236,15 @@ class Recovery:
         if self._terms.whole:
             return self._renew(lost, now)
         return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
+
+    def _is_missed_by_nobody(self, who: str) -> bool:
+        """The scripts have all come to their end; a server with two copies serves until their processes have, too."""
+        told = self._told
+        if who not in self._seat_of or self._seats is None:
+            return self._group_of.keys() <= told.finished
+        heirs = self._seats.heirs(self._seat_of[who])
+        gone = any(seat in heirs for other, seat in self._seat_of.items() if other in told.finished)
+        return gone or not self._group_of.keys() & told.up
 
     def _reseat(self, lost: Failed, now: float) -> list[Word]:
         """A server process is lost: the second copies of what it was speak, if they are complete."""
