@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -113,7 +113,12 @@ CHECKS: Sequence[Check] = (
         {"TOPOTRAIN_FUZZ_FRAMES": "800000"},
     ),
     Check("N", "NaN and Inf from workers", "tests/test_nonfinite.py", _suite("tests/test_nonfinite.py")),
-    Check("P", "links that are cut, one way or both; a store that is away", ""),
+    Check(
+        "P",
+        "links that are cut, one way or both; a store that is away",
+        "benchmarks/partitions.py",
+        ("-m", "benchmarks.partitions"),
+    ),
 )
 WHAT: Mapping[str, str] = {
     "C": "processes killed and frozen at random",
@@ -137,22 +142,33 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     until = time.monotonic() + given.seconds
-    load, lines, trials = os.getloadavg()[0], [], []
-    if {"C", "L1", "B"} & set(given.only):
-        with Ground() as ground:
-            if {"C", "L1"} & set(given.only):
-                trials = torment(ground, given.kills, given.seed, until)
-                lines += counted(trials, given.kills)
-            if "B" in given.only:
-                lines.append(identical(ground, given.seed, until))
-    lines += [run(check, until) for check in CHECKS if check.id in given.only]
-    told = {line.id for line in lines}
-    lines += [Line(i, WHAT[i], NOT_RUN, "not asked for") for i in IDS if i not in told]
-    save(lines, trials, given.seed, load)
-    render()
+    keep([Line(i, WHAT[i], NOT_RUN, "not asked for") for i in IDS if i not in given.only])
+    lines: list[Line] = []
+    for found in rows(given.only, given.kills, given.seed, until):
+        keep(found)
+        lines += found
     for line in lines:
         print(f"{line.id:3} {line.verdict:8} {line.what}: {line.found}")
+    missing = ", ".join(i for i in IDS if i not in given.only)
+    if missing:
+        print(f"{NOT_RUN}, since it was not asked for: {missing}")
     raise SystemExit(any(line.verdict == "FAILED" for line in lines))
+
+
+def rows(only: Sequence[str], kills: int, seed: int, until: float) -> Iterator[list[Line]]:
+    """Run what is wanted; the lines of each check as soon as there are any: the next may take long."""
+    if {"C", "L1", "B"} & set(only):
+        load = os.getloadavg()[0]
+        with Ground() as ground:
+            if {"C", "L1"} & set(only):
+                trials = torment(ground, kills, seed, until)
+                keep_waits(trials, seed, load)
+                yield counted(trials, kills)
+            if "B" in only:
+                yield [identical(ground, seed, until)]
+    for check in CHECKS:
+        if check.id in only:
+            yield [run(check, until)]
 
 
 # --- jobs whose processes are killed ---------------------------------------------------------------------------------
@@ -221,9 +237,8 @@ def identical(ground: Ground, seed: int, until: float) -> Line:
         found.append(ground.trial(BITS[number % len(BITS)], Blows("1s", "6s", whom="server"), seed + number))
         tell(found[-1])
     right = sum(not trial.wrong for trial in found)
-    text = (
-        f"{right} of {len(found)} jobs, {sum(t.killed for t in found)} kills; from snapshots, there are no copies yet"
-    )
+    kills, seeds = sum(t.killed for t in found), f"seeds {seed} to {seed + len(found) - 1}"
+    text = f"{right} of {len(found)} jobs, {kills} kills; {seeds}; from snapshots, there are no copies yet"
     if right == len(found) < JOBS:
         return Line("B", WHAT["B"], NOT_RUN, f"the time was over before {JOBS} jobs had been run; {text}")
     return Line("B", WHAT["B"], "ok" if right == len(found) else "FAILED", text)
@@ -264,17 +279,31 @@ def _last(said: str) -> str:
 # --- what was found --------------------------------------------------------------------------------------------------
 
 
-def save(lines: Sequence[Line], trials: Sequence[Trial], seed: int, load: float) -> None:
-    """A check that was not asked for keeps what was found of it before, with its commit."""
-    path, state = RESULTS / "chaos.json", commit()
-    before = json.loads(path.read_text()) if path.exists() else {"lines": {}, "waits": []}
-    kept: dict[str, Any] = before["lines"]
+def _found() -> dict[str, Any]:
+    path = RESULTS / "chaos.json"
+    nothing: dict[str, Any] = {"machine": machine(), "load": 0.0, "seed": 0, "lines": {}, "waits": []}
+    return {**nothing, **(json.loads(path.read_text()) if path.exists() else {})}
+
+
+def _keep(data: Mapping[str, Any]) -> None:
+    (RESULTS / "chaos.json").write_text(json.dumps(data, indent=1) + "\n")
+    render()
+
+
+def keep(lines: Sequence[Line]) -> None:
+    """Store what was found, and show it; a check that was not asked for keeps what was found before, and its commit."""
+    data, state = _found(), commit()
+    kept: dict[str, Any] = data["lines"]
     for line in lines:
         if line.found != "not asked for" or line.id not in kept:
             kept[line.id] = {**asdict(line), "commit": state}
-    waits = waited(trials) if trials else before["waits"]
-    data = {"machine": machine(), "load": round(load, 1) if trials else before.get("load", 0.0), "seed": seed}
-    path.write_text(json.dumps({**data, "lines": {i: kept[i] for i in IDS}, "waits": waits}, indent=1) + "\n")
+    _keep({**data, "lines": {i: kept[i] for i in IDS if i in kept}})
+
+
+def keep_waits(trials: Sequence[Trial], seed: int, load: float) -> None:
+    """Store how long the jobs of rows C and L1 waited, and where."""
+    if trials:
+        _keep({**_found(), "machine": machine(), "load": round(load, 1), "seed": seed, "waits": waited(trials)})
 
 
 def waited(trials: Sequence[Trial]) -> list[list[Any]]:

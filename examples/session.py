@@ -62,7 +62,10 @@ def main() -> None:
     options = parser.parse_args()
 
     if options.job_name == "client":
-        train(options.target, options.epochs)
+        try:
+            train(options.target, options.epochs)
+        except tt.ConfigError as error:  # nobody there, or another cluster's token: a line says it
+            parser.error(str(error))
         return
     cluster = {"ps": options.ps_hosts.split(","), "worker": options.worker_hosts.split(",")}
     server = tt.train.Server(cluster, job_name=options.job_name, task_index=options.task_index, session=True)

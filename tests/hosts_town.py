@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
+from cables import Cable
 from safetensors.torch import load_file
 from shop import PROGRAMS, Shop
 
@@ -49,8 +50,8 @@ class Unit:
                 return
         raise AssertionError(self.end())
 
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=90)
+    def end(self, timeout_s: float = 90) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
     def kill(self) -> None:
@@ -73,7 +74,7 @@ class Job:
         town: "Town | None" = None,
     ) -> None:
         self.folder, self.url, self.hosts = shop.folder, url, hosts
-        self._town, self._served_at = town, shop.served_at
+        self.town, self._served_at = town, shop.served_at
         self.workspace = self.folder / "units"
         self.conf = self.folder / "units.conf"
         self.conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "{self.workspace}" }}\n')
@@ -86,8 +87,8 @@ class Job:
         before: Sequence[str] = ()
         served_at = self._served_at
         if host is not None:
-            assert self._town is not None
-            before, served_at = self._town.enter(host), self._town.served_at(host)
+            assert self.town is not None
+            before, served_at = self.town.enter(host), self.town.served_at(host)
         words = [*before, *command, "--rank", str(rank), "--nprocs", str(len(self.hosts)), "--forkserver", served_at]
         words += ["--rendezvous", self.url, "--report", str(self.folder / f"report-{rank}.json"), *options]
         if rank == 0:
@@ -95,9 +96,9 @@ class Job:
         self.units[rank] = Unit(words, self.folder, token)
         return self.units[rank]
 
-    def end(self) -> dict[int, tuple[int, str, str]]:
+    def end(self, timeout_s: float = 90) -> dict[int, tuple[int, str, str]]:
         """By rank: exit code, stdout and stderr."""
-        return {rank: unit.end() for rank, unit in sorted(self.units.items())}
+        return {rank: unit.end(timeout_s) for rank, unit in sorted(self.units.items())}
 
     def run(self, *options: str) -> None:
         """Start all, the last one first; all must end well."""
@@ -134,31 +135,18 @@ def port() -> int:
 # ---- several hosts ---------------------------------------------------------------------------------------------------
 
 
-def ip(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)
-
-
-class Town:
-    """Two hosts with an address each, joined by a cable: network namespaces, and a forkserver on each."""
+class Town(Cable):
+    """Two hosts, and a forkserver on each."""
 
     def __init__(self, folder: Path) -> None:
         """`folder` has a short path."""
+        super().__init__("hosts")
         self._folder = folder
-        tag, net = f"tthosts{os.getpid()}", os.getpid() % 250
-        self.names = [f"{tag}h{number}" for number in range(2)]
-        self.addresses = [f"10.93.{net}.{number + 1}" for number in range(2)]
         self._served: list[subprocess.Popen[str]] = []
         self._paths: list[list[str]] = []
 
     def build(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        first, second = self.names
-        ip("link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
-        for name, address in zip(self.names, self.addresses, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
+        self.lay()
         for number in range(2):
             words = [*self.enter(number), sys.executable, "-c", WARM]
             words += [str(self._folder / str(number)), str(Path(__file__).parent)]
@@ -171,12 +159,7 @@ class Town:
     def pull_down(self) -> None:
         for served in self._served:
             served.communicate()
-        for name in self.names:
-            ip("netns", "del", name, check=False)
-
-    def enter(self, number: int) -> list[str]:
-        """What stands before a command that is to run on a host."""
-        return ["ip", "netns", "exec", self.names[number]]
+        self.remove()
 
     def served_at(self, number: int) -> str:
         return self._paths[number][0]
@@ -188,10 +171,6 @@ class Town:
     def listening(self, number: int) -> "Listening":
         """Who listens on a host; its forkserver is there for as long as the town is."""
         return Listening(self._served[number].pid)
-
-    def plug(self, number: int, state: str) -> None:
-        """Pull the plug of a host ("down"), or put it in ("up")."""
-        ip("-n", self.names[number], "link", "set", "eth0", state)
 
 
 class Listening:

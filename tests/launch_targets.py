@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from topotrain.events import Event, Failed, Finished, Notice, Serving, to_json
+from topotrain.events import Event, Failed, Finished, Notice, Saved, Serving, Unsaved, to_json
 from topotrain.job import Cluster, ConfigError, Job, OnFailure
 from topotrain.launch import Outcome
 from topotrain.launch.child import Control
@@ -32,7 +32,8 @@ MARK = "TOPOTRAIN_TEST"
 def play(spec, channel, fds):
     parts = dict(arg.split("=", 1) for arg in spec["args"])
     spec = {**spec, "job_dir": str(Path(spec["run_dir"]).parent)}
-    control = Control(channel)
+    answer = ANSWERS.get(parts.get(spec["who"], ""))
+    control = Control(channel, lambda command: answer and command["command"] == "snapshot" and control.emit(answer))
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
     return PARTS[parts.get(spec["who"], "finish")](spec, control, fds)
 
@@ -229,7 +230,10 @@ def torch_world(spec, control, fds):
     return 0
 
 
+ANSWERS = {"saves": Saved("server 0/0", 3, 70, "manifests/000003", "end"), "unsaved": Unsaved("server 0/0", "why")}
 PARTS: dict[str, Any] = {
+    "saves": stay,
+    "unsaved": stay,
     "finish": finish,
     "raise": raises,
     "misconfigured": misconfigured,
@@ -284,13 +288,18 @@ def parts(**roles: str) -> tuple[str, ...]:
     return tuple("{} {}/{}={}".format(*who.split("_"), part) for who, part in roles.items())
 
 
-def small_job(workspace: Path, args: Sequence[str] = (), restarts: int | None = None, **counts: Any) -> Job:
-    """Two workers and a server in two units, unless told otherwise; without `restarts` a death ends the job."""
+def small_job(
+    workspace: Path, args: Sequence[str] = (), restarts: int | None = None, grace_s: float = 0.0, **counts: Any
+) -> Job:
+    """Two workers and a server in two units, unless told otherwise; without `restarts` a death ends the job.
+
+    grace_s: 0, since only the parts that are made for it take a last snapshot.
+    """
     counts = {"nworkers_per_group": 2, "poll_time": 20, **counts}
     cluster = Cluster(workspace=str(workspace), **counts)
-    policy: dict[str, Any] = {"on_failure": OnFailure.kStop}
+    policy: dict[str, Any] = {"on_failure": OnFailure.kStop, "grace_s": grace_s}
     if restarts is not None:
-        policy = {"on_failure": OnFailure.kContinue, "restarts": restarts}
+        policy |= {"on_failure": OnFailure.kContinue, "restarts": restarts}
     return Job(program="play.py", args=tuple(args), cluster=cluster, **policy)
 
 

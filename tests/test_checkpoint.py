@@ -139,6 +139,38 @@ def test_the_one_that_the_job_went_on_from_stays_for_who_starts_again_alone(file
     assert numbers(files.folder, whole=False) == [5, 6]
 
 
+def test_those_that_were_asked_for_by_step_are_all_kept_under_that_name(files, tmp_path):
+    vault = Vault()
+    for number in range(1, 7):
+        vault.train(1).write(files, number, step=10 * number if number % 2 else None)
+    assert numbers(files.folder, whole=False) == [1, 3, 5, 6]
+    assert sorted(path.name for path in files.folder.glob("step-*")) == ["step-10", "step-30", "step-50"]
+    assert [Manifest.open(files.folder / f"step-{step}").number for step in (10, 30, 50)] == [1, 3, 5]
+    (files.folder / "step-10").unlink()  # as a user does who needs it no more
+    vault.train(1).write(files, 7, step=30)  # done again, by a job that went back
+    assert numbers(files.folder, whole=False) == [5, 6, 7]
+    assert Manifest.open(files.folder / "step-30").number == 7
+
+
+def test_what_was_taken_after_the_one_that_is_gone_back_to_is_moved_aside(files, tmp_path):
+    vault = Vault()
+    for number in range(1, 5):
+        path = vault.train(1).write(files, number, step=number)
+    origin = path.with_name("000002")
+    assert files.begin(origin, again=False) == 5
+    assert numbers(files.folder) == [1, 2] and numbers(tmp_path / ASIDE) == [3, 4]
+    assert sorted(path.name for path in files.folder.glob("step-*")) == ["step-1", "step-2"]
+    assert latest(tmp_path).number == 2
+    assert files.begin(origin, again=True) == 3
+    assert numbers(tmp_path / ASIDE) == [3, 4]
+
+
+def test_links_go_aside_with_what_they_name(files, tmp_path):
+    Vault().train(1).write(files, 1, step=7)
+    assert files.begin(None, again=False) == 1
+    assert Manifest.open(tmp_path / ASIDE / "step-7").number == 1 and not files.folder.exists()
+
+
 def test_a_damaged_newest_gives_way_to_the_one_before(files, tmp_path):
     vault = Vault()
     for number in (1, 2):

@@ -38,6 +38,19 @@ def test_the_job_of_the_snapshot_in_its_workspace(workspace):
     assert (found.job.workspace, found.job.cluster.nworkers_per_group) == (str(workspace), 2)
 
 
+def test_the_snapshot_that_is_named(workspace):
+    Vault(torch.optim.SGD, 1, net=lambda: torch.nn.Linear(4, 3)).write(
+        Files(workspace / FOLDER), 3, conf=dumps(Job(name="new", program="train.py")), step=70
+    )
+    for name in ("000003", "step-70"):
+        found = earlier(workspace / FOLDER / name)
+        assert (found.path, found.job.workspace) == (str(workspace / FOLDER / "000003"), str(workspace))
+    assert earlier(workspace / FOLDER / "000002").path.endswith("000002")
+    (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
+    with pytest.raises(ConfigError, match="has 0 bytes"):
+        earlier(workspace / FOLDER / "000002")
+
+
 def test_a_damaged_one_gives_way_with_a_warning(workspace, capsys):
     (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
     assert earlier(workspace).path.endswith("000001")

@@ -110,7 +110,7 @@ def test_buffers_are_told_when_every_group_has_left_its_own():
     put(home, 0, 4.0)
     out = home.take(MAIN, m.BufferAsk())
     puts = [(p.group, p.index, None if p.body is None else float(p.body.view(torch.float32)[0])) for _, p in out]
-    assert puts[-3:] == [(0, 0, 4.0), (1, 0, 5.0), (-1, -1, None)]
+    assert puts[-3:] == [(0, 0, 4.0), (1, 0, 5.0), (2, -1, None)]
 
 
 @pytest.mark.parametrize(("group", "index"), [(0, 1), (0, -1), (2, 0), (-1, 0)])

@@ -26,8 +26,12 @@ EXAMPLES: list[Event] = [
     events.Frozen("worker 0/1", 12),
     events.Thawed("worker 0/1", 12),
     events.Lost("worker 0/1", 12, "worker 0/1 (pid 12) was killed by SIGKILL", "last words\n"),
+    events.Unrepeatable("worker 0/1", "the job has tables", False),
     events.Incident(0, "worker 0/1", "was killed by SIGKILL", "group 0 starts again", 1.5),
     events.Recovered(0, 0.5, 0.25),
+    events.Agreed("server 0/0", 2, "leave", "no other group trains"),
+    events.Left(2, "has left", 1.5),
+    events.Joined(2, 1, 2.5),
     events.Final("workspace/final.safetensors", 12.5),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]

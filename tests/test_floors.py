@@ -20,15 +20,15 @@ TOP = "topotrain"
 
 FLOORS = (
     "checks job protofile textproto events spans",
-    "topology seats slices flatfile statetable",
+    "topology regrouping seats slices flatfile statetable rhythm",
     "message handling codecs finite compression reduction given collective consistency schedule "
     "update neighbor leases deposits runs position shard encoding windows model snapshot readers ending "
-    "membership snapshotbook snapshotting "
+    "membership snapshotbook crosscut snapshotting "
     "tables tablerows tablerules tablemodes tablebook manners server gateway replication transfer",
     "jitter wire torchdist rendezvous torchurl",
     "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
     "dice sampling feeds streams data checkpoint roads checkpointwriter lifelines copies host",
-    "faults rehearsal trial simulate launch plan",
+    "faults rehearsal witness trial simulate launch plan",
     "watch front cli",
 )
 PLACES = {place: (floor, step) for floor, row in enumerate(FLOORS) for step, place in enumerate(row.split())}

@@ -10,7 +10,7 @@ import uuid
 import pytest
 
 from tests.launch_targets import MARK, launch, marked, parts, processes, wait_for
-from topotrain.events import Exited, Failed, Notice, Output, Started, from_json
+from topotrain.events import Exited, Failed, Notice, Output, Saved, Serving, Started, Unsaved, from_json
 from topotrain.job import ConfigError
 
 GONE_S = 5.0
@@ -58,6 +58,62 @@ def test_processes_are_listed_while_they_run_and_a_signal_ends_them(tmp_path, ma
     assert (outcome.code, outcome.cause) == (143, None)
     assert {entry["pid"] for entry in seen if entry["roles"] != ["launcher"]} >= set(outcome.pids.values())
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def on_serving(who, do):
+    done = []
+
+    def hear(event):
+        if isinstance(event, Serving) and event.who == who and not done:
+            done.append(do())
+
+    return hear
+
+
+@pytest.mark.parametrize("restarts", [None, 3])
+@pytest.mark.parametrize(("answer", "kind"), [("saves", Saved), ("unsaved", Unsaved)])
+def test_sigterm_ends_a_job_when_its_first_server_has_answered(tmp_path, mark, answer, kind, restarts):
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0=answer)
+    outcome, events = launch(tmp_path, roles, hear, grace_s=100.0, restarts=restarts)
+    assert (outcome.code, outcome.cause) == (143, None)
+    assert [type(event) for event in events if isinstance(event, Saved | Unsaved)] == [kind]
+    assert outcome.seconds < 50
+
+
+def test_a_grace_that_is_over_and_a_second_sigterm_end_a_job(tmp_path, mark):
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert launch(tmp_path / "over", roles, hear, grace_s=0.3)[0].code == 143
+
+    def twice(event):
+        hear(event)
+        if isinstance(event, Notice) and event.text.startswith("asked to end"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    outcome, _ = launch(tmp_path / "twice", roles, twice, grace_s=100.0)
+    assert outcome.code == 143 and outcome.seconds < 50
+
+
+def test_ctrl_c_ends_a_job_at_once(tmp_path, mark):
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
+    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome, _ = launch(tmp_path, roles, hear, grace_s=100.0)
+    assert outcome.code == 130 and outcome.seconds < 50
+
+
+def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark):
+    asks = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def hear(event):
+        asks(event)
+        if isinstance(event, Notice) and event.text.startswith("asked to end"):
+            (tmp_path / "run" / "over").touch()
+
+    roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")
+    outcome, _ = launch(tmp_path, roles, hear, grace_s=100.0)
+    assert (outcome.code, outcome.cause) == (0, None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 
 from topotrain import message as m
 from topotrain.job import Algorithm, Apply, Cluster, Engine, Grads, Job
-from topotrain.membership import STREAMS, Answers, Members, answer, questions, refusal
+from topotrain.membership import STREAMS, Answers, Members, answer, questions
+from topotrain.regrouping import refusal
 from topotrain.server import Server
 from topotrain.topology import Address, Role, layout
 

@@ -5,6 +5,7 @@ Here every unit is a process, and parts are played in place of training.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from tests.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain import textproto
 from topotrain.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
 from topotrain.job import Cluster, ConfigError, Job
+from topotrain.launch import company as company_module
 from topotrain.launch import meeting
 from topotrain.launch.company import Company, Notes, Stores
 from topotrain.launch.introduction import End, Hosts, Introduction, hosts_of, with_job
@@ -303,6 +305,33 @@ def test_jobs_stop_ends_it(company, store):
     assert "jobs stop" in end.text
 
 
+def test_a_report_that_is_wiped_out_is_told_again(company, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    (first, run), (second, _) = company(0, units=2), company(1, units=2)
+    for rank in (0, 1):
+        run.set(f"alive/{rank}", b"1")
+    second.finish([Finished("worker 0/1", 1, 1, 0.0, 1, 0, 0)])
+    run.watch("report/1", 10)
+    forget(run)
+    run.watch("report/1", 10)
+    first.finish([])
+    assert first.wait(10).code == second.wait(10).code == 0
+    assert first.reports[1] == second.reports[1]
+
+
+def test_without_a_store_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(company_module, "AWAY_S", 0.3)
+    (first, _), (second, _) = company(0, units=2), company(1, units=2)
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").write_text("no folder")
+    for each in (first, second):
+        each.finish([])
+        end = each.wait(10)
+        assert end.code == 0
+        assert "the store was away for 0.3 s at the end" in end.text
+
+
 # ---- whole units -----------------------------------------------------------------------------------------------------
 
 
@@ -433,6 +462,17 @@ def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
     assert {each.end() for each in job} == {code}
     name = signal.Signals(number).name
     assert {each.told["text"] for each in job} == {f"ended by {name} to unit {victim} on {socket.gethostname()}"}
+
+
+def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
+    roles = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="stay", server_0_0="saves")
+    job = [units(rank, roles, counts={**THREE, "grace_s": 100.0}) for rank in range(3)]
+    for each in job:
+        each.until(Serving, f"worker 0/{each.rank}")
+    job[2].process.send_signal(signal.SIGTERM)
+    assert {each.end() for each in job} == {143}
+    (text,) = {each.told["text"] for each in job}
+    assert text.startswith(f"ended by SIGTERM to unit 2 on {socket.gethostname()}; snapshot 3 has step 70")
 
 
 def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):

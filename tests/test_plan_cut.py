@@ -295,7 +295,31 @@ def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
     assert set(found) == {"worker 0/0 + server 0/0", "worker 0/1 + server 0/1"}
     values = sum(4 * p.count for p in parameters)
     held = sum(4 * p.count * (1 if p.owners else 2) for p in parameters)
-    assert sum(need.shared for need in found.values()) == values + 2 * held
+    assert sum(need.shared - need.passed for need in found.values()) == values + 2 * held
+    bill = cut(job).plan.bill
+    assert [need.passed for need in found.values()] == [sum(bill.sent(worker)) for worker in (0, 1)]
+    one, other = found.values()
+    assert (one.seen, other.seen) == (other.shared, one.shared)
+
+
+def test_beside_a_separate_server_workers_map_what_they_pass_each_other_and_it_does_not() -> None:
+    apart = Cluster(nworkers_per_group=2, server_worker_separate=True)
+    found = needed(replace(hybrid(), cluster=apart))
+    one, other, server = (found[who] for who in ("worker 0/0", "worker 0/1", "server 0/0"))
+    assert one.passed > 0
+    assert one.seen == one.gradients + other.passed  # and the values, as much as gradients
+    assert server.seen == one.shared - one.passed + other.shared - other.passed
+
+
+def test_a_server_copies_what_a_snapshot_writes() -> None:
+    job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
+    found, none, often = (
+        needed(replace(job, **more), 2.0)["server 0/0"]
+        for more in ({}, {"snapshot_s": 0}, {"snapshot_s": 0, "checkpoint_freq": 10})
+    )
+    assert found.snapshot == often.snapshot == found.values + found.state
+    assert none.snapshot == 0
+    assert found.total - none.total == found.snapshot
 
 
 def test_schedules_keep_more_or_less() -> None:
@@ -359,7 +383,7 @@ def places_of(job: Job) -> tuple[list[int], str]:
 
 
 def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(auto(), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
+    job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
     assert places_of(job)[0] == [0, 0, 0, 0, 1]
     monkeypatch.setattr(room, "_STACK", 0)
     bounds = {resource.RLIMIT_DATA: room.ITSELF + 13_000_000}  # values and gradients of three layers, and two to come
@@ -370,11 +394,11 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
         "because it fits",
         "the quickest, stages of about",
         "worker 0/0",
-        "RLIMIT_DATA allows 223.0 MB",
+        f"RLIMIT_DATA allows {bounds[resource.RLIMIT_DATA] / 1e6:.1f} MB",
     ):
         assert part in words
     bounds[resource.RLIMIT_DATA] = room.ITSELF + 4_000_000
-    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 214\.0 MB.*would help"):
+    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 289\.0 MB.*would help"):
         places_of(job)
 
 
@@ -383,7 +407,7 @@ def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPa
     cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, road=Road.kTcp)
     model = Uneven()
     captured = capture(model)
-    job = replace(auto(), cluster=cluster)
+    job = replace(auto(snapshot_s=0), cluster=cluster)
     call = call_of(job, model, parse_inputs(["2x600"]))
     given = Asked(job, layout(cluster, hosts=(0, 1, 2)), model, captured, assignments(model, job, 2, captured), call)
     freely, chosen = placed(given, room.Room())

@@ -16,8 +16,9 @@ from topotrain.events import (
     Started,
     StepDone,
     Thawed,
+    Unrepeatable,
 )
-from topotrain.job import Cluster, Job, OnFailure
+from topotrain.job import Apply, Cluster, Grads, Job, OnFailure
 from topotrain.launch.allowance import WINDOW_S
 from topotrain.launch.frozen import LEASE_S
 from topotrain.launch.recovery import CAUSE_S, Dismiss, GiveUp, Recovery, Regroup, Renew, Terms, recovery
@@ -171,6 +172,38 @@ def test_where_a_group_cannot_start_alone_all_do_or_none() -> None:
     (failed,) = give_up.failures
     assert (failed.who, failed.kind, failed.traceback) == ("worker 0/1", "died", "last words")
     assert failed.text.startswith(lost("worker 0/1").text + "; the whole job would have to start again")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_script_that_says_that_no_group_starts_again_by_itself_takes_the_job_along(whole: bool) -> None:
+    made = machine(replace(ALL, whole=whole))
+    assert tell(made, 101.0, Unrepeatable("worker 0/0", "there are tables", False)) == []
+    *_, last = tell(made, 105.0, lost("worker 0/1"))
+    if whole:
+        assert isinstance(last, Renew)
+        made.renewed()
+        made.heard(Started("worker 0/1", 9), 106.0)
+        assert isinstance(tell(made, 107.0, lost("worker 0/1"))[-1], Regroup)  # another life of the script may differ
+    else:
+        assert last == GiveUp((failed_of("worker 0/1", "; it does not start again: there are tables"),))
+
+
+@pytest.mark.parametrize("who", ["worker 0/1", "server 0/0"])
+def test_a_script_that_says_that_nothing_starts_again_ends_the_job_with_the_death(who: str) -> None:
+    made = machine()
+    tell(made, 101.0, Unrepeatable("worker 1/0", "a loop", True), Unrepeatable("worker 1/0", "there are tables", False))
+    assert tell(made, 105.0, lost(who)) == [GiveUp((failed_of(who, "; it does not start again: a loop"),))]
+
+
+def test_such_a_script_that_is_through_is_not_missed() -> None:
+    made = machine()
+    tell(made, 101.0, Unrepeatable("worker 0/0", "a loop", True), finished("worker 0/1"))
+    (incident,) = tell(made, 105.0, lost("worker 0/1"))
+    assert isinstance(incident, Incident)
+
+
+def failed_of(who: str, why: str) -> Failed:
+    return Failed(who, "died", lost(who).text + why, "last words")
 
 
 def test_where_others_have_a_say_a_lost_connection_is_told_to_them() -> None:
@@ -379,21 +412,23 @@ def test_after_a_restart_of_the_whole_the_first_step_of_anybody_counts() -> None
 
 
 def test_the_job_says_what_may_start_again() -> None:
-    job = Job(cluster=DOWNPOUR)
-    assert recovery(job, TOPOLOGY, True, BEGAN) is None
-    goes_on = replace(job, on_failure=OnFailure.kContinue, restarts=1)
+    goes_on = Job(cluster=DOWNPOUR, restarts=1)
+    assert recovery(replace(goes_on, on_failure=OnFailure.kStop), TOPOLOGY, True, BEGAN) is None
     here = replace(TOPOLOGY, units=TOPOLOGY.units[:1])
     assert layout(DOWNPOUR).unit_of(TOPOLOGY.workers(0)[1]) == 1
     for topology, answer in ((TOPOLOGY, Regroup), (here, GiveUp)):  # of whom a part is elsewhere, cannot start alone
         made = recovery(goes_on, topology, False, BEGAN)
         assert made is not None
         assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], answer)
+    made = recovery(replace(goes_on, apply=Apply.kOnArrival, grads=Grads.kHidden), TOPOLOGY, True, BEGAN)
+    assert made is not None
+    assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], Renew)  # nobody could take back what is applied
 
 
 def test_groups_of_one_worker_start_again_where_they_are() -> None:
     cluster = Cluster(nworker_groups=2, nworkers_per_group=1, server_worker_separate=True)
     whole = layout(cluster)
-    job = Job(cluster=cluster, on_failure=OnFailure.kContinue)
+    job = Job(cluster=cluster)
     made = recovery(job, replace(whole, units=whole.units[1:2]), False, BEGAN)
     assert made is not None
     assert isinstance(tell(made, 105.0, lost("worker 1/0"))[-1], Regroup)

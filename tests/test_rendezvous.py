@@ -387,6 +387,20 @@ def test_the_age_of_a_file_is_judged_by_the_file_system_alone(tmp_path, monkeypa
     assert store.keys() == [] and not (tmp_path / "s" / "k").exists()
 
 
+def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_faster(tmp_path):
+    store = FileStore(tmp_path / "s")
+    store.set("k", b"1")
+    shutil.rmtree(tmp_path / "s")
+    assert store.get("k") is None
+    assert store.compare_and_set("k", None, b"2")
+    assert store.get("k") == b"2"
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").symlink_to("/nowhere")
+    with pytest.raises(StoreError, match="rendezvous directory"):
+        store.set("k", b"3")
+
+
 def test_a_table_forgets_what_is_over_and_has_an_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("topotrain.rendezvous.table.time.monotonic", lambda: now[0])

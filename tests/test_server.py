@@ -581,7 +581,7 @@ def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
     assert hall.got[worker(0)] == [] and not any(s.done for s in hall.servers.values())
     finish(hall, worker(1), 1)
     assert hall.values(worker(0)) == expected
-    assert hall.heard(worker(0), m.BufferPut) == [m.BufferPut(-1, -1)]
+    assert hall.heard(worker(0), m.BufferPut) == [m.BufferPut(2, -1)]
     assert all(s.done for s in hall.servers.values())
 
 

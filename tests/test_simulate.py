@@ -3,13 +3,20 @@
 import os
 
 import pytest
+import torch
 
+from topotrain import message as m
 from topotrain.consistency import ApplyOrder, DecisionLog
+from topotrain.exchange import Exchange
+from topotrain.faults import Fault, Schedule, What
 from topotrain.job import Cluster, ConfigError, Job, Placement
-from topotrain.leases import LeaseBook, _Epoch
-from topotrain.server import Server
+from topotrain.leases import LeaseBook, _Epoch, _over
+from topotrain.neighbor import MasterAgreement
+from topotrain.server import _HANDLERS, Server
 from topotrain.simulate import LAYOUTS, chosen, many, prepared, rehearse, scheduled, shrunk
 from topotrain.snapshotting import Snapshots
+from topotrain.trial import Trial
+from topotrain.witness import Witness, Wrong
 
 pytestmark = pytest.mark.simulated
 
@@ -77,6 +84,26 @@ def test_a_snapshot_counts_leases_that_were_told_when_a_group_was_gone():
 def test_a_snapshot_leaves_out_epochs_that_are_over():
     verdict = next(many([11618]))
     assert verdict.schedule.epochs == 2 and verdict.snapshots > 1 and not verdict.wrong
+
+
+@pytest.mark.parametrize(
+    ("now", "text"),
+    [
+        ([1.0, 0.0, 2.0], "cell 2 of p0 as 2, where 0 or 1 is right"),
+        ([0.0, 1.0, 1.0], "cell 0 of p0 as 0, which was 1 before"),
+        ([1.0, 0.0, 0.0], "cell 1 of p0 as 0, which its group has counted already"),
+    ],
+)
+def test_a_worker_is_shown_its_own_work_and_never_less_than_before(now, text):
+    witness = Witness("worker 0/0", 3)
+    witness.look([torch.tensor([1.0, 0.0, 0.0, 7.0])])
+    witness.look([torch.tensor([1.0, 0.0, 1.0, 7.0])])
+    if "counted" in text:
+        witness.did([1])
+    else:
+        witness.look([torch.tensor([1.0, 1.0, 1.0, 7.0])])
+    with pytest.raises(Wrong, match=f"worker 0/0 is shown {text}"):
+        witness.look([torch.tensor(now)])
 
 
 # --- rules left out ----------------------------------------------------------------------------------------------
@@ -156,6 +183,65 @@ class _Deaf:
         pass
 
 
+def in_any_order(patch):
+    """Decisions are carried out as they come."""
+
+    def arrive(self, apply):
+        known = vars(self).setdefault("known", set())
+        new = apply.index not in known
+        known.add(apply.index)
+        while self.next in known:
+            self.next += 1
+        return [apply] if new else []
+
+    patch.setattr(ApplyOrder, "arrive", arrive)
+
+
+def decided_forgotten(patch):
+    """A vote about a step that is decided opens another vote."""
+    staged = DecisionLog.staged
+
+    def counted(self, shard, message):
+        decided, self._decided = self._decided, {}
+        try:
+            staged(self, shard, message)
+        finally:
+            self._decided = decided
+
+    patch.setattr(DecisionLog, "staged", counted)
+
+
+def beginning_again(patch):
+    """The first values are taken whenever they are said."""
+    init = Server._init
+
+    def again(self, sender, message):
+        if self.complete():
+            self._known.values(message.bucket).copy_(self._known.body(message))
+        init(self, sender, message)
+
+    patch.setitem(_HANDLERS, m.Init, again)
+
+
+def unasked_values(patch):
+    """A worker takes values that it does not wait for."""
+
+    def any_round(method):
+        def taken(self, sender, message, *more):
+            asked = self._round
+            if isinstance(message, m.Values):
+                self._round = message.round
+            try:
+                return method(self, sender, message, *more)
+            finally:
+                self._round = asked
+
+        return taken
+
+    patch.setattr(Exchange, "_land", any_round(Exchange._land))
+    patch.setattr(Exchange, "place", any_round(Exchange.place))
+
+
 MUTANTS = [
     (twice, "downpour of pairs", 5),
     (without_one, "downpour on three shards", 0),
@@ -164,6 +250,10 @@ MUTANTS = [
     (nobody_is_awaited, "downpour", 7),
     (frozen_late, "downpour on three shards", 14),
     (silent_leases, "downpour", 7),
+    (in_any_order, "downpour on three shards", 20),
+    (decided_forgotten, "downpour of pairs", 6),
+    (beginning_again, "downpour of pairs", 6),
+    (unasked_values, "downpour of pairs", 6),
 ]
 
 
@@ -174,3 +264,48 @@ def test_each_rule_is_needed(mutant, name, seed, monkeypatch):
     job = LAYOUTS[name]
     seeds = (seed, *range(40))
     assert any(rehearse(job, name, each, scheduled(job, name, each)).wrong for each in seeds), "it makes no difference"
+
+
+def ended_when_empty(patch):
+    """Whoever finds the queue empty leaves the epoch, though others may still die."""
+    answer = LeaseBook._answer
+
+    def ends(self, epoch, sender, ask):
+        found = answer(self, epoch, sender, ask)
+        return _over(ask) if found is None else found
+
+    patch.setattr(LeaseBook, "_answer", ends)
+
+
+def drained_at_once(patch):
+    """A server group is drained when its workers have ended, whatever is under way to the masters."""
+    patch.setattr(MasterAgreement, "drained", lambda self: self._draining)
+
+
+def slow_and_dead():
+    """A group is slow with its first batch, and dies at its second, when nothing is left in the queue but for that."""
+    slow = Fault(1, kind=m.Commit, after=0, away=0.5, what=What.PAUSE)
+    return Trial(
+        LAYOUTS["downpour"],
+        2,
+        Schedule("calm", 40, 1, "lease", True, (slow, Fault(1, kind=m.Commit, after=1, away=9.0))),
+    )
+
+
+def deaf_at_the_end():
+    """Group 0 has asked for the result, and its server hears late what the others do until their end."""
+    slow = Fault(1, at=0.02, away=0.1, what=What.PAUSE)
+    deaf = Fault(0, kind=m.FinalAsk, after=0, what=What.PAUSE, server=0, away=1.0)
+    return Trial(LAYOUTS["hogwild"], 0, Schedule("calm", 12, 1, "static", True, (slow, deaf)))
+
+
+def right_and_in_time(trial):
+    """The result is right, and nothing of it has waited for a group that is away."""
+    return not trial.run().wrong() and max(moment for each in trial.commits.values() for moment in each) < 5.0
+
+
+@pytest.mark.parametrize(("mutant", "place"), [(ended_when_empty, slow_and_dead), (drained_at_once, deaf_at_the_end)])
+def test_each_rule_is_needed_in_a_place_that_was_made_for_it(mutant, place, monkeypatch):
+    assert right_and_in_time(place())
+    mutant(monkeypatch)
+    assert not right_and_in_time(place()), "it makes no difference"

@@ -5,7 +5,7 @@ import torch
 from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 
 from topotrain import message as m
-from topotrain.job import Apply, Grads
+from topotrain.job import Agreement, Apply, Grads
 from topotrain.position import STATIC, Position
 from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
 from topotrain.statetable import StateError, from_rows, merge, to_rows
@@ -39,7 +39,7 @@ class Archive:
                     slab.name, torch.full((self.count(slab.name),), torch.nan, dtype=slab.body.dtype)
                 )
                 whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-            answer = {"error": "the disk is full"} if what.shard == self.fails else {"shard": what.shard}
+            answer = {"error": "the disk is full"} if what.server.index == self.fails else {"server": str(what.server)}
         else:
             self.published.append(what)
         stage = WRITTEN if isinstance(what, Write) else PUBLISHED
@@ -168,7 +168,7 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"groups": 2, "nserver_groups": 2}, "server groups"),
+        ({"groups": 2, "nserver_groups": 2, "agreement": Agreement.kRingAverage}, "kRingAverage"),
         ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
     ],
 )
@@ -314,3 +314,171 @@ def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
         town.sim.actor(str(seat.me), seat.finish)
     town.sim.run()
     assert len(archive.published) == 1
+
+
+# --- when the user says so ---------------------------------------------------------------------------------------
+
+
+def stepping(steps: int, pause: float = 0.1):
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(steps):
+            seat.step(seat.numbers())
+            seat.sleep(pause, pause)
+        seat.finish()
+
+    return script
+
+
+def taken(archive: Archive) -> list[tuple[str, int]]:
+    return [(published.why, dict(published.facts["steps"])[0]) for published in archive.published]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("freq", "after", "steps"), [(3, 0, [3, 6, 9]), (4, 1, [1, 5, 9]), (5, 7, [7])])
+def test_one_behind_each_step_that_is_asked_for(groups, freq, after, steps):
+    town = Town(job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after), 3, STORM)
+    archive = Archive(town)
+    town.play(stepping(10, 1.0))
+    assert taken(archive) == [("step", step) for step in steps]
+
+
+def test_who_asks_faster_than_a_disk_writes_has_fewer_and_training_goes_on():
+    town = Town(job(workers=1, shards=2, checkpoint_freq=1), 1, VIEWS)
+    archive = Archive(town)
+    kept, archive.say = [], lambda me, said: kept.append((me, said))
+
+    def script(seat: Seat) -> None:
+        stepping(4)(seat)
+
+    town.play(script)
+    assert not archive.published and len(archive.values) == 1
+    for me, said in kept:
+        Archive.say(archive, me, said)
+    assert len(archive.values) == 1
+
+
+def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
+    town = Town(job(workers=1, shards=2, checkpoint_freq=4), 1, VIEWS)
+    archive = Archive(town)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for step in range(8):
+            if step in (2, 3):
+                archive.ask()
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert taken(archive) == [("time", 3), ("time", 4), ("step", 5), ("step", 8)]
+
+
+def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
+    town, archive, boxes = waiting(groups=1, workers=2)
+    server = town.server(0, 0)
+    server.snapshots._timed = 0  # it was asked for by step
+    archive.ask()
+    assert server.snapshots.under_way == 1 and not archive.dropped
+    archive.ask()
+    assert archive.dropped
+
+
+def test_the_last_one_is_behind_the_very_next_step():
+    town = Town(job(groups=2, workers=1, shards=2), 1, VIEWS)
+    archive = Archive(town)
+    me = Address(Role.SERVER, 0, 0)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            town.houses[me].handle(me, m.SnapshotAsk(last=True))  # nothing is there yet
+        for step in range(4):
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+            if seat.me.group == 0 and step == 1:
+                town.houses[me].handle(me, m.SnapshotAsk(last=True))
+        seat.finish()
+
+    town.play(script)
+    assert [drop.number for drop in archive.dropped] == [0]
+    ((why, _),) = taken(archive)
+    assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
+    town.houses[me].handle(me, m.SnapshotAsk(last=True))  # the job ends by itself
+    assert len(archive.dropped) == 1
+
+
+# --- several server groups ---------------------------------------------------------------------------------------
+
+DOUBLE = parameters(150, 256, 90, dtype="float64")
+
+
+@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
+@pytest.mark.parametrize(("groups", "server_groups", "shards", "freq"), [(2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)])
+def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
+    weather, groups, server_groups, shards, freq
+):
+    taken = 0
+    for seed in range(12):
+        made = job(groups, 1, shards, nserver_groups=server_groups, sync_freq=freq)
+        town = Town(made, seed, weather, DOUBLE)
+        archive = Archive(town)
+        pushed: dict[int, list[list[torch.Tensor]]] = {group: [] for group in range(groups)}
+
+        def script(seat: Seat, archive=archive, pushed=pushed) -> None:
+            seat.open()
+            for _ in range(3 + 3 * seat.me.group):
+                gradient = seat.numbers()
+                pushed[seat.me.group].append([g.clone() for g in gradient])
+                seat.sleep(0.0, 0.1)
+                if seat.me.group == 0:
+                    archive.ask()
+                seat.step(gradient)
+            seat.finish()
+
+        town.play(script)
+        assert not archive.dropped
+        for published in archive.published:
+            steps = dict(published.facts["steps"])
+            assert steps.keys() == set(range(groups))
+            done = [g for group, count in steps.items() for g in pushed[group][:count]]
+            found = [archive.values[published.number][p.name] for p in town.map.parameters]
+            assert same(found, [-t for t in total(done)]), (seed, published.number, steps)
+            assert published.facts["version"] == sum(steps.values())
+            taken += 1
+    assert taken >= 12
+
+
+def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
+    """What each server writes is what the file wants: each element once, state once."""
+    town = Town(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
+    archive = Archive(town)
+    written: dict[str, list[tuple[int, int]]] = {}
+    states: set[Address] = set()
+    work = archive.work
+
+    def noted(me: Address, what: Write | Publish | Drop) -> None:
+        if isinstance(what, Write):
+            for slab in what.frozen.values:
+                written.setdefault(slab.name, []).append((slab.lo, slab.lo + slab.body.numel()))
+            states.update({what.server} if what.frozen.state else set())
+        work(me, what)
+
+    archive.work = noted
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            archive.ask()
+        for _ in range(3):
+            seat.step(seat.numbers())
+            seat.sleep(0.1, 0.1)
+        seat.finish()
+
+    town.play(script)
+    assert len(archive.published) == 1
+    for parameter in DOUBLE:
+        runs = sorted(written[parameter.name])
+        assert [lo for lo, _ in runs] == [0, *[hi for _, hi in runs[:-1]]] and runs[-1][1] == parameter.count
+    assert all(server.group == 0 for server in states)

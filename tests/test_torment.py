@@ -57,15 +57,26 @@ def test_the_page_says_what_was_not_run_and_keeps_the_rest(tmp_path: Path, monke
     monkeypatch.setattr(chaos, "PAGE", page)
     monkeypatch.setattr(chaos, "RESULTS", tmp_path)
     asked = [Line(i, f"check {i}", NOT_RUN, "not asked for") for i in chaos.IDS if i != "K"]
-    chaos.save([Line("K", "images", "ok", "4 passed"), *asked], [trial(9)], 1, 2.0)
-    chaos.save([Line(i, "", NOT_RUN, "not asked for") for i in chaos.IDS], [], 1, 2.0)
-    chaos.render()
+    chaos.keep_waits([trial(9)], 1, 2.0)
+    chaos.keep([Line("K", "images", "ok", "4 passed"), *asked])
+    chaos.keep([Line(i, "", NOT_RUN, "not asked for") for i in chaos.IDS])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     ran, _, missing = text.partition(f"\n{NOT_RUN}:\n")
     assert "| K | images | ok | 4 passed |" in ran
     assert "| Sandblaster | worker | 1 | 1 | 0.5 | 0.5 | 0.5 |" in ran
     assert "* P" in missing and "* K" not in missing
+
+
+def test_each_check_is_kept_before_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(chaos, "RESULTS", tmp_path)
+    monkeypatch.setattr(chaos, "CHECKS", [Check(i, "", "Makefile", ("-c", "print('3 passed')")) for i in "KZ"])
+    chaos.PAGE.write_text(f"{BEGIN}\n{END}\n")
+    found = chaos.rows(["K", "Z"], 0, 1, soon())
+    chaos.keep(next(found))
+    assert "| K |" in chaos.PAGE.read_text() and "| Z |" not in chaos.PAGE.read_text()
+    assert [line.id for lines in found for line in lines] == ["Z"]
 
 
 def test_the_page_of_the_documentation_has_its_place() -> None:

@@ -20,6 +20,7 @@ from vault import Vault, equal, read
 from topotrain import checkpointwriter
 from topotrain.checkpoint import FILES, FOLDER, MANIFEST, MODEL, latest
 from topotrain.checkpointwriter import Files, Writer
+from topotrain.events import Event
 from topotrain.job import ConfigError
 from topotrain.snapshot import Freezer
 from topotrain.snapshotbook import Texts, Write
@@ -261,10 +262,10 @@ class Host:
 
     def __init__(self, workspace: Path) -> None:
         self.vault = Vault(partial(torch.optim.SGD, momentum=0.9), 1, net=Small).train(1)
-        self.told: list[str] = []
+        self.told: list[Event] = []
         self.heard = threading.Event()
         self.files = Files(workspace / FOLDER)
-        writer = Writer(self.vault.job, self.vault.topology, self.files, 1, self.told.append)
+        writer = Writer(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told.append)
         self.snapshots = Snapshots(ME, self.vault.job, self.vault.topology, None, lambda *_: None)
         self.aside = writer.follow(ME, self.snapshots, self.heard.set)
         self.texts = Texts()
@@ -272,7 +273,7 @@ class Host:
     def write(self, number: int) -> dict:
         frozen = Freezer(self.vault.models[0], 0).freeze()
         self.heard.clear()
-        self.snapshots._do(Write(number, 0, frozen, frozen.table))
+        self.snapshots._do(Write(number, ME, frozen, frozen.table))
         assert self.heard.wait(30)
         answers = [self.texts.take(ME, message) for message in self.aside.heard()]
         return next(answer for answer in answers if answer is not None)

@@ -26,8 +26,8 @@ from topotrain.front import context
 from topotrain.front.checkpoints import Checkpoints, load_checkpoints
 from topotrain.front.evaluating import Beside
 from topotrain.front.final import tensors_of
-from topotrain.front.occasions import Rhythm
 from topotrain.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
+from topotrain.rhythm import Rhythm
 from topotrain.update import build, set_lr
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +126,9 @@ def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
     [(0, 0, []), (3, 0, [0, 3, 6, 9]), (4, 2, [2, 6, 10]), (1, 8, [8, 9, 10]), (5, 20, [])],
 )
 def test_what_is_due_when(freq, after, steps):
-    assert [step for step in range(11) if Rhythm(freq, after).due(step)] == steps
+    rhythm = Rhythm(freq, after)
+    assert [step for step in range(11) if rhythm.due(step)] == steps
+    assert [rhythm.passed(step) for step in range(11)] == [len([s for s in steps if 0 < s <= n]) for n in range(11)]
 
 
 # --- an ordinary process ------------------------------------------------------------------------------------------

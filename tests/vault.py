@@ -94,7 +94,12 @@ class Vault:
         return found
 
     def write(
-        self, files: Files, number: int, left: Mapping[Address, torch.Tensor] | None = None, **facts: object
+        self,
+        files: Files,
+        number: int,
+        left: Mapping[Address, torch.Tensor] | None = None,
+        step: int | None = None,
+        **facts: object,
     ) -> Path:
         """What the hosts of a job do, one after the other."""
         frozen = [Freezer(model, shard).freeze() for shard, model in enumerate(self.models)]
@@ -130,7 +135,7 @@ class Vault:
             "files": {**{name: _joined(part[name] for part in sums) for name in (MODEL, STATE)}, **kept},
             **facts,
         }
-        files.publish(number, data)
+        files.publish(number, data, step)
         return files.folder / f"{number:06d}"
 
 

@@ -33,22 +33,26 @@ from topotrain.checkpoint import (
     numbers,
     workers_file,
 )
+from topotrain.events import Event, Notice, Saved, Unsaved
 from topotrain.flatfile import FlatFile
 from topotrain.job import Job
 from topotrain.message import Message, SnapshotAsk, SnapshotPart
 from topotrain.snapshot import Slab
-from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
-from topotrain.snapshotting import Snapshots
+from topotrain.snapshotbook import PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
+from topotrain.snapshotting import Snapshots, takes_snapshots
 from topotrain.statetable import model_file, state_file
 from topotrain.textproto import dumps
-from topotrain.topology import Address, Topology
+from topotrain.topology import Address, Role, Topology
 
 KEPT = 2
+STEPS = "step-"
+LEADER = Address(Role.SERVER, 0, 0)
+"""Who coordinates the snapshots of a job, and whose host makes them count."""
 _NICE = 10
 _CHUNK = 4 << 20
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
-Tell = Callable[[str], None]
+Emit = Callable[[Event], None]
 _Order = Write | Publish | Drop
 
 
@@ -67,15 +71,24 @@ class Files:
         """Make room for a start of the job: the number of its first snapshot.
 
         Those of an earlier run are moved aside, unless this start goes on from one of them (`resumed`), or is the same
-        run `again`.
+        run `again`. Of those the ones that were taken after it are moved aside, too: they are of a past that is undone.
         """
         ours = resumed is not None and resumed.parent.resolve() == self.folder.resolve()
         self._origin = int(resumed.name) if ours and resumed is not None and resumed.name.isdecimal() else None
         goes_on = again or ours
+        found = numbers(self.folder, whole=False)
+        undone = [] if again or self._origin is None else [number for number in found if number > (self._origin or 0)]
+        aside = self.folder.with_name(ASIDE)
+        if (undone or not goes_on) and self.folder.exists():
+            shutil.rmtree(aside, ignore_errors=True)
         if not goes_on and self.folder.exists():
-            shutil.rmtree(self.folder.with_name(ASIDE), ignore_errors=True)
-            os.replace(self.folder, self.folder.with_name(ASIDE))
-        return max(numbers(self.folder, whole=False), default=0) + 1
+            os.replace(self.folder, aside)
+            return 1
+        for number in undone:
+            aside.mkdir(exist_ok=True)
+            os.replace(self.folder / name_of(number), aside / name_of(number))
+        self._links()
+        return max(found, default=0) + 1
 
     def write(self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[Slab]]], first: bool) -> dict[str, Any]:
         """Write slabs at their places, and wait for the disk; returns the checksums by file, for the manifest.
@@ -94,12 +107,18 @@ class Files:
                 os.fsync(fd)
         return sums
 
-    def publish(self, number: int, data: Mapping[str, Any]) -> None:
+    def publish(self, number: int, data: Mapping[str, Any], step: int | None = None) -> Path:
         """Let a snapshot count whose files are on disk, and remove what is older than it and the one before.
 
-        The one that the job went on from stays.
+        The one that the job went on from stays, and so do those that have a `step`: they are kept by that name, which
+        is a link, until somebody removes the link. Returns where the snapshot is.
         """
         path = self.folder / name_of(number)
+        link = path if step is None else self.folder / f"{STEPS}{step}"
+        if step is not None:  # first, so that nothing prunes it
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(link)
+            os.symlink(path.name, link)
         text = json.dumps({**data, "sha256": hashed(data)}, separators=(",", ":"))
         with _created(path / f"{MANIFEST}.tmp") as fd:
             _write(fd, text.encode(), 0)
@@ -108,11 +127,23 @@ class Files:
         for each in (path, self.folder, self.folder.parent):
             _sync(each)
         self._prune(number)
+        return link
+
+    def _links(self) -> set[int]:
+        """The snapshots that are kept by their steps; links to what is gone are removed."""
+        found = set()
+        for link in self.folder.glob(f"{STEPS}*"):
+            if (link / MANIFEST).exists():
+                found.add(int(link.resolve().name))
+            elif link.is_symlink():
+                link.unlink()
+        return found
 
     def _prune(self, newest: int) -> None:
         whole = [number for number in numbers(self.folder) if number <= newest][-KEPT:]
+        kept = {*whole, *self._links(), self._origin}
         for number in numbers(self.folder, whole=False):
-            if number < newest and number not in whole and number != self._origin:
+            if number < newest and number not in kept:
                 with contextlib.suppress(OSError):  # what cannot be removed takes nothing from the new one
                     self.drop(number)
 
@@ -131,14 +162,17 @@ class Writer:
         job, topology: the job.
         files: the folder.
         first: number of the first snapshot.
-        tell: told what went wrong, for the user; training goes on.
+        emit: told what is there, and what went wrong; training goes on.
     """
 
-    def __init__(self, job: Job, topology: Topology, files: Files, first: int, tell: Tell) -> None:
-        self._job, self._topology, self._files, self._first, self._tell = job, topology, files, first, tell
+    def __init__(self, job: Job, topology: Topology, files: Files, first: int, who: str, emit: Emit) -> None:
+        self._job, self._topology, self._files, self._first = job, topology, files, first
+        self._who, self._emit = who, emit
         self._orders: SimpleQueue[tuple[Aside, _Order]] = SimpleQueue()
         self._answers: SimpleQueue[tuple[Aside, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
+        self._leader: Aside | None = None
+        self._refusal = ""
 
     def follow(
         self, me: Address, snapshots: Snapshots, poke: Callable[[], None], from_another: bool = False
@@ -147,7 +181,12 @@ class Writer:
 
         from_another: the host of another process has done so before.
         """
-        aside = Aside(self._job.snapshot_s if snapshots.book is not None else 0.0, poke)
+        leads = snapshots.book is not None
+        aside = Aside(self._job.snapshot_s if leads else 0.0, poke)
+        if leads:
+            self._leader, self._refusal = aside, snapshots.refusal
+        if leads and snapshots.refusal and self._job.checkpoint_freq:
+            self._tell(f"checkpoint_freq: no snapshots are taken, since {snapshots.refusal}")
 
         def work(what: _Order) -> None:
             self._begin()
@@ -158,6 +197,16 @@ class Writer:
         elif not snapshots.refusal:
             snapshots.follow(work, self._first)
         return aside
+
+    def end(self) -> None:
+        """The job is to end: take one more snapshot; Saved or Unsaved is told. On any thread."""
+        if self._leader is None or self._refusal:
+            self._emit(Unsaved(self._who, self._refusal or "its server has not begun"))
+        else:
+            self._leader.say([SnapshotAsk(last=True)])
+
+    def _tell(self, text: str) -> None:
+        self._emit(Notice(self._who, text))
 
     def _begin(self) -> None:
         """Two threads: whoever has a low priority must not be in a server's way while it speaks to it."""
@@ -179,6 +228,9 @@ class Writer:
             aside.say(answer)
 
     def _do(self, what: "_Order") -> list[SnapshotPart]:
+        if isinstance(what, Drop) and not what.number:
+            self._emit(Unsaved(self._who, what.why))
+            return []
         if isinstance(what, Drop):
             self._tell(f"snapshot {what.number} was not written: {what.why}; training goes on")
             with contextlib.suppress(OSError):
@@ -202,7 +254,7 @@ class Writer:
             MODEL: (model_file(frozen.parameters), frozen.values),
             STATE: (state_file(frozen.parameters, what.table), frozen.state),
         }
-        return self._files.write(what.number, parts, first=what.shard == 0)
+        return self._files.write(what.number, parts, first=what.server == LEADER)
 
     def _publish(self, what: Publish) -> dict[str, Any]:
         layout = workers_file({worker: data.numel() for worker, data in what.deposits.items()})
@@ -210,7 +262,8 @@ class Writer:
         kept = self._files.write(what.number, {WORKERS: (layout, slabs)}, first=True)
         files = {name: _joined(part[name] for part in what.written) for name in (MODEL, STATE)}
         topology = self._topology
-        self._files.publish(
+        step = dict(what.facts["steps"])[0]
+        path = self._files.publish(
             what.number,
             {
                 "format": FORMAT,
@@ -222,7 +275,9 @@ class Writer:
                 "workers": [[worker.group, worker.index, data.numel()] for worker, data in what.deposits.items()],
                 "files": {**files, **kept},
             },
+            step if what.why == STEP else None,
         )
+        self._emit(Saved(self._who, what.number, step, str(path), what.why))
         return {}
 
 
@@ -327,22 +382,21 @@ def _sync(path: Path) -> None:
 
 
 def writer_for(
-    job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, tell: Tell
+    job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, emit: Emit
 ) -> Writer | None:
     """What writes the snapshots of a process's servers; None where the job wants none.
 
-    resumed: the snapshot that the job goes on from. again: it was started before, and is the same run.
+    resumed: the snapshot that the job goes on from. again: it was started before, and is the same run. emit: tells the
+    user what comes of it.
     """
-    if not job.snapshot_s:
+    if not takes_snapshots(job):
         return None
     files = Files(Path(job.workspace).absolute() / FOLDER)
-    coordinates = any(server.index == 0 for server in servers)
     try:
-        if coordinates or job.cluster.replicas > 1:  # then any process may have to
-            first = files.begin(resumed, again or not coordinates)
-        else:
-            first = 1
+        any_may = job.cluster.replicas > 1  # have to lead
+        leads = LEADER in servers
+        first = files.begin(resumed, again or not leads) if leads or any_may else 1
     except OSError as error:
-        tell(f"no snapshots are written: {error}")
+        emit(Notice(str(servers[0]), f"no snapshots are written: {error}"))
         return None
-    return Writer(job, topology, files, first, tell)
+    return Writer(job, topology, files, first, str(servers[0]), emit)

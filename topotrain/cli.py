@@ -20,6 +20,7 @@ import typer
 
 from topotrain.front import (
     commands_chaos,
+    commands_groups,
     commands_jobs,
     commands_pserver,
     commands_resume,
@@ -45,7 +46,7 @@ VALUED = frozenset(
     {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
     | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
     | {"--kill-every", "--for", "--seed", "--freeze", "--whom", "--pairs", "--at", "--kills"}
-    | {"--seeds", "--layout", "--only"}
+    | {"--seeds", "--layout", "--only", "--group", "--within"}
 )
 """Options that are followed by a value, of all commands."""
 
@@ -173,7 +174,9 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="WORKSPACE", help="Go on from the newest snapshot there."),
+        typer.Option(
+            "--resume", metavar="WORKSPACE", help="Go on from the newest snapshot there, or from the named one."
+        ),
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
@@ -562,4 +565,5 @@ commands_pserver.register(app)
 commands_jobs.register(app)
 commands_unit.register(app, _DESK)
 commands_chaos.register(app, _DESK)
+commands_groups.register(app, _DESK)
 commands_simulate.register(app, _DESK)

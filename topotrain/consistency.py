@@ -83,7 +83,7 @@ class Clocks:
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
 
-RESTS, IS_BACK, RESTARTS, SNAPSHOT = 1, 2, 3, 4  # Apply.change
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY = 1, 2, 3, 4, 5  # Apply.change
 
 MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
 _MOST_EXITS = 1 << 14
@@ -129,6 +129,11 @@ class DecisionLog:
         vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
         for worker, parameter in pairs(message.refused):
             vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
+
+    @property
+    def undecided(self) -> int:
+        """Steps that some shard has staged, and of which nothing is decided."""
+        return len(self._votes)
 
     def ready(self) -> list[tuple[int, int]]:
         """(group, step) pairs that all shards have staged, in group order."""

@@ -46,6 +46,7 @@ class Ending:
         self._buffers_here: set[tuple[int, int]] = set()
         self._buffers_from: set[int] = set()
         self._buffers_each = 0
+        self._away: set[int] = set()
 
     @property
     def done(self) -> bool:
@@ -58,7 +59,7 @@ class Ending:
     def drained(self, buckets: Sequence[Bucket], view: View) -> Out:
         """This server has applied its last update and is drained."""
         if self._me.group in self._drained:
-            return []
+            return self._advance(buckets, view)
         self._drained.add(self._me.group)
         others = sorted(self._groups - {self._me.group})
         out: Out = [(Address(Role.SERVER, group, self._me.index), m.Drained()) for group in others]
@@ -89,6 +90,14 @@ class Ending:
         self._buffers_from.discard(group)
         self._buffers_here = {key for key in self._buffers_here if key[0] != group}
         self._asks = [(sender, ask) for sender, ask in self._asks if sender.group != group]
+
+    def away(self, group: int) -> None:
+        """The workers of a group have left the job: nobody waits for theirs."""
+        self._away.add(group)
+
+    def back(self, group: int) -> None:
+        """They have come back."""
+        self._away.discard(group)
 
     def buffer_place(self, message: m.BufferPut, schema: Schema) -> torch.Tensor:
         """Memory for a model buffer of a group."""
@@ -156,11 +165,9 @@ class Ending:
             if not self._final:
                 return None
             return [(to, m.Values(ask.round, b.id, -1, body=view(b))) for b in buckets]
-        each = self._buffers_each
-        if self._buffers_from != self._worker_groups or len(self._buffers_here) < each * len(self._worker_groups):
+        there = self._worker_groups - self._away
+        wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
+        if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):
             return None
-        found: Out = [
-            (to, m.BufferPut(group, index, body=body))
-            for (group, index), body in sorted(self._buffers.items(), key=lambda i: i[0])
-        ]
-        return [*found, (to, m.BufferPut(-1, -1))]
+        found: Out = [(to, m.BufferPut(*key, body=self._buffers[key])) for key in wanted]
+        return [*found, (to, m.BufferPut(len(there), -1))]

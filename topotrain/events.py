@@ -166,6 +166,15 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Unrepeatable:
+    """A worker's group cannot be started again by itself, nor, if `job`, the job as a whole; the text says why."""
+
+    who: str
+    text: str
+    job: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """Something was lost, `at_s` seconds after the job's start, and the job goes on.
 
@@ -191,6 +200,56 @@ class Recovered:
     number: int
     waited_s: float
     others_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Snapshot `number` is on disk in the folder `path`, taken behind step `step` of worker group 0.
+
+    why: "time" (seconds have passed), "step" (the job's `checkpoint_freq`), "end" (the job was asked to end).
+    """
+
+    who: str
+    number: int
+    step: int
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """A job that was asked to end cannot take a last snapshot; the text says why."""
+
+    who: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A server's answer to what is wished of a worker group: "leave", "lose" or "join"; text: why not, "": agreed."""
+
+    who: str
+    group: int
+    wish: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A worker group is not there, `at_s` seconds after the job's start, and the job goes on; `how` says why."""
+
+    group: int
+    how: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A worker group that was not there starts, `at_s` seconds after the job's start."""
+
+    group: int
+    incarnation: int
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +293,14 @@ Event = (
     | Frozen
     | Thawed
     | Lost
+    | Unrepeatable
     | Incident
     | Recovered
+    | Saved
+    | Unsaved
+    | Agreed
+    | Left
+    | Joined
     | Covered
     | Final
     | Tabled
@@ -273,6 +338,7 @@ def _is_float(value: Any) -> bool:
 _HOLDS: Mapping[Any, Callable[[Any], bool]] = MappingProxyType(
     {
         str: lambda v: isinstance(v, str),
+        bool: lambda v: isinstance(v, bool),
         int: lambda v: isinstance(v, int) and not isinstance(v, bool),
         float: _is_float,
         float | None: lambda v: v is None or _is_float(v),

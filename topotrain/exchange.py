@@ -83,7 +83,7 @@ class Exchange:
         self._states: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
         self._states_ended: dict[Address, int] = {}  # how many parts the server has sent
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
-        self._buffers_done = False
+        self._buffer_groups = 0  # how many have left theirs, once all have been told
         self._exits = 0
         self._unsaid: list[m.LeftEarly] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
@@ -233,7 +233,7 @@ class Exchange:
             elif isinstance(message, m.Deposit):
                 self._take_deposit(message)
             elif isinstance(message, m.BufferPut):
-                self._buffers_done = self._buffers_done or message.index < 0
+                self._buffer_groups = self._buffer_groups if message.index >= 0 else message.group
                 if message.index >= 0:
                     if not self._is_open or message.index >= len(self.schema.buffers):
                         raise m.ProtocolError(f"{sender} speaks of model buffer {message.index}")
@@ -512,7 +512,8 @@ class Exchange:
         stale = tuple(reply.staleness for reply in replies)
         taken = max(reply.snapshot for reply in replies)
         found_inf, refused = any(r.found_inf for r in replies), tuple(pairs(replies[0].refused))
-        outcome = Outcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused)
+        leaves = any(reply.leaves for reply in replies)
+        outcome = Outcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused, leaves)
         nothing = found_inf or any(worker == self.me.index for worker, _ in refused)
         self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
         return outcome
@@ -575,10 +576,10 @@ class Exchange:
         self.after_values()
 
     def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Worker (0,0): the model's buffers of every group, as bytes: group -> index -> 1-D uint8."""
+        """Worker (0,0): the model's buffers of every group that is there, as bytes: group -> index -> 1-D uint8."""
         self._send(self.desk, m.BufferAsk())
-        count = self._topology.worker_groups * len(self.schema.buffers)
-        self._wait(lambda: self._buffers_done and len(self._buffers) == count)
+        each = len(self.schema.buffers)
+        self._wait(lambda: self._buffer_groups > 0 and len(self._buffers) == self._buffer_groups * each)
         found: dict[int, dict[int, torch.Tensor]] = {}
         for (group, index), body in self._buffers.items():
             found.setdefault(group, {})[index] = body

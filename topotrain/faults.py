@@ -18,10 +18,14 @@ FAR = Weather(delay=(0.001, 0.05))
 """Servers hear of the same thing at very different moments."""
 STORM = Weather(delay=(0.0005, 0.004), late=0.02, duplicate=0.15, reorder=0.25)
 """Delay, duplicates and reordering, all at once."""
+ECHO = Weather(delay=(0.0005, 0.004), late=0.3, duplicate=0.5)
+"""What was said long ago comes once more."""
 VIEWS = Weather(delay=(0.0005, 0.01), snapshots=False)
 """As on real roads that show memory: in order and once, bodies read on arrival."""
 
-WEATHERS: Mapping[str, Weather] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS}
+WEATHERS: Mapping[str, Weather] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
+_DRAWN = ("calm", "far", "storm", "views")
+_ECHOES = 0.3
 
 
 class What(str, Enum):
@@ -103,7 +107,7 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
         mortal: its groups can be started again.
     """
     dice = random.Random(f"{name} {seed}")
-    weather, mode = dice.choice(tuple(WEATHERS)), dice.choice(("lease", "lease", "static"))
+    weather, mode = dice.choice(_DRAWN), dice.choice(("lease", "lease", "static"))
     batches, epochs, tells = dice.randint(2, 8), dice.choice((1, 1, 2)), dice.random() < 0.7
     if mortal and dice.random() < 0.1:
         at = dice.uniform(0.0, 0.1)
@@ -111,6 +115,8 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
     else:
         kinds = (What.KILL, What.KILL, What.CUT, What.PAUSE, What.CLOCK) if mortal else (What.PAUSE, What.CLOCK)
         faults = [_one(dice, dice.choice(kinds), groups, workers, shards) for _ in range(dice.randint(1, 4))]
+    if weather == "storm" and dice.random() < _ECHOES:
+        weather = "echo"
     return Schedule(weather, batches, epochs, mode, tells, tuple(faults))
 
 

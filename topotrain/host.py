@@ -125,6 +125,22 @@ class _ServerResident:
             raise
         self._look_whether_done()
 
+    def told(self, message: Message) -> None:
+        """The launcher has something to say to it, which comes in its own name."""
+        try:
+            with self._lock:
+                self._handle(self.server.me, message)
+                self._hear()
+        except Exception:
+            self._trouble()
+            raise
+        self._look_whether_done()
+
+    def may_change(self, group: int, wish: str) -> str:
+        """See `Server.may_change`."""
+        with self._lock:
+            return self.server.may_change(group, wish)
+
     def catch_up(self) -> None:
         """Ask what the coordinator has decided while there was no way here: workers may have died already."""
         if self._goes_on and self.server.me.index:
@@ -249,11 +265,12 @@ def serve(
     recorder: Recorders = lambda *_: SILENT,
     attendant: Attendant | None = None,
     writer: Writer | None = None,
+    opened: Callable[[Servers], None] = lambda servers: None,
     seat: Seat | None = None,
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
 
-    seat: where every server has two copies, see `copies`.
+    opened: called once everybody is let in. seat: where every server has two copies, see `copies`.
     """
     memory = Memory()
     roads = Roads(place, memory)
@@ -275,6 +292,7 @@ def serve(
         for resident in servers.residents.values():
             resident.attendant = attendant
         servers.open(serving)
+        opened(servers)
         servers.wait()
         roads.close()
     return roads.traffic()

@@ -131,6 +131,7 @@ Seed = Annotated[int, whole(0, INT64)]
 Number = Annotated[float, number("a number", lambda x: True)]
 NotNegative = Annotated[float, number("a number >= 0", lambda x: x >= 0)]
 Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
+Lease = Annotated[float, number("seconds, 1 to 3600", lambda x: 1 <= x <= 3600)]
 Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
 Pattern = Annotated[str, pattern]
 Name = Annotated[str, filled]
@@ -453,6 +454,7 @@ class Cluster(Checked):
     link: Link | None = None
     connections: Connections = 1
     slice_bytes: SliceBytes = 0
+    lease_s: Lease = 2.0
     replicas: Replicas = 1
 
 
@@ -491,7 +493,7 @@ class Job(Checked):
     apply: Apply = Apply.kAtStep
     pull: Pull = Pull.kStep
     import_: str = ""
-    on_failure: OnFailure = OnFailure.kStop
+    on_failure: OnFailure = OnFailure.kContinue
     rendezvous: str = ""
     partition: tuple[Partition, ...] = ()
     placement: Placement = Placement.kManual
@@ -500,6 +502,8 @@ class Job(Checked):
     snapshot_s: NotNegative = 30.0
     restarts: Steps = 3
     nonfinite: NonFinite = NonFinite.kSkip
+    start_groups: Steps = 0
+    grace_s: NotNegative = 10.0
 
     @property
     def splits(self) -> bool:
@@ -525,6 +529,7 @@ _NO_RESULT = frozenset(
         "workspace",
         "start_port",
         "poll_time",
+        "lease_s",
         "program",
         "args",
         "disp_freq",
@@ -534,7 +539,9 @@ _NO_RESULT = frozenset(
         "link",
         "rendezvous",
         "restarts",
+        "start_groups",
         "snapshot_s",
+        "grace_s",
     ]
     + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
 )

@@ -154,6 +154,15 @@ class LeaseBook:
             self._warming = False
         return self._settle_all()
 
+    def again(self, group: int) -> None:
+        """The workers of a group that had left come back, and read on."""
+        self._finished.discard(group)
+
+    @property
+    def used(self) -> bool:
+        """Some group has read by lease."""
+        return bool(self._epochs or self._over)
+
     def streams(self, group: int) -> list[int]:
         """The data streams that a group has begun in open epochs: one for each of its leases."""
         return [

@@ -106,7 +106,7 @@ def _server_hears(me: Address, topology: Topology, shared: bool) -> Mapping[type
         m.Return: everybody if desk else members,
         m.AskReturn: when(leads, shards) | when(desk, coordinators),
         m.StreamsAt: coordinators if desk else when(leads, frozenset({Address(Role.SERVER, 0, 0)})),
-        **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply, m.Drained), when(topology.synced, twins)),
+        **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply, m.Drained, m.Remainder), when(topology.synced, twins)),
         m.Final: when(topology.synced and me.group == 0, twins),
         m.FinalAsk: when(me.group == 0, main),
         m.BufferAsk: when(desk, main),
@@ -114,8 +114,8 @@ def _server_hears(me: Address, topology: Topology, shared: bool) -> Mapping[type
             (m.BufferPut, m.LeaseAsk, m.LeaseFree, m.DrawAsk, m.Deposit, m.DepositAsk), when(desk, everybody)
         ),
         m.DrawPut: when(desk, main),
-        m.SnapshotAsk: when(leads, frozenset({me})),  # a server's own host speaks in its name
-        m.SnapshotPart: frozenset({me}) | (shards if leads else coordinator),
+        **dict.fromkeys((m.SnapshotAsk, m.Leave, m.Away), when(leads, frozenset({me}))),  # its own host, in its name
+        m.SnapshotPart: frozenset({me}) | (shards | when(desk, coordinators) | first_twin if leads else coordinator),
         m.Hop: when(topology.relayed, shards),
         **dict.fromkeys(TABLE_WORDS, everybody),
     }
@@ -178,7 +178,7 @@ def _commit(message: m.Commit) -> bool:
 
 _LEASES = _in_bounds("epoch", "ordinal", below=MOST_EPOCHS)
 
-_ABOUT_GROUPS = (m.Staged, m.Apply, m.AskReturn, m.StreamsAt)
+_ABOUT_GROUPS = (m.Staged, m.Apply, m.AskReturn, m.StreamsAt, m.Leave, m.Away)
 """Their field `group` must be one that the receiver knows."""
 
 _RULES: Mapping[type[m.Message], _Rule] = {
@@ -192,10 +192,10 @@ _RULES: Mapping[type[m.Message], _Rule] = {
     m.Rest: _LEASES,
     m.AppliedAsk: _in_bounds("stream", least=-1),
     m.Staged: _in_bounds("step", "applied", "incarnation"),
-    m.Apply: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 4,
+    m.Apply: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 5,
     m.AskApply: _in_bounds("index"),
     m.Return: _in_bounds("incarnation", below=MOST_EPOCHS),
-    m.AskReturn: _in_bounds("incarnation", below=MOST_EPOCHS),
+    **dict.fromkeys((m.AskReturn, m.Away), _in_bounds("incarnation", below=MOST_EPOCHS)),
     m.StreamsAt: lambda s: (
         0 <= s.incarnation < MOST_EPOCHS and 0 <= s.part < s.parts < MOST_EPOCHS and len(s.counts) % 2 == 0
     ),

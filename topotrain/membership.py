@@ -14,26 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from topotrain.consistency import DecisionLog
-from topotrain.job import Apply, Job
+from topotrain.consistency import AWAY, DecisionLog
+from topotrain.job import Job
 from topotrain.leases import LeaseBook
 from topotrain.message import AskReturn, Fail, Message, Return, StreamsAt
+from topotrain.regrouping import refusal
 from topotrain.topology import Address, Role, Topology
 
 STREAMS = 2000
 """Data streams in one `StreamsAt`."""
-
-
-def refusal(job: Job, topology: Topology, group: int) -> str:
-    """Why the workers of a group cannot be started again while everybody else stays; empty: they can."""
-    if not topology.regroups(group):
-        return (
-            "its workers add up their gradients among themselves, or share a process with a server, "
-            "so they cannot be started again without the others"
-        )
-    if job.apply is Apply.kOnArrival:
-        return "with apply: kOnArrival parts of its last step are applied, which nobody could take back"
-    return ""
 
 
 @dataclass(slots=True)
@@ -95,6 +84,11 @@ class Members:
         known = self._groups[group]
         known.incarnation = max(known.incarnation, incarnation)
         return sorted(known.here) if known.asked == known.incarnation else []
+
+    def deserted(self, group: int, incarnation: int) -> bool:
+        """Whether nobody of this incarnation, or of a later one, has been heard of: those before it have left."""
+        known = self._groups[group]
+        return known.asked < incarnation or (known.asked == incarnation and not known.here)
 
     def undone(self) -> list[tuple[int, int]]:
         """(group, incarnation) that was heard of, and is not carried out."""
@@ -228,6 +222,15 @@ class Regroup:
         """The coordinator has decreed it, and all decisions before it are carried out."""
         self._change(group, incarnation, self._home.count, self._home.ended(group))
         self._answer()
+
+    def leave(self, group: int, incarnation: int) -> None:
+        """In the coordinator: all processes of the group before this incarnation have ended, and none is to follow."""
+        assert self._log is not None
+        if self.members.deserted(group, incarnation):
+            self._asked(AskReturn(group, incarnation))  # nothing of theirs is applied after this
+            decision = self._log.decree(group, incarnation, AWAY)
+            for server in self._topology.servers(self._me.group):
+                self._send(server, decision)
 
     def again(self) -> None:
         """What was said to other servers may have been lost: say again what is not carried out."""

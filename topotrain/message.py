@@ -353,7 +353,8 @@ class Applied(Message):
     """Server -> worker: the step is committed here. norm: global gradient norm if it was asked for, else -1.
 
     snapshot: the number of one that is being taken; the worker's state at its next batch belongs to it. 0: none.
-    found_inf: the step was skipped. refused: as in Apply.
+    found_inf: the step was skipped. refused: as in Apply. leaves: it was the group's last one for now (said by the
+    coordinator): its workers leave the job.
     """
 
     step: int
@@ -363,6 +364,7 @@ class Applied(Message):
     norm: float
     snapshot: int = 0
     refused: tuple[int, ...] = ()
+    leaves: bool = False
 
 
 @_message(16)
@@ -431,8 +433,9 @@ class Apply(Message):
     """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf).
 
     change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2), or is started again as
-    incarnation `step`, and rests until it is back (3): clocks and members change by decisions only, so that they are
-    the same on all shards. refused: as in Staged, of all shards; these workers' gradients count for nothing.
+    incarnation `step`, and rests until it is back (3), or has left, and would be back as incarnation `step` (5): clocks
+    and members change by decisions only, so that they are the same on all shards. Of no group: a snapshot, `step` (4).
+    refused: as in Staged, of all shards; these workers' gradients count for nothing.
     """
 
     index: int
@@ -511,16 +514,40 @@ class AppliedAt(Message):
     count: int
 
 
+@_message(28)
+@dataclass(frozen=True, slots=True)
+class Leave(Message):
+    """A coordinator's own host -> it: this group's workers are to end after their next step. Nobody else says this."""
+
+    group: int
+
+
+@_message(29)
+@dataclass(frozen=True, slots=True)
+class Away(Message):
+    """A coordinator's own host -> it: all processes of the group before this incarnation have ended, none follows now.
+
+    Nobody else says this.
+    """
+
+    group: int
+    incarnation: int
+
+
 # --- between server groups ---------------------------------------------------------------------------------------
 
 
 @_message(30)
 @dataclass(frozen=True, slots=True)
 class Delta(Message):
-    """Group -> master group: what this group added to a bucket since the last sync. Snapshot."""
+    """Group -> master group: what this group added to a bucket since the last sync. Snapshot.
+
+    cut: the last snapshot for which the sender had frozen when it sent this.
+    """
 
     bucket: int
     sync: int
+    cut: int = 0
 
 
 @_message(31)
@@ -719,19 +746,38 @@ class DepositAsk(Message):
 @_message(64)
 @dataclass(frozen=True, slots=True)
 class SnapshotAsk(Message):
-    """A coordinator's own host -> it: it is time for a snapshot. Nobody else says this."""
+    """A coordinator's own host -> it: it is time for a snapshot. Nobody else says this.
+
+    last: the job is to end, so it is to be behind the very next step.
+    """
+
+    last: bool = False
 
 
 @_message(65)
 @dataclass(frozen=True, slots=True)
 class SnapshotPart(Message):
-    """Shard -> coordinator, and back: one part of what there is to say about a snapshot at this stage (JSON text)."""
+    """Shard -> coordinator, and back: one part of what there is to say about a snapshot at this stage (JSON text).
+
+    shard: who says it; a coordinator passes on what shards of its group have to say to the first one of all.
+    """
 
     number: int
     stage: int
     part: int
     parts: int
     text: str
+    shard: int = 0
+
+
+@_message(66)
+@dataclass(frozen=True, slots=True)
+class Remainder(Message):
+    """Group -> master group: at snapshot `number` this had been added to a bucket since exchange `sync`. Snapshot."""
+
+    number: int
+    bucket: int
+    sync: int
 
 
 # --- between units, for collectives ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ changes nothing.
 One object per server. It owns no values: it is shown the bucket's current tensor and changes that in place.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -41,6 +41,10 @@ class Agreement(Protocol):
         """A message of another server group."""
         ...
 
+    def taken(self, group: int, bucket: int) -> int:
+        """The last exchange of a group that is in a bucket which this one masters; 0: none."""
+        ...
+
     def drain(self) -> Out:
         """No more local updates will come: send what is left."""
         ...
@@ -61,6 +65,9 @@ class Alone:
 
     def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
         return []
+
+    def taken(self, group: int, bucket: int) -> int:
+        return 0
 
     def drain(self) -> Out:
         return []
@@ -138,6 +145,15 @@ class MasterAgreement:
             return [self._send(bucket)]
         return []
 
+    def taken(self, group: int, bucket: int) -> int:
+        return self._taken.get((group, bucket), 0)
+
+    def remainders(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Of each bucket that another group masters: (master, bucket, last exchange, what was added since that)."""
+        for bucket, master in self._masters.items():
+            since = self._sent[bucket] if bucket in self._waiting else self._snap[bucket]
+            yield master, bucket, self._round[bucket], self._view(bucket) - since
+
     def drain(self) -> Out:
         self._draining = True
         return [self._send(b) for b in self._masters if self._updates[b] and b not in self._waiting]
@@ -199,6 +215,9 @@ class RingAgreement:
         elif message.sync < number:
             return []
         return [(group, RingReply(message.bucket, message.sync, body=answer))]
+
+    def taken(self, group: int, bucket: int) -> int:
+        return 0
 
     def drain(self) -> Out:
         self._draining = True

@@ -95,6 +95,7 @@ class Roads:
                 network=_network(place),
                 lanes=cluster.connections,
                 exact=place.port > 0,
+                lease_s=cluster.lease_s,
             )
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
         self._store, self._meeting = place.store, place.meeting
@@ -122,7 +123,7 @@ class Roads:
             try:
                 self._connect(me, peer, kind, _LOOK_S if self._meeting.again else self._meeting.seconds, anew)
                 return
-            except (WireError, TimeoutError) as error:
+            except WireError as error:
                 if not self._meeting.again or not _may_change(error):
                     raise
                 if time.monotonic() + pause > until:
@@ -132,7 +133,10 @@ class Roads:
             pause = min(2 * pause, _LAST_PAUSE_S)
 
     def _connect(self, me: Address, peer: Address, kind: str, seconds: float, anew: bool) -> None:
-        urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", seconds).decode().split("\n")
+        try:
+            urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", seconds).decode().split("\n")
+        except TimeoutError:
+            raise Unreachable(f"{me} heard nothing of {peer} within {seconds:g} s: is it still starting?") from None
         by_road = {_ROADS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
         name = next(name for name in fits if name in by_road)
@@ -211,7 +215,7 @@ def _may_change(error: Exception) -> bool:
     """Whether a call that failed like this may go well later."""
     if isinstance(error, Refused):
         return error.code == "FULL"
-    return isinstance(error, Unreachable | Stranger | TimeoutError)
+    return isinstance(error, Unreachable | Stranger)
 
 
 def _network(place: Place) -> Network | None:

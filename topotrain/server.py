@@ -16,6 +16,7 @@ import torch
 from topotrain import message as m
 from topotrain import windows
 from topotrain.consistency import (
+    AWAY,
     IS_BACK,
     RESTARTS,
     RESTS,
@@ -41,6 +42,7 @@ from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
 from topotrain.shard import Allocate, Schema, SchemaParts, difference, slice_map_for
 from topotrain.slices import Bucket, SliceMap
 from topotrain.snapshot import Source, restore
+from topotrain.snapshotbook import CUT
 from topotrain.snapshotting import Snapshots, Workers
 from topotrain.spans import SILENT, Recorder
 from topotrain.tablebook import MESSAGES, TableBook
@@ -97,6 +99,7 @@ class Server:
         self._ready_groups: set[int] = set()
         self._common = False
         self._early: list[tuple[Address, m.Message]] = []
+        self._ahead: list[tuple[Address, m.Message]] = []
         self._rested: dict[int, tuple[int, int]] = {}  # group -> its last rest that is over
         self.version = 0
         private = len(self.groups) == 1 and not topology.synced
@@ -108,6 +111,8 @@ class Server:
         self._applied: dict[int, m.Applied] = {}
         self._taken = dict.fromkeys(self.groups, 0)  # steps, of all incarnations of a group
         self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
+        self._away: set[int] = set()  # groups that have left the job, and may come back
+        self._parting: set[int] = set()  # groups that are to leave after their next step
         self.clocks = Clocks(self.groups, job.cluster.max_staleness)
         for group in self.groups:
             if group != 0 and job.warmup_steps:
@@ -223,7 +228,7 @@ class Server:
         if isinstance(message, m.Push | m.Edit) and sender.role is Role.WORKER and sender.group in self.groups:
             coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
             return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
-        if isinstance(message, m.Delta | m.Master | m.RingOffer | m.RingReply | m.Final):
+        if isinstance(message, m.Delta | m.Master | m.RingOffer | m.RingReply | m.Remainder | m.Final):
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
@@ -345,8 +350,13 @@ class Server:
             return False
         self._initialised = {bucket.id for bucket in model.buckets}
         self.version = source.version
-        self.clocks.go_on(source.clocks)
+        self.clocks.go_on(self._clocks_of(source))
         return True
+
+    def _clocks_of(self, source: Source) -> Mapping[int, int]:
+        """Those of our groups, where they were groups of that job, too."""
+        ours = {group: clock for group, clock in source.clocks.items() if group in self.groups}
+        return ours if ours.keys() == set(self.groups) else source.clocks
 
     def _fail(self, sender: Address, message: m.Fail) -> None:
         """Server group 0 refuses this group's model."""
@@ -389,7 +399,7 @@ class Server:
         self._common = True
         self.clocks.set_all(self._job.warmup_steps)
         if self._resumed is not None:
-            self.clocks.go_on(self._resumed.clocks)
+            self.clocks.go_on(self._clocks_of(self._resumed))
         for group in self.groups:
             if self._runs(group):
                 self.clocks.join(group)
@@ -398,7 +408,7 @@ class Server:
         self._early = []
 
     def _runs(self, group: int) -> bool:
-        return len(self._finished[group]) < self._topology.workers_per_group
+        return group not in self._away and not self.ended(group)
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -563,6 +573,7 @@ class Server:
             return
         for group, step in self._log.ready():
             if self.clocks.may_decide(group):
+                self._snapshot_before(group)
                 self._tell_shards(self._log.decide(group, step))
 
     def _ask_apply(self, sender: Address, message: m.AskApply) -> None:
@@ -607,8 +618,9 @@ class Server:
                 if self._common:
                     self._meet(self._known.agreement.updated(self._known.touched(group)))
         self._known.encoding.step_done(group, new and not skipped, commit.inv_scale)
-        snapshot = self.snapshots.step(group)
-        done = (staging.step, self.version, staleness, skipped, norm, snapshot, decision.refused)
+        snapshot = self.snapshots.step(group, max(commit.marks[::3], default=0) >> 32)
+        leaves = group in self._parting
+        done = (staging.step, self.version, staleness, skipped, norm, snapshot, decision.refused, leaves)
         self._applied[group] = m.Applied(*done)
         for worker in self._workers[group]:
             self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
@@ -616,7 +628,7 @@ class Server:
         staging.next_step()
         self.clocks.tick(group)
         self._taken[group] += 1
-        self.snapshots.freeze(self._known, self._facts, self._streams.counts)
+        self._freeze()
         number = self._strikes.step(group, refused)
         if number is not None:
             who = "" if number == NOBODY else str(self._workers[group][number])
@@ -672,8 +684,11 @@ class Server:
             self._regroup.carry_out(decision.group, decision.step)
         elif decision.change == RESTS:
             self.clocks.leave(decision.group)
+        elif decision.change == AWAY:
+            self._go_without(decision.group, decision.step)
         elif decision.change == SNAPSHOT:
             self.snapshots.announce(decision.step)
+            self._freeze_at_rest()
         elif self._runs(decision.group):
             self.clocks.join(decision.group, decision.step)
 
@@ -699,11 +714,16 @@ class Server:
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""
-        return not self._runs(group)
+        return len(self._finished[group]) >= self._topology.workers_per_group
 
     def count(self, stream: int) -> int:
         """How many batches of a data stream are applied."""
         return self._streams.count(stream)
+
+    @property
+    def undecided(self) -> int:
+        """On shard 0: steps of which nothing is decided, though some shard has all it needs for them."""
+        return 0 if self._log is None else self._log.undecided
 
     def complete(self) -> bool:
         """Whether the values are known here."""
@@ -724,6 +744,7 @@ class Server:
             self._model.encoding.forget(group)
         self.readers.forget(group)
         self._strikes.forget(group)
+        self._parting.discard(group)
         self._rested.pop(group, None)
         self._exits[group] = Exits(self._topology.workers_per_group)
         if not ended:
@@ -731,8 +752,50 @@ class Server:
 
     def is_back(self, group: int) -> None:
         """Others may have to wait for the group again; those that warm up begin together."""
+        if group in self._away:
+            self._away.discard(group)
+            self._ending.back(group)
+            if self.leases is not None:
+                self.leases.again(group)
         if group not in self.clocks.live() and self._runs(group) and (self._common or group == 0):
             self._decree(group, self.clocks.entry(group), IS_BACK)
+
+    # --- a group that leaves, and may come back ------------------------------------------------------------------
+
+    def may_change(self, group: int, wish: str) -> str:
+        """Why the workers of a group cannot leave the job now ("leave"), be given up ("lose"), or come ("join").
+
+        Empty: they can. Only the coordinator knows.
+        """
+        if self._tables.used:
+            return self.objection()
+        if wish == "join":
+            return "the job is coming to its end" if any(map(self.ended, self.groups)) else ""
+        if self.ended(group):
+            return "its scripts have come to their end"
+        if self.leases is not None and not self.leases.used:
+            return "no batch is handed out by lease yet: who leaves now may leave what nobody else reads"
+        others = [g for g in self.groups if g != group and self._runs(g)]
+        return "" if others else "no other group trains that could read what it leaves"
+
+    def _part(self, sender: Address, message: m.Leave) -> None:
+        self._parting.add(message.group)
+
+    def _left(self, sender: Address, message: m.Away) -> None:
+        self._regroup.leave(message.group, message.incarnation)
+
+    def _go_without(self, group: int, incarnation: int) -> None:
+        """Nobody waits for the group, and at the job's end nobody misses it; not if it has come back already."""
+        if not self._members.deserted(group, incarnation):
+            return
+        self._away.add(group)
+        self._ending.away(group)
+        self.clocks.leave(group)
+        if self.leases is not None:
+            self._send_all(self.leases.finished(group))
+        if self._model is not None:
+            self._snapshot_goes_on()
+            self._drain()
 
     def _neighbor(self, sender: Address, message: Any) -> None:
         body = self._known.body(message)
@@ -740,11 +803,25 @@ class Server:
             # A group that has its start already may be faster than the start of ours.
             self._early.append((sender, replace(message, body=body.clone())))
             return
-        self._meet(self._known.agreement.meet(sender.group, message, body))
+        if self.snapshots.early(message):
+            if len(self._ahead) >= _MAX_HELD:
+                raise m.ProtocolError(f"{sender} is far ahead of a snapshot that {self.me} does not know")
+            self._ahead.append((sender, replace(message, body=body.clone())))
+            return
+        if isinstance(message, m.Remainder):
+            self.snapshots.remainder(sender.group, message, body)
+            return
+        agreement = self._known.agreement
+        taken = agreement.taken(sender.group, message.bucket)
+        self._meet(agreement.meet(sender.group, message, body))
+        if self.snapshots.gathers and agreement.taken(sender.group, message.bucket) > taken:
+            self.snapshots.late(message, body)
         self._end()
 
     def _meet(self, out: list[tuple[int, m.Message]]) -> None:
         for group, message in out:
+            if isinstance(message, m.Delta):
+                message = replace(message, cut=self.snapshots.cut)
             self._send(Address(Role.SERVER, group, self.me.index), message)
 
     # --- the end -------------------------------------------------------------------------------------------------
@@ -761,7 +838,12 @@ class Server:
             self._share()
             self._decide()
             self._release()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Once no worker group here trains any more."""
         if not any(self._runs(g) for g in self.groups):
+            self._freeze_at_rest()
             self._meet(self._known.agreement.drain())
             self._end()
 
@@ -837,13 +919,52 @@ class Server:
     # --- snapshots (`snapshotbook`) ------------------------------------------------------------------------------
 
     def _snapshot_ask(self, sender: Address, message: m.SnapshotAsk) -> None:
-        number = 0 if self._tables.used or not self.complete() else self.snapshots.begin(self._states())
-        if number:
-            self._decree(self.groups[0], number, SNAPSHOT)
+        if message.last:
+            self._snapshot_last()
+        elif not self._tables.used and self.complete() and (self._common or not self._topology.synced):
+            self._announce(self.snapshots.begin(self._states()))
+
+    def _snapshot_last(self) -> None:
+        """The job is to end. One whose scripts have come to their ends does so by itself."""
+        if self._tables.used:
+            self.snapshots.cannot("the job has tables")
+        elif not self._common or not any(self.snapshots.steps.values()):
+            self.snapshots.cannot("no step was taken yet")
+        elif self.running:
+            self.snapshots.end()
+
+    def _snapshot_before(self, group: int) -> None:
+        """A step is about to be decided, and perhaps one that somebody wants a snapshot of."""
+        if self.snapshots.wanted(group) and not self._tables.used:
+            self._announce(self.snapshots.before(group, self._states))
+
+    def _announce(self, number: int) -> None:
+        if not number:
+            return
+        self._decree(self.groups[0], number, SNAPSHOT)
+        if self.snapshots.book is not None:
+            for other, message in self.snapshots.book.cut(number):
+                self._send(other, message)
+
+    def _freeze(self) -> None:
+        """If a snapshot is due, this is the moment; what other groups have sent behind theirs was waiting for it."""
+        self.snapshots.freeze(self._known, self._facts, self._streams.counts)
+        if self._ahead:
+            self._inside += self._ahead
+            self._ahead = []
+
+    def _freeze_at_rest(self) -> None:
+        """A group of several in which nobody trains any more takes no step behind which it could."""
+        if self._model is not None and not any(self._runs(group) for group in self.groups):
+            self.snapshots.rest()
+            self._freeze()
 
     def _snapshot_part(self, sender: Address, message: m.SnapshotPart) -> None:
         if sender.role is not Role.SERVER:
             raise m.ProtocolError(f"{sender} has no part in a snapshot")
+        if message.stage == CUT:
+            self._decree(self.groups[0], message.number, SNAPSHOT)
+            return
         self.snapshots.take(sender, message)
         self._snapshot_goes_on()
 
@@ -858,7 +979,12 @@ class Server:
         if self.deposits is None:
             return Workers(set(), {}, {}, self._streams.counts())
         begun, taken = self.deposits.begun(), self.deposits.taken(self.snapshots.under_way)
-        expected = {worker for worker in begun if worker.group in self.groups and not self.has_finished(worker)}
+        here = [group for group in self.groups if group not in self._away]
+        expected = {worker for worker in begun if worker.group in here and not self.has_finished(worker)}
+        if self._topology.synced and self.snapshots.book is not None:
+            ended = self.snapshots.book.ended()
+            others = (worker for worker in begun if worker.group not in self.groups)
+            expected |= {worker for worker in others if (worker.group, worker.index) not in ended}
         return Workers(expected, taken, begun, self._streams.counts())
 
     def _facts(self) -> dict[str, Any]:
@@ -866,7 +992,9 @@ class Server:
         assert self._schema is not None
         hyper = {group: text.decode() for group, text in self._hyper.items()}
         clocks = {group: self.clocks.clock(group) for group in self.groups}
-        version = {"version": self.version, "model": self._schema.text()}
+        version: dict[str, Any] = {"version": self.version, "model": self._schema.text()}
+        if self._topology.synced:
+            version["ended"] = [[g, index] for g, finished in self._finished.items() for index in sorted(finished)]
         return {**version, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}
 
     def _send_all(self, out: Out) -> None:
@@ -887,7 +1015,7 @@ _OF_MEMBERS = (m.Return, m.AskReturn, m.StreamsAt)
 _OF_DATA = (m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
-_BEFORE_MODEL = (m.SchemaPart, m.Window, m.Apply, m.AskApply, *_OF_DATA, *_OF_MEMBERS, *MESSAGES)
+_BEFORE_MODEL = (m.SchemaPart, m.Window, m.Apply, m.AskApply, m.Away, *_OF_DATA, *_OF_MEMBERS, *MESSAGES)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,
@@ -906,7 +1034,7 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Rest: Server._rest,
     m.LeftEarly: Server._left_early,
     m.Finish: Server._finish,
-    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), Server._neighbor),
+    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
     **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),
     **dict.fromkeys(_OF_DATA, Server._desk),
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
@@ -915,5 +1043,7 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     **dict.fromkeys((m.Deposit, m.DepositAsk), Server._deposit),
     m.SnapshotAsk: Server._snapshot_ask,
     m.SnapshotPart: Server._snapshot_part,
+    m.Leave: Server._part,
+    m.Away: Server._left,
     **dict.fromkeys(MESSAGES, Server._of_tables),
 }

@@ -14,8 +14,8 @@ from typing import Any
 
 from topotrain.faults import Schedule, draw
 from topotrain.job import Apply, Cluster, Compression, ConfigError, Grads, Job, Pull, Reduce
-from topotrain.membership import refusal
 from topotrain.message import Message
+from topotrain.regrouping import refusal
 from topotrain.topology import Address, layout
 from topotrain.trial import Trial
 

@@ -40,27 +40,57 @@ class Frozen:
     values: tuple[Slab, ...]
     state: tuple[Slab, ...]
     table: Table
+    flats: Mapping[int, torch.Tensor]
+    """The frozen values by bucket."""
 
 
 class Freezer:
-    """Copies one shard's values and state of the optimizer into memory that is made once."""
+    """Copies one shard's values and state of the optimizer into memory that is made once.
 
-    def __init__(self, model: Model, shard: int) -> None:
-        self._model = model
+    Args:
+        model, shard: whose.
+        group: of several server groups: only what it masters is written by it, and state only by group 0.
+    """
+
+    def __init__(self, model: Model, shard: int, group: int | None = None) -> None:
+        self._model, self._group = model, group
         self._segments = model.map.segments_of(shard)
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
     def freeze(self) -> Frozen:
         """What the shard holds now. Raises StateError for state that cannot be told by parameter and element."""
         table: dict[int, dict[str, Held]] = {}
-        state = tuple(slab for unit in self._model.units for slab in self._state(unit, table))
-        return Frozen(self._model.map.parameters, tuple(self._values()), state, table)
+        units = () if self._group else self._model.units
+        state = tuple(slab for unit in units for slab in self._state(unit, table))
+        values = tuple(self._values() if self._group is None else self._mastered())
+        return Frozen(self._model.map.parameters, values, state, table, self._by_bucket())
+
+    def _by_bucket(self) -> dict[int, torch.Tensor]:
+        spaces = {b.space: self._model.flats.range(b.space)[0] for b in self._model.buckets}
+        return {
+            b.id: self._kept["values", b.space][b.lo - spaces[b.space] : b.hi - spaces[b.space]]
+            for b in self._model.buckets
+        }
+
+    def _mastered(self) -> Iterator[Slab]:
+        """What this group masters, which has no more to do with segments."""
+        self._copy()
+        by_bucket = self._by_bucket()
+        for bucket in self._model.buckets:
+            for piece in bucket.pieces if bucket.master == self._group else ():
+                segment = self._model.map.segments[piece.segment]
+                name = self._model.map.parameters[segment.parameter].name
+                body = by_bucket[bucket.id][piece.lo - bucket.lo : piece.hi - bucket.lo]
+                yield Slab(name, segment.start + piece.lo - segment.lo, body)
+
+    def _copy(self) -> None:
+        for space in {segment.space: None for segment in self._segments}:
+            flat = self._model.flats.flat("values", space)
+            self._room(("values", space), flat.numel(), flat.dtype).copy_(flat)
 
     def _values(self) -> Iterator[Slab]:
         model = self._model
-        for space in {segment.space: None for segment in self._segments}:
-            flat = model.flats.flat("values", space)
-            self._room(("values", space), flat.numel(), flat.dtype).copy_(flat)
+        self._copy()
         for segment in self._segments:
             lo, _ = model.flats.range(segment.space)
             held = self._kept["values", segment.space][segment.lo - lo : segment.hi - lo]

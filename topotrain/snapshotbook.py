@@ -7,6 +7,9 @@
     shard's host  WRITTEN       -> coordinator   my elements are on disk, with these checksums
     coordinator's host PUBLISHED                 the manifest is there: the snapshot counts
 
+Several server groups do that together (`crosscut`): the first coordinator tells the others that it is time (CUT), they
+announce it to their shards, and pass on what is said in both directions.
+
 Rule: one at a time, since memory is kept for one. Whatever goes wrong on the way ends this snapshot and nothing else:
 every shard is heard first, then the part of it that is on disk is dropped, and the one before it stays.
 """
@@ -24,8 +27,11 @@ from topotrain.snapshot import Frozen
 from topotrain.statetable import StateError, Table, from_rows, merge, to_rows
 from topotrain.topology import Address
 
-FROZEN, LAYOUT, WRITTEN, PUBLISHED = 0, 1, 2, 3
+FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
 """SnapshotPart.stage."""
+
+TIME, STEP, END = "time", "step", "end"
+"""Why a snapshot is taken: seconds have passed, or steps, or the job is to end."""
 
 MOST_PARTS = 4096
 _PART = MAX_TEXT // 4
@@ -35,10 +41,10 @@ Out = list[tuple[Address, Message]]
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """To a host: write this shard's elements; answered by WRITTEN."""
+    """To a host: write this server's elements; answered by WRITTEN."""
 
     number: int
-    shard: int
+    server: Address
     frozen: Frozen
     table: Table
 
@@ -47,10 +53,11 @@ class Write:
 class Publish:
     """To the coordinator's host: every element is on disk, make it count; answered by PUBLISHED.
 
-    facts: what the manifest says besides. written: what each shard's host answered.
+    facts: what the manifest says besides. written: what each shard's host answered. why: one of the reasons below.
     """
 
     number: int
+    why: str
     facts: Mapping[str, Any]
     written: tuple[Mapping[str, Any], ...]
     deposits: Mapping[Address, torch.Tensor]
@@ -58,7 +65,10 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """To the coordinator's host: this snapshot has come to nothing, for this reason."""
+    """To the coordinator's host: this snapshot has come to nothing, for this reason.
+
+    number: 0 where none was begun, since none can be taken.
+    """
 
     number: int
     why: str
@@ -106,10 +116,11 @@ class _UnderWay:
     """A snapshot that has been announced. `counts` are those of the data streams when it was frozen."""
 
     number: int
+    reason: str = TIME
     facts: dict[str, Any] = field(default_factory=dict)
     counts: Mapping[int, int] = field(default_factory=dict)
-    told: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    written: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    told: dict[Address, Mapping[str, Any]] = field(default_factory=dict)
+    written: dict[Address, Mapping[str, Any]] = field(default_factory=dict)
     laid_out: bool = False
     publishing: bool = False
     why: str = ""
@@ -119,13 +130,16 @@ class Book:
     """The coordinator's side.
 
     Args:
-        servers: the shards, in order.
+        servers: the shards, in order, of all groups that take snapshots together.
         position: which batches are where.
         work: the host's; told what to do with files.
     """
 
     def __init__(self, servers: tuple[Address, ...], position: Position, work: Work) -> None:
         self._servers = servers
+        group = servers[0].group
+        self._near = [server for server in servers if server.group == group or server.index == 0]
+        self._others = [server for server in self._near if server.group != group]
         self._work = work
         self.position = position
         self.next = 1
@@ -141,21 +155,25 @@ class Book:
         """Whether the coordinator's host is about to let one count."""
         return self._now is not None and self._now.publishing
 
-    def begin(self) -> int:
+    def begin(self, why: str = TIME) -> int:
         """Start one; its number, or 0 where another is not over yet."""
         if self._now is not None:
             return 0
-        self._now = _UnderWay(self.next)
+        self._now = _UnderWay(self.next, why)
         self.next += 1
         return self._now.number
+
+    def cut(self, number: int) -> Out:
+        """Let the other groups freeze, too."""
+        return [(other, part) for other in self._others for part in texts(number, CUT, {})]
 
     def frozen(self, number: int, facts: Mapping[str, Any], counts: Mapping[int, int]) -> None:
         """The coordinator's own shard is frozen; the others are at the same decision."""
         if self._now is not None and self._now.number == number:
             self._now.facts, self._now.counts = dict(facts), counts
 
-    def take(self, shard: int, number: int, stage: int, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
-        """What a shard, or this host, says; returns what to send. `frozen`: the coordinator's own part."""
+    def take(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
+        """What a server, or this host, says; returns what to send. `frozen`: the coordinator's own part."""
         now = self._now
         if now is None or now.number != number:
             return []
@@ -172,7 +190,7 @@ class Book:
             return []
         return self._described(now, shard, data, frozen)
 
-    def _described(self, now: _UnderWay, shard: int, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
+    def _described(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
         now.told[shard] = data
         if len(now.told) < len(self._servers) or now.laid_out:
             return []
@@ -186,8 +204,10 @@ class Book:
                 now.why = str(error)
         rows = to_rows(merged)
         now.facts["optimizer"] = rows
+        for told in now.told.values() if self._others else ():
+            _add_facts(now, told.get("facts"))
         layout = {"rows": rows, "error": now.why}
-        return [(server, part) for server in self._servers for part in texts(now.number, LAYOUT, layout)]
+        return [(server, part) for server in self._near for part in texts(now.number, LAYOUT, layout)]
 
     def _end_if_failed(self, now: _UnderWay) -> None:
         if now.why and len(now.written) == len(self._servers):
@@ -205,6 +225,10 @@ class Book:
         self._drop(now, why)
         return True
 
+    def ended(self) -> set[tuple[int, int]]:
+        """Workers of other server groups whose scripts had come to their ends, as (group, index)."""
+        return set() if self._now is None else {tuple(each) for each in self._now.facts.get("ended", ())}
+
     def missing(self, expected: Iterable[Address], taken: Mapping[Address, torch.Tensor]) -> set[Address]:
         """Workers whose state at this snapshot is not here yet; nobody's while shards are being written."""
         now = self._now
@@ -219,10 +243,22 @@ class Book:
             return
         now.publishing = True
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
+        if self._others:  # what those groups have applied since is not known here: where their workers were then
+            since, exact = list(dict(now.facts["reading"]).values()), False
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
         if first is not None and exact:
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
-        written = tuple(now.written[server.index] for server in self._servers)
-        self._work(Publish(now.number, facts, written, dict(deposits)))
+        written = tuple(now.written[server] for server in self._servers)
+        self._work(Publish(now.number, now.reason, facts, written, dict(deposits)))
+
+
+def _add_facts(now: _UnderWay, facts: Any) -> None:
+    """What the coordinator of another group says of its moment; shards have nothing to say."""
+    if not facts:
+        return
+    for name in ("steps", "clocks", "reading", "ended"):
+        now.facts[name] = sorted([*map(list, now.facts.get(name, ())), *facts[name]])
+    now.facts["version"] += facts["version"]
+    now.counts = {**now.counts, **dict(facts["counts"])}

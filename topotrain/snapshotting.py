@@ -5,30 +5,54 @@ the files and the thread that writes them are the host's.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from topotrain.job import Apply, Job
-from topotrain.message import Message, SnapshotPart
+from topotrain.crosscut import CrossCut
+from topotrain.job import Agreement, Apply, Job
+from topotrain.message import Delta, Message, ProtocolError, Remainder, SnapshotPart
 from topotrain.model import Model
 from topotrain.position import Position
+from topotrain.rhythm import Rhythm
 from topotrain.snapshot import Freezer, Frozen, Source
-from topotrain.snapshotbook import FROZEN, LAYOUT, PUBLISHED, WRITTEN, Book, Drop, Publish, Texts, Work, Write, texts
+from topotrain.snapshotbook import (
+    CUT,
+    END,
+    FROZEN,
+    LAYOUT,
+    PUBLISHED,
+    STEP,
+    WRITTEN,
+    Book,
+    Drop,
+    Publish,
+    Texts,
+    Work,
+    Write,
+    texts,
+)
 from topotrain.statetable import StateError, from_rows, to_rows
-from topotrain.topology import Address, Topology
+from topotrain.topology import Address, Role, Topology
 
 Send = Callable[[Address, Message], None]
 
 
 def refusal(job: Job, topology: Topology) -> str:
     """Why no snapshot can be taken of a job; empty: they can."""
-    if topology.server_groups > 1:
-        return "its server groups hold different values, which no one decision orders"
+    if topology.server_groups > 1 and not topology.synced:
+        return "its groups go their own ways"
+    if topology.synced and job.cluster.agreement is Agreement.kRingAverage:
+        return "with agreement: kRingAverage no one model has all updates in it before the end"
     if job.apply is Apply.kOnArrival and topology.worker_groups > 1:
         return "with apply: kOnArrival parts of other groups' steps are in the values at any moment"
     return ""
+
+
+def takes_snapshots(job: Job) -> bool:
+    """Whether the user wants any."""
+    return job.snapshot_s > 0 or job.checkpoint_freq > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +82,31 @@ class Snapshots:
         self._me, self._send = me, send
         self._groups = topology.worker_groups_of(me.group)
         self._servers = topology.servers(me.group)
+        self._across = topology.server_groups if topology.synced else 0
+        together = range(topology.server_groups) if topology.synced else (me.group,)
+        everybody = tuple(server for group in together for server in topology.servers(group))
+        self._leader = everybody[0]
+        self._several = len(self._groups) > 1 or self._across > 0
+        self.cut = 0
+        """The last snapshot for which this shard has frozen."""
+        self._crosscut: CrossCut | None = None
+        self._due_rows: list[Any] | None = None
+        self._facts: dict[str, Any] = {}
+        self._reading: dict[int, int] = {}
         self._work: Work | None = None
         self.refusal = refusal(job, topology)
         unit = topology.workers_per_group if job.per_worker_batch else 1
         before = {} if source is None else {epoch: source.runs(epoch) for epoch in source.epochs}
         self.position = Position(topology.worker_groups, unit, {e: tuple(runs) for e, runs in before.items()})
-        self.book = Book(self._servers, self.position, self._do) if me.index == 0 else None
+        self.book = Book(everybody, self.position, self._do) if me == self._leader else None
         self.steps = {group: 0 if source is None else source.steps(group) for group in self._groups}
         self._texts = Texts()
         self._freezer: Freezer | None = None
         self._frozen: dict[int, Frozen] = {}
+        self._rhythm = Rhythm.of(job, "checkpoint")
+        self._passed = self._pressed = self._rhythm.passed(self.steps[self._groups[0]])
+        self._timed = 0  # the number of the one that was under way when the last one by time was asked for
+        self._ends = False
         self._announced = self._due = self._laid = 0
         self._untold: dict[int, int] = {}
 
@@ -109,9 +148,45 @@ class Snapshots:
         """It is time: the number of the snapshot that is to be announced; 0: none is."""
         if self.book is None or self._work is None or self.refusal:
             return 0
-        if self.book.number:
+        if self.book.number and self.book.number == self._timed:
             self._hurry(self.book, workers)
-        return self.book.begin()
+        number = self.book.begin()
+        self._timed = self.book.number
+        return number
+
+    def end(self) -> None:
+        """The job is to end: one more, behind the very next step."""
+        self._ends = True
+
+    def cannot(self, why: str) -> None:
+        """None can be taken now, which the host should know."""
+        self._do(Drop(0, why))
+
+    def wanted(self, group: int) -> bool:
+        """On the coordinator: whether one is to be taken behind the step of this group that is decided next."""
+        if self.book is None or self._work is None or self.refusal:
+            return False
+        return self._ends or self._times(group) > self._passed
+
+    def _times(self, group: int) -> int:
+        """How many `checkpoint_freq` will have asked for; steps are those of the first worker group."""
+        return self._rhythm.passed(self.steps[group] + 1) if group == self._groups[0] else self._passed
+
+    def before(self, group: int, workers: Callable[[], Workers]) -> int:
+        """A step is about to be decided behind which one is wanted: its number; 0: another is under way yet.
+
+        Then it is taken behind the first step that finds it over; if two more were due by then, nobody waits longer.
+        """
+        assert self.book is not None
+        due = self._times(group)
+        if self.book.number:
+            if due > self._pressed + 1:
+                self._pressed = due
+                self._hurry(self.book, workers())
+            return 0
+        why, self._ends = END if self._ends else STEP, False
+        self._passed = self._pressed = due
+        return self.book.begin(why)
 
     def _hurry(self, book: Book, workers: Workers) -> None:
         """A snapshot has waited for workers until the next is due.
@@ -120,7 +195,7 @@ class Snapshots:
         the same step.
         """
         missing = book.missing(workers.expected, workers.taken)
-        if missing and len(self._groups) > 1 and missing <= workers.older.keys():
+        if missing and self._several and missing <= workers.older.keys():
             kept = {worker: workers.older[worker] for worker in missing}
             book.publish({**workers.taken, **kept}, workers.counts, exact=False)
         elif missing:
@@ -137,13 +212,22 @@ class Snapshots:
         """The log of decisions says that a snapshot is taken behind the next step."""
         self._announced = number
 
-    def step(self, group: int) -> int:
-        """A step of a group is being carried out: which snapshot its workers are to be told of, 0: none."""
+    def step(self, group: int, epoch: int = 0) -> int:
+        """A step of a group is being carried out: which snapshot its workers are to be told of, 0: none.
+
+        epoch: of the batches that are in it.
+        """
         self.steps[group] += 1
+        self._reading[group] = max(epoch, self._reading.get(group, 0))
         if self._announced:
             self._due, self._announced = self._announced, 0
             self._untold = dict.fromkeys(self._groups, self._due)
         return self._untold.pop(group, 0)
+
+    def rest(self) -> None:
+        """No step will come any more: what is announced is due."""
+        if self._across and self._announced:
+            self._due, self._announced = self._announced, 0
 
     def freeze(
         self, model: Model, facts: Callable[[], Mapping[str, Any]], counts: Callable[[], Mapping[int, int]]
@@ -155,22 +239,73 @@ class Snapshots:
         if self._work is None:  # a shard whose host writes nothing; the coordinator is told, and drops the snapshot
             self._say(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
+        now = {**facts(), "steps": sorted(self.steps.items()), "reading": sorted(self._reading.items())}
+        self._facts = {}
         if self.book is not None:
-            self.book.frozen(number, {**facts(), "steps": sorted(self.steps.items())}, dict(counts()))
+            self.book.frozen(number, now, dict(counts()))
+        elif self._me.index == 0:
+            self._facts = {"facts": {**now, "counts": sorted(counts().items())}}
         if self._freezer is None:
-            self._freezer = Freezer(model, self._me.index)
+            self._freezer = Freezer(model, self._me.index, self._me.group if self._across else None)
+        self.cut = number
         try:
-            self._frozen = {number: self._freezer.freeze()}
+            frozen = self._freezer.freeze()
         except StateError as error:
             self._say(number, FROZEN, {"error": str(error)})
             return
-        self._say(number, FROZEN, {"rows": to_rows(self._frozen[number].table)})
+        self._frozen = {number: frozen}
+        if not self._across:
+            self._say(number, FROZEN, {"rows": to_rows(frozen.table)})
+            return
+        if self._crosscut is None:
+            self._crosscut = CrossCut(model, self._me.group, self._across)
+        self._due_rows = to_rows(frozen.table)
+        for master, message in self._crosscut.begin(number, frozen):
+            self._send(Address(Role.SERVER, master, self._me.index), message)
+        self._look()
+
+    # --- across several server groups (`crosscut`) ---------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        """Something of what other groups had added may not have come yet."""
+        return self._due_rows is not None
+
+    def early(self, message: Message) -> bool:
+        """Whether this was sent behind a cut that is still to come here."""
+        mark = message.cut if isinstance(message, Delta) else message.number if isinstance(message, Remainder) else 0
+        return mark > self.cut
+
+    def late(self, message: Delta, body: torch.Tensor) -> None:
+        """A Delta that was just taken, while this shard `gathers`."""
+        if self._crosscut is not None and message.cut < self.cut:
+            self._crosscut.late(message, body)
+            self._look()
+
+    def remainder(self, group: int, message: Remainder, body: torch.Tensor) -> None:
+        """What another group had not sent at the snapshot."""
+        if self.gathers and self._crosscut is not None and message.number == self.cut:
+            self._crosscut.take(group, message, body)
+            self._look()
+
+    def _look(self) -> None:
+        if self._due_rows is not None and self._crosscut is not None and self._crosscut.complete:
+            rows, self._due_rows = self._due_rows, None
+            self._say(self.cut, FROZEN, {"rows": rows, **self._facts})
 
     def take(self, sender: Address, message: SnapshotPart) -> None:
         """What another shard says of a snapshot, or this server's own host (`sender` is then the server itself)."""
-        if message.stage != LAYOUT and self.book is None:
-            self._send(self._servers[0], message)  # the host speaks through its server
+        if sender == self._me:  # the host speaks through its server
+            message = replace(message, shard=self._me.index)
+        down = message.stage in (LAYOUT, CUT)
+        if not down and self.book is None:
+            self._send(self._leader if self._me.index == 0 else self._servers[0], message)
             return
+        if not down and sender.group != self._me.group:
+            sender = self._of(sender.group, message.shard)
+        if message.stage == LAYOUT and self._me.index == 0 and self.book is None:
+            for server in self._servers[1:]:
+                self._send(server, message)
         data = self._texts.take(sender, message)
         if data is None:
             return
@@ -178,8 +313,13 @@ class Snapshots:
             self._laid_out(message.number, data)
         elif self.book is not None:
             own = self._frozen.get(message.number)
-            for to, said in self.book.take(sender.index, message.number, message.stage, data, own):
+            for to, said in self.book.take(sender, message.number, message.stage, data, own):
                 self._send(to, said)
+
+    def _of(self, group: int, shard: int) -> Address:
+        if not 0 <= shard < len(self._servers):
+            raise ProtocolError(f"no shard {shard} of server group {group}")
+        return Address(Role.SERVER, group, shard)
 
     def _laid_out(self, number: int, data: Mapping[str, Any]) -> None:
         if number <= self._laid:
@@ -194,8 +334,9 @@ class Snapshots:
         except StateError as error:
             self._say(number, WRITTEN, {"error": str(error)})
             return
-        self._do(Write(number, self._me.index, frozen, table))
+        self._do(Write(number, self._me, frozen, table))
 
     def _say(self, number: int, stage: int, data: Mapping[str, Any]) -> None:
         for part in texts(number, stage, data):
-            self._send(self._servers[0], part)
+            part = replace(part, shard=self._me.index)
+            self._send(self._leader if self._me.index == 0 else self._servers[0], part)

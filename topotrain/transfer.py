@@ -27,6 +27,7 @@ from topotrain.neighbor import Alone
 from topotrain.position import Position
 from topotrain.reduction import Staging
 from topotrain.replication import Copy, Line
+from topotrain.rhythm import Rhythm
 from topotrain.server import Server
 from topotrain.shard import Schema, SchemaParts, parse_schema, slice_map_for, torch_dtype
 from topotrain.slices import Bucket, SliceMap
@@ -36,7 +37,19 @@ from topotrain.update import HyperCheck
 
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
-_NEVER: tuple[type, ...] = (Job, Topology, Manners, Schema, SliceMap, Bucket, Enum, Alone, TableBook, torch.dtype)
+_NEVER: tuple[type, ...] = (
+    Job,
+    Topology,
+    Manners,
+    Schema,
+    SliceMap,
+    Bucket,
+    Rhythm,
+    Enum,
+    Alone,
+    TableBook,
+    torch.dtype,
+)
 """Of what a fresh server has its own."""
 
 _DATA: tuple[type, ...] = (

@@ -21,13 +21,10 @@ from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, tex
 from topotrain.topology import Address, Role
 from topotrain.wire import Resident
 from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
+from topotrain.witness import Witness, Wrong
 
 LONG = 10.0
 """Virtual seconds after the last fault, by which the slowest of these jobs is over many times."""
-
-
-class Wrong(Exception):
-    """The job says something that it must not say; the text says what."""
 
 
 class Killed(BaseException):
@@ -131,7 +128,7 @@ class Archive:
             kept = self._values.setdefault(what.number, {})
             whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
             whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-        self._answer(me, texts(what.number, WRITTEN, {"shard": what.shard}))
+        self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
 
     def _answer(self, me: Address, said: list[m.SnapshotPart]) -> None:
         def say() -> None:
@@ -322,22 +319,30 @@ class Trial(Town):
                 self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
         torments = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
         self.sim.run(LONG + torments)
+        for me, house in self.houses.items():
+            if house.server.undecided:
+                raise Wrong(f"{me} still waits for votes about {house.server.undecided} steps, and all is over")
         return self
 
     # --- what a script does --------------------------------------------------------------------------------------
 
     def script(self, seat: Seat) -> None:
         """Read all that there is, one step for each batch."""
-        life = self.lives[seat.me]
+        life, workers = self.lives[seat.me], self.topology.workers_per_group
+        witness = Witness(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
         seat.open(0.0)
         for epoch in range(self.epochs):
             for stream, seq, number in self._batches(seat, epoch):
                 seat.sleep(0.0, 0.004)
                 if life.over:
                     raise Killed
-                seat.step(self._gradient(seat, epoch * self.batches + number), marks=(stream, seq, seq))
+                batch = epoch * self.batches + number
+                witness.look(seat.values())
+                seat.step(self._gradient(seat, batch), marks=(stream, seq, seq))
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
+                    witness.did(range(batch * workers, (batch + 1) * workers))
+                    witness.look(seat.values())
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()

@@ -75,7 +75,7 @@ class Outcome:
     """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for).
 
     snapshot: of the values as this step has left them one is taken under this number; 0: none. refused: as in
-    message.Applied, as pairs.
+    message.Applied, as pairs. leaves: the group leaves the job after it.
     """
 
     version: int
@@ -84,6 +84,7 @@ class Outcome:
     norm: float
     snapshot: int = 0
     refused: tuple[tuple[int, int], ...] = ()
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)

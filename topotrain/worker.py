@@ -137,6 +137,8 @@ class Worker:
         self.last_norm = float("nan")
         self.snapshot = 0
         """The snapshot that this worker's state is wanted for; 0: none."""
+        self.leaves = False
+        """The worker's group leaves the job: the script is to be given nothing more."""
         self._left: list[tuple[int, torch.Tensor, int]] = []  # lazily committed gradients, and their versions
         self._own_steps = 0
         self._strikes = Strikes(job.nonfinite)
@@ -315,6 +317,7 @@ class Worker:
         if outcome.norm >= 0:
             self.last_norm = outcome.norm
         self.snapshot = outcome.snapshot or self.snapshot
+        self.leaves = self.leaves or outcome.leaves
         self.tally.add(outcome)
         refused = dict(outcome.refused)
         if refused and (outcome.found_inf or self.me.index in refused):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 import topotrain as tt
 from benchmarks.models import Work, build
@@ -45,6 +45,11 @@ def sgd(model: nn.Module) -> Optimizer:
 
 def with_job(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     model, optimizer, _ = tt.prepare(model, sgd(model))
+    return model, optimizer
+
+
+def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    model, optimizer, _ = tt.prepare(model, Adam(model.parameters(), lr=RATE, fused=True))
     return model, optimizer
 
 
@@ -85,6 +90,7 @@ def fsdp(model: nn.Module) -> tuple[nn.Module, Optimizer]:
 
 WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Optimizer | None]]] = {
     "job": with_job,
+    "job+adam": with_adam,
     "alone": alone,
     "no_update": no_update,
     "ddp": ddp,
@@ -192,17 +198,19 @@ def main() -> None:
     global _check
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", required=True, help="mlp, or mlp+adam with a job")
     parser.add_argument("--peer", default="job", choices=sorted(WAYS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     line = Line(options.socket)
+    options.model, _, optimizer = options.model.partition("+")
+    way = options.peer + (f"+{optimizer}" if optimizer else "")
     rank = tt.rank() if options.peer == "job" else int(os.environ["RANK"])
     if options.peer in _MEETING:
         dist.init_process_group("gloo")
     work = build(options.model, rank)
     try:
-        stepper = Stepper(work, *WAYS[options.peer](work.model))
+        stepper = Stepper(work, *WAYS[way](work.model))
         stepper.steps(1)
     except Exception as error:
         line.say(rank=rank, refused=f"{type(error).__name__}: {error}".splitlines()[0])

@@ -1,10 +1,13 @@
 """What journeys need: a shop that runs jobs, and shells. What forks their processes is the session's
 (../conftest.py)."""
 
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hosts_town import Town
 from shells import Shells, open_shells
 from shop import Shop
 
@@ -18,3 +21,18 @@ def shop(tmp_path: Path, served_at: str, warm_at: str) -> Shop:
 def shells(tmp_path: Path, warm_at: str) -> Iterator[Shells]:
     with open_shells(tmp_path, warm_at) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def town() -> Iterator[Town]:
+    with tempfile.TemporaryDirectory(prefix="tt-hosts-") as folder:
+        built = Town(Path(folder))
+        try:
+            built.build()
+        except (OSError, subprocess.CalledProcessError) as error:
+            built.pull_down()
+            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
+        try:
+            yield built
+        finally:
+            built.pull_down()

@@ -21,9 +21,9 @@ END_S = 5.0  # what the product promises
 class Running:
     """An endless job that has begun to train."""
 
-    def __init__(self, shop: Shop, cluster: str, name: str = "job") -> None:
+    def __init__(self, shop: Shop, cluster: str, name: str = "job", extra: str = "") -> None:
         self.workspace = shop.folder / name
-        command = shop.command(cluster, "wrong.py", "endless", name=name)
+        command = shop.command(cluster, "wrong.py", "endless", name=name, extra=extra)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, start_new_session=True, **pipes)
         self.heard = ""
@@ -66,8 +66,8 @@ def alive(pids: list[int]) -> list[int]:
 def endless(shop: Shop) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
-    def start(cluster: str, name: str = "job") -> Running:
-        started.append(Running(shop, cluster, name))
+    def start(cluster: str, name: str = "job", extra: str = "") -> Running:
+        started.append(Running(shop, cluster, name, extra))
         return started[-1]
 
     yield start
@@ -81,8 +81,10 @@ def endless(shop: Shop) -> Iterator[Callable[..., Running]]:
     ("cluster", "victim"),
     [(SANDBLASTER, "worker 0/2"), (DOWNPOUR, "server 0/1"), (ALLREDUCE, "unit 1"), (HOGWILD, "worker 1/0")],
 )
-def test_a_killed_process_ends_the_job(endless: Callable[..., Running], cluster: str, victim: str) -> None:
-    job = endless(cluster)
+def test_a_killed_process_ends_a_job_that_is_to_stop(
+    endless: Callable[..., Running], cluster: str, victim: str
+) -> None:
+    job = endless(cluster, extra="on_failure: kStop")
     os.kill(job.pid(victim), signal.SIGKILL)
     code, said, seconds = job.end()
     assert code == 1
@@ -115,10 +117,12 @@ def test_the_programs_exception_is_the_cause_and_is_shown(shop: Shop) -> None:
     assert ended.report["cause"]["who"] == "worker 0/1"
 
 
-def test_a_worker_that_kills_itself_is_named(shop: Shop) -> None:
-    ended = shop.run(ALLREDUCE, "wrong.py", "die", code=1)
-    assert "worker 0/1" in ended.err
-    assert "SIGKILL" in ended.err
+def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(shop: Shop) -> None:
+    ended = shop.run(ALLREDUCE, "wrong.py", "die", code=1, extra="restarts: 1")
+    cause = ended.report["cause"]
+    assert (cause["who"], cause["kind"]) == ("worker 0/1", "died")
+    assert cause["text"].count("was killed by SIGKILL") == 2
+    assert "and the job has started again once" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -129,21 +128,6 @@ def test_ctrl_c_at_one_unit_ends_all(shop: Shop, jobs: list[Job]) -> None:
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def town() -> Iterator[Town]:
-    with tempfile.TemporaryDirectory(prefix="tt-hosts-") as folder:
-        built = Town(Path(folder))
-        try:
-            built.build()
-        except (OSError, subprocess.CalledProcessError) as error:
-            built.pull_down()
-            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
-        try:
-            yield built
-        finally:
-            built.pull_down()
 
 
 @pytest.fixture(scope="module")

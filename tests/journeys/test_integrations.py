@@ -202,6 +202,18 @@ REFUSED = {
 }
 
 
+def test_a_death_inside_another_librarys_loop_ends_the_job_which_says_why_it_does_not_go_on(hall: Shop) -> None:
+    text = (EXAMPLES / "accelerate_loop.py").read_text()
+    line = "optimizer.step()"
+    assert line in text
+    (hall.folder / "digits.py").write_text((EXAMPLES / "digits.py").read_text())
+    program = hall.folder / "accelerate_loop.py"
+    program.write_text("import os, signal\n" + text.replace(line, "os.kill(os.getpid(), signal.SIGKILL)"))
+    ended = hall.run(SYNCHRONOUS, str(program), "--out", str(hall.folder / "out"), "--epochs", "1", code=1)
+    assert "was killed by SIGKILL; it does not start again: the loop is another library's" in ended.err
+    assert ended.report["incidents"] == []
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_hold_in_a_job_is_refused_in_words(hall: Shop, what: str) -> None:
     program, line, instead, words = REFUSED[what]

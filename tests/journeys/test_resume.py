@@ -9,24 +9,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs.resuming import SAMPLES
+from programs.resuming import SAMPLES, Net
+from safetensors.torch import load_file
 from shop import Ended, Shop
 from warm import client
 
-from topotrain.checkpoint import latest
+from topotrain.checkpoint import Manifest, latest
 
 pytestmark = pytest.mark.journey
 
 SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
+HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 EXTRA = "snapshot_s: 0.1"
 
 
-def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA) -> Path:
-    """The workspace of a job whose processes were all killed in its second epoch."""
+def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
+    """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
     hold = shop.folder / "hold"
     hold.touch()
-    command = shop.command(cluster, "resuming.py", kind, "--hold", str(hold), extra=extra)
+    command = shop.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
     command = [*client(shop.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
     assert process.stdout is not None
@@ -49,12 +51,39 @@ def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA) -> Path:
     return workspace
 
 
+def terminated(shop: Shop, cluster: str, *program: str, extra: str) -> tuple[int, str, Path]:
+    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left."""
+    command = shop.command(cluster, *program, extra=extra)
+    command = [*client(shop.warm_at), *command[1:]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
+    assert process.stdout is not None
+    heard = ""
+    for line in process.stdout:
+        heard += line
+        if line.strip() == "there":
+            break
+    workspace = shop.folder / "job"
+    pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
+    os.kill(pids["launcher"], signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert not [who for who, pid in pids.items() if lives(pid)]
+    return process.returncode, heard + said, workspace
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def resumed(shop: Shop, workspace: Path, *more: str) -> Ended:
     words = ["run", "--resume", str(workspace), "--forkserver", shop.served_at, *more]
     command = [*client(shop.warm_at), "-m", "topotrain", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=shop.folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Ended(done.returncode, done.stdout, done.stderr, workspace, {})
+    at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
+    return Ended(done.returncode, done.stdout, done.stderr, at, {})
 
 
 @pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
@@ -69,16 +98,39 @@ def test_the_same_bits_as_without_the_death(shop: Shop, cluster: str) -> None:
     assert not different, (found.version, different)
 
 
+@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
+def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, cluster: str) -> None:
+    program = ("resuming.py", "net", "--epochs", "4")
+    undisturbed = shop.run(cluster, *program, name="undisturbed").final
+    code, said, workspace = terminated(shop, cluster, *program, extra="snapshot_s: 0 checkpoint_freq: 20")
+    found = latest(workspace)
+    assert code == 143 and found is not None and found.steps(0) > 30, said
+    assert f"snapshot {found.number} has step {found.steps(0)}: `topotrain run --resume {workspace}`" in said
+    early = workspace / "manifests" / "step-20"
+    net = Net()  # as the documentation has it, in an ordinary process
+    net.load_state_dict(load_file(early / "model.safetensors"), strict=False)
+    assert Manifest.open(early).steps(0) == 20
+    assert not torch.equal(net.layers[0].weight, undisturbed["layers.0.weight"])
+    for snapshot in (workspace, early) if cluster is SYNC else (workspace,):
+        ended = resumed(shop, snapshot)
+        different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, ended.final[name])]
+        assert not different, (snapshot, found.steps(0), different)
+    steps = {int(path.name.removeprefix("step-")) for path in (workspace / "manifests").glob("step-*")}
+    assert steps >= {20, 40, 80}
+
+
 @pytest.mark.parametrize(
-    "after",
+    ("before", "after"),
     [
-        "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true",
-        "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true",
+        (SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"),
+        (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
+        (HOGWILD, HOGWILD),
+        (HOGWILD, SYNC),
     ],
-    ids=["synchronous", "downpour"],
+    ids=["synchronous", "downpour", "hogwild", "no longer hogwild"],
 )
-def test_every_sample_once_on_another_layout(shop: Shop, after: str) -> None:
-    workspace = killed(shop, SYNC, "ledger", "snapshot_s: 0.1 reduce: kSum")
+def test_every_sample_once_on_another_layout(shop: Shop, before: str, after: str) -> None:
+    workspace = killed(shop, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 12 if before == HOGWILD else 30)
     found = latest(workspace)
     assert found is not None
     conf = shop.folder / "other.conf"

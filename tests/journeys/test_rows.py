@@ -20,6 +20,7 @@ pytestmark = [
 ]
 MOST, LARGE, ROW = 640 << 20, 88_000, 8192  # bytes that a process may have; rows; bytes of a row
 START = 1.09  # loss of the untrained models: log 3
+PAIR = "nworkers_per_group: 2 server_worker_separate: true"
 TABLE = rows.ROWS * rows.WIDTH * 4
 
 
@@ -43,6 +44,13 @@ def test_a_worker_that_ends_too_soon_is_named(shop: Shop) -> None:
 def test_nobody_waits_at_a_barrier_for_a_worker_that_has_ended(shop: Shop) -> None:
     ended = shop.run("nworkers_per_group: 2", "keys.py", "barrier", code=1)
     assert "worker 0/1 ended while worker 0/0 waits for all workers at a barrier" in ended.err
+
+
+def test_a_death_takes_a_job_with_tables_back_to_its_beginning(shop: Shop) -> None:
+    ended = shop.run(PAIR, "keys_mortal.py", str(shop.folder / "dead"))
+    assert "value [20.0]" in ended.out
+    (incident,) = ended.report["incidents"]
+    assert (incident["who"], incident["action"]) == ("worker 0/1", "the whole job starts again")
 
 
 def test_a_layout_without_one_home_is_refused(shop: Shop) -> None:

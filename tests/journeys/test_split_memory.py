@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from programs import heavy
-from shop import Ended, Shop
+from shop import Shop
 
 from topotrain.front.cutting import cut_of
 from topotrain.launch import forkserver
@@ -19,23 +19,27 @@ from topotrain.textproto import load_with_warnings
 
 pytestmark = pytest.mark.journey
 
+OPEN = 0.04
+"""What the test leaves open, as a part of the whole: mostly what Python and torch take while they train."""
 
-@pytest.mark.parametrize("road", ["kShm", "kTcp"])
-def test_the_plan_says_what_a_process_holds_at_its_most(shop: Shop, road: str) -> None:
-    ended = shop.run(f"nworkers_per_group: 2 nservers_per_group: 2 road: {road}", "heavy.py", extra=heavy.PARTS)
+
+@pytest.mark.parametrize(("road", "snapshot_s"), [("kShm", 0.0), ("kTcp", 0.0), ("kShm", 0.05)])
+def test_the_plan_says_what_a_process_holds_at_its_most(shop: Shop, road: str, snapshot_s: float) -> None:
+    """All of it is held at once, so a plan that says too much is found out as well as one that forgets something: each
+    of parameters, gradients, state and a snapshot's copy is more than the test leaves open."""
+    extra = f"{heavy.PARTS} snapshot_s: {snapshot_s}"  # if at all, behind a step before the last: they take longer
+    ended = shop.run(f"nworkers_per_group: 2 nservers_per_group: 2 road: {road}", "heavy.py", extra=extra)
     job, _ = load_with_warnings(str(shop.folder / "job.conf"))
     model, loader = heavy.made()
     found = cut_of(job, model, loader, state_factor=2.0)
     assert found is not None
+    itself = ended.report["metrics"]["itself"] + heavy.READ
     need = found.plan.needs[next(n for n, need in enumerate(found.plan.needs) if "worker 0/0" in need.who)]
-    told = ITSELF + heavy.DATA + need.resident
-    assert need.total > 150_000_000
-    assert told == pytest.approx(peak(ended), rel=0.25)
-
-
-def peak(ended: Ended) -> float:
-    """The most that worker (0,0) has had in memory, bytes."""
-    return float(ended.report["metrics"]["peak"])
+    told = itself + heavy.DATA + need.resident
+    assert itself < 1.35 * ITSELF  # the tests' forkserver has more modules than a job's
+    smallest = min(filter(None, (need.values, need.gradients, need.state, need.snapshot)))
+    assert smallest > OPEN * told
+    assert told == pytest.approx(ended.report["metrics"]["peak"], rel=OPEN)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:

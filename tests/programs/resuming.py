@@ -1,6 +1,6 @@
 """Two programs whose result shows whether a job went on where it was: all that a training has, or one cell per sample.
 
-As long as the file `--hold` is there, every worker stops behind step `--at`, for somebody to kill it.
+As long as the file `--hold` is there, the main worker stops behind step `--at`, for somebody to kill it.
 """
 
 import argparse
@@ -64,7 +64,8 @@ if __name__ == "__main__":
             still.wait(0.01)  # computing, in place of a larger model
             optimizer.step()
             steps += 1
-            if steps == given.at and given.hold.exists():
-                print("holding", flush=True)
-                still.wait()
+            if steps == given.at:
+                print("holding" if given.hold.exists() else "there", flush=True)
+                if given.hold.exists() and tt.is_main():
+                    still.wait()
         schedule.step()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from topotrain.checkpoint import FOLDER, latest
+from topotrain.checkpoint import FOLDER, MANIFEST, Manifest, latest
 from topotrain.job import ConfigError, Job
 from topotrain.textproto import loads
 
@@ -24,12 +24,18 @@ class Earlier:
 
 
 def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
-    """The newest snapshot of a workspace; its job is set up there, with these overrides.
+    """The newest snapshot of a workspace, or the one whose folder is named; its job is set up there, with overrides.
 
     Raises:
         ConfigError: there is none, or none that can be read.
     """
-    found = latest(workspace, _warn)
+    found: Manifest | None
+    if (workspace / MANIFEST).is_file():
+        found = Manifest.open(workspace.resolve())
+        found.verify()
+        workspace = found.path.parent.parent
+    else:
+        found = latest(workspace, _warn)
     if found is None:
         accepted = f"has no snapshot in {FOLDER}/: one is written every snapshot_s seconds, from the first step on"
         raise ConfigError("--resume", str(workspace), accepted)

@@ -172,6 +172,8 @@ def _tell(ended: "Ended", window: _Window, desk: Desk, report: Path | None, as_j
     outcome = ended.outcome
     if outcome.code:
         desk.complain(_story(ended))
+    elif ended.end.text:
+        print(f"topotrain: {ended.end.text}", file=sys.stderr, flush=True)
     if ended.rank:
         if not outcome.code:
             print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)

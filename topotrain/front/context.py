@@ -44,6 +44,7 @@ class Context:
     continuing: Any = None  # continuing.Continuing, once the script has prepared
     resumed: Any = None  # earlier.Past, where the job is continued
     finishing: Callable[[], None] | None = None
+    parting: Callable[[], None] | None = None  # the last word of one that leaves while the job goes on
     spans: Recorder = SILENT
     roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads
     gpus: bool = True  # `tt.device` may name one

@@ -24,10 +24,11 @@ from topotrain.feeds import Opening
 from topotrain.front.condition import Condition
 from topotrain.front.context import Context
 from topotrain.front.earlier import find
+from topotrain.front.leaving import Leaving
 from topotrain.front.packing import Unpackable, pack, unpack
 from topotrain.front.rates import Rates
 from topotrain.job import ConfigError, OnFailure
-from topotrain.snapshotting import refusal
+from topotrain.snapshotting import refusal, takes_snapshots
 from topotrain.worker import Worker
 
 
@@ -38,7 +39,7 @@ def _leaves(here: Context) -> bool:
     """
     job, topology = here.place.job, here.place.topology
     restarts = job.on_failure is OnFailure.kContinue and topology.regroups(here.me.group)
-    return restarts or (job.snapshot_s > 0 and not refusal(job, topology))
+    return restarts or (takes_snapshots(job) and not refusal(job, topology))
 
 
 class Continuing:
@@ -140,7 +141,9 @@ class Continuing:
     # --- leaving it ----------------------------------------------------------------------------------------------
 
     def asked(self) -> None:
-        """As `data.Memory` has it."""
+        """As `data.Memory` has it. Raises Leaving, where the worker's group leaves the job."""
+        if self._worker.leaves:
+            raise Leaving
         if self._worker.snapshot or self._worker.lazy:
             self._now = self._stand()
 

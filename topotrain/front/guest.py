@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.data import Ledger, ShardedLoader
+from topotrain.events import Unrepeatable
 from topotrain.front import api
 from topotrain.front import context as process
 from topotrain.job import ConfigError, Shard
@@ -89,6 +90,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     if here.resumed is not None or here.place.identity.incarnation:
         accepted = "must not happen here: the library's loop has a state of its own, and would begin anew"
         raise ConfigError("restart", str(here.me), accepted)
+    here.emit(Unrepeatable(str(here.me), "the loop is another library's, whose state nobody could put back", job=True))
     here.counted = counted
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)

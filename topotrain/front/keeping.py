@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from topotrain.events import Unrepeatable
 from topotrain.front.context import Context
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError
@@ -268,4 +269,5 @@ def keeping(here: Context | None) -> Keeping:
         return Own()
     if here.tables is None:
         here.tables = InJob(here)
+        here.emit(Unrepeatable(str(here.me), "the job has tables, whose changes are not counted by batch", job=False))
     return cast(InJob, here.tables)

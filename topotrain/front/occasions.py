@@ -10,7 +10,6 @@ and sends its part of a checkpoint. They all go by the same job and the same ste
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,26 +25,10 @@ from topotrain.front.evaluating import Beside, HeldOut, Objective, Result, evalu
 from topotrain.front.final import tensors_of
 from topotrain.front.splitting import Split
 from topotrain.job import ConfigError, Job
+from topotrain.rhythm import Rhythm
 
 KINDS = ("test", "validate")
 _CHECKPOINT = "a checkpoint (checkpoint_freq)"
-
-
-@dataclass(frozen=True, slots=True)
-class Rhythm:
-    """Every `freq` steps from step `after` on; freq 0: never."""
-
-    freq: int
-    after: int
-
-    @staticmethod
-    def of(job: Job, what: str) -> "Rhythm":
-        """What the job says about "disp", "test", "validate" or "checkpoint"."""
-        return Rhythm(getattr(job, f"{what}_freq"), getattr(job, f"{what}_after"))
-
-    def due(self, step: int) -> bool:
-        """Whether it is time when `step` steps are done."""
-        return self.freq > 0 and step >= self.after and (step - self.after) % self.freq == 0
 
 
 class Occasions:

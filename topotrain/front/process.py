@@ -19,17 +19,21 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Failed, Finished, Notice, Serving
+from topotrain.events import Covered, Failed, Finished, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
+from topotrain.front.farewell import Farewell
 from topotrain.front.finish import close, finish, kind_of
 from topotrain.front.keeping import roads_of
+from topotrain.front.leaving import Leaving, leave
+from topotrain.front.orders import Orders
 from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
 from topotrain.job import OnFailure
 from topotrain.launch.child import Control, exit_code
 from topotrain.launch.workspace import TOKEN_FILE
 from topotrain.message import Fail
+from topotrain.regrouping import refusal
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
 from topotrain.seats import Standing, standings
@@ -37,21 +41,31 @@ from topotrain.server import Server
 from topotrain.topology import Address, Role
 
 _SITE = "site-packages"
+_LEFT = -1
 
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be the servers of one unit."""
-    orders = Orders()
-    control = Control(channel, orders)
+    seating = Seating()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
+    orders, farewell = Orders(), Farewell(str(addresses[0]))
+
+    def hear(command: dict[str, Any]) -> None:
+        orders.hear(command)
+        farewell.hear(command)
+        seating.hear(command)
+
+    control = Control(channel, hear)
+    orders.emit = farewell.emit = control.emit
     profile = Profile(Path(spec["run_dir"]), addresses[0])
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
     watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
-    writer = _writer(place, addresses, control)
-    seat = _seat(spec, control, orders)
-    sent, received = serve(place, addresses, serving, trouble, profile.server, watchful, writer, seat)
+    farewell.writer = writer = _writer(place, addresses, control)
+    seat = _seat(spec, control, seating)
+    ears = (watchful, writer, orders.open, seat)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears)
     profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
@@ -60,13 +74,13 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     return 0
 
 
-class Orders:
-    """Takes the unit's commands, and keeps those about seats until somebody wants them."""
+class Seating:
+    """Takes the unit's commands about seats, and keeps them until somebody wants them."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
 
-    def __call__(self, command: dict[str, Any]) -> None:
+    def hear(self, command: dict[str, Any]) -> None:
         """Called on the control channel's thread."""
         if command.get("command") == "seats":
             self._queue.put(standings(command["seats"]))
@@ -81,7 +95,7 @@ class Orders:
         threading.Thread(target=live, name="orders", daemon=True).start()
 
 
-def _seat(spec: dict[str, Any], control: Control, orders: Orders) -> Seat | None:
+def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | None:
     """What a server process needs to know where every server has two copies."""
     if not spec.get("seats"):
         return None
@@ -93,7 +107,7 @@ def _seat(spec: dict[str, Any], control: Control, orders: Orders) -> Seat | None
         print(why, file=sys.stderr, flush=True)
         os._exit(1)
 
-    return Seat(standings(spec["seats"]), orders.to, covered, despair)
+    return Seat(standings(spec["seats"]), seating.to, covered, despair)
 
 
 class Watchful:
@@ -122,8 +136,10 @@ class Watchful:
 
 
 def _comes_back(place: Place, worker: Address) -> bool:
-    """The worker's unit starts its group again, or tells that it cannot."""
-    return place.job.on_failure is OnFailure.kContinue and place.topology.regroups(worker.group)
+    """The worker's unit starts its group again, or tells that it cannot. Of several units none could do so."""
+    job, topology, group = place.job, place.topology, worker.group
+    units = {topology.unit_of(member) for member in topology.workers(group)}
+    return job.on_failure is OnFailure.kContinue and len(units) == 1 and not refusal(job, topology, group)
 
 
 def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
@@ -149,19 +165,18 @@ def _place(spec: dict[str, Any]) -> Place:
 
 
 def _writer(place: Place, servers: Sequence[Address], control: Control) -> Writer | None:
-    """Who writes snapshots of these servers; what goes wrong is a line for the user."""
-
-    def tell(text: str) -> None:
-        control.emit(Notice(str(servers[0]), text))
-
+    """Who writes snapshots of these servers, if anybody; the unit is told of them, and may ask for a last one."""
     resumed = None if place.resumed is None else place.resumed.path
-    return writer_for(place.job, place.topology, servers, resumed, place.identity.incarnation > 0, tell)
+    again = place.identity.incarnation > 0
+    return writer_for(place.job, place.topology, servers, resumed, again, control.emit)
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be one worker: run the user's program in its place in the job."""
-    control = Control(channel)
     ((group, index),) = spec["workers"]
+    farewell = Farewell(str(Address(Role.WORKER, group, index)))
+    control = Control(channel, farewell.hear)
+    farewell.emit = control.emit
     place = _place(spec)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
@@ -170,7 +185,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     here.resumed = place.resumed
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
     beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
-    writer = _writer(place, beside, control) if beside else None
+    farewell.writer = writer = _writer(place, beside, control) if beside else None
     here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer)
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
@@ -182,7 +197,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     close(here, finished=code == 0)
     for group, index in spec["servers"] if code == 0 else ():
         control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
-    return code
+    return 0 if code == _LEFT else code
 
 
 def _run_program(program: str, args: Sequence[str]) -> None:
@@ -198,10 +213,16 @@ def _run_program(program: str, args: Sequence[str]) -> None:
 
 
 def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
-    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code."""
+    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code.
+
+    _LEFT is none: the script was stopped, since its group leaves the job.
+    """
     try:
         do()
         return 0
+    except Leaving:
+        leave(here)
+        return _LEFT
     except KeyboardInterrupt:
         return 130
     except BaseException as error:

@@ -17,7 +17,7 @@ class Telling:
     def __init__(self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]]) -> None:
         self._here, self._worker, self._traffic = here, worker, traffic
         self._due = 0.0
-        here.finishing = self.finish
+        here.finishing, here.parting = self.finish, self.part
 
     def __call__(self, outcome: Outcome | None) -> None:
         self._worker.tally.losses += 1
@@ -50,12 +50,16 @@ class Telling:
             )
         )
 
+    def part(self) -> None:
+        """All that was done, and no more words of the end."""
+        self._tell_skips()
+        if self._worker.tally.started:  # steps may be those of an earlier life alone
+            self._tell(time.monotonic())
+
     def finish(self) -> None:
         """The last word."""
         tally = self._worker.tally
-        self._tell_skips()
-        if tally.steps:
-            self._tell(time.monotonic())
+        self.part()
         if tally.lost:
             words = f"{tally.lost} batches of a stream were not there when it was read again: they are lost"
             self._here.emit(Notice(str(self._here.me), words))

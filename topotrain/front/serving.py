@@ -17,7 +17,7 @@ import torch
 
 from topotrain.exchange import JobError
 from topotrain.host import Servers, flushing
-from topotrain.job import ConfigError, Job, Road
+from topotrain.job import ConfigError, Job, OnFailure, Road
 from topotrain.message import Fail
 from topotrain.rendezvous import Store
 from topotrain.rendezvous.secret import job_key
@@ -54,8 +54,12 @@ class Terms:
 
 
 def by_hand(job: Job) -> Job:
-    """The job as such processes run it: over TCP, since they share no folder in which memory could be shown."""
-    return replace(job, cluster=replace(job.cluster, road=Road.kTcp))
+    """The job as such processes run it.
+
+    Over TCP, since they share no folder in which memory could be shown; and a loss ends it, since nobody is there who
+    could start a process again.
+    """
+    return replace(job, on_failure=OnFailure.kStop, cluster=replace(job.cluster, road=Road.kTcp))
 
 
 def place_of(

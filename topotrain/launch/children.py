@@ -32,10 +32,14 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Which start of the whole job this is, from 0, and the manifest that it goes on from; "": the beginning."""
+    """Which start of the whole job this is, from 0, and the manifest that it goes on from; "": the beginning.
+
+    absent: worker groups that are not started with the others.
+    """
 
     number: int = 0
     resume: str = ""
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

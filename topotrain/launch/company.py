@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from topotrain.events import (
@@ -36,11 +36,14 @@ LOST_S = 10.0
 """A unit that was silent for so long is gone, whatever its peers have noticed."""
 STORE_LOST_S = 5.0
 """Unit 0 is gone when the store that it serves was away for so long."""
+AWAY_S = 15.0
+"""So long a unit whose part has ended well waits for a store that is away, to hear how the others have ended."""
 _PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": ALIVE_S + 1.0})
 """How long a failure of a kind that may have a cause elsewhere waits for it."""
 _WATCH_S = 5.0
 _TELL_EVERY_S = 5.0  # between two signs of life in the registry
 _LOOK_S = 0.1
+SAVE = "save"  # where a unit that is asked to end asks for a last snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +63,12 @@ class Company:
         stores: what to watch.
         rank: of this unit.
         hosts: where all units are.
+        leads: the first server is in this unit, which takes the last snapshot where another unit is asked to end.
     """
 
-    def __init__(self, stores: Stores, rank: int, hosts: Hosts) -> None:
-        self._stores, self._rank, self._hosts = stores, rank, hosts
+    def __init__(self, stores: Stores, rank: int, hosts: Hosts, leads: bool = False) -> None:
+        self._stores, self._rank, self._hosts, self._leads = stores, rank, hosts, leads
+        self._asked: End | None = None
         self._told, self._teller = socket.socketpair()
         self._lock = threading.Lock()
         self._cause: Failed | None = None
@@ -110,10 +115,32 @@ class Company:
         if first:
             self._start(self._explain)
 
-    def signalled(self, number: int) -> None:
+    @property
+    def saves(self) -> bool:
         """See `running.Company`."""
+        return self._leads and self._asked is not None
+
+    def heard(self) -> None:
+        """See `running.Company`."""
+        self._told.recv(64)
+
+    def save(self, number: int) -> None:
+        """See `running.Company`."""
+        self._asked = end = self._by_signal(number)
+        self._start(lambda: self._ask_to_save(end))
+
+    def _ask_to_save(self, end: End) -> None:
+        with suppress(StoreError):  # then the job ends without it, when there was time enough
+            self._stores.run.compare_and_set(SAVE, None, end.dumped())
+
+    def _by_signal(self, number: int) -> End:
         name = "SIGINT" if number == 2 else "SIGTERM" if number == 15 else f"signal {number}"
-        end = End(128 + number, self._rank, self._name, text=f"ended by {name} to unit {self._rank} on {self._name}")
+        return End(128 + number, self._rank, self._name, text=f"ended by {name} to unit {self._rank} on {self._name}")
+
+    def signalled(self, number: int, more: str = "") -> None:
+        """See `running.Company`."""
+        end = self._asked or self._by_signal(number)
+        end = replace(end, text=f"{end.text}; {more}") if more else end
         self._start(lambda: self._decide(end))
 
     def wait(self, seconds: float) -> End | None:
@@ -183,12 +210,21 @@ class Company:
             try:
                 if self._rank == 0:
                     self._listen()
+                if self._leads and self._asked is None:
+                    self._look_for_save()
                 self._look_after(range(len(self._hosts.names)) if self._rank == 0 else (0,))
                 self._answered = time.monotonic()
             except StoreError:
                 self._silent.clear()
                 if self._rank and self._hosts.served and time.monotonic() - self._answered > STORE_LOST_S:
                     self._deliver(End.of(self._vanished(0), 0, self._hosts.names[0]))
+
+    def _look_for_save(self) -> None:
+        word = self._stores.run.get(SAVE)
+        with self._lock:
+            if word is not None and self._asked is None and not self._closed.is_set():
+                self._asked = End.loaded(word)
+                self._teller.send(b"!")
 
     def _look_after(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -218,15 +254,20 @@ class Company:
         self._start(self._collect if self._rank == 0 else self._report)
 
     def _report(self) -> None:
-        raw = json.dumps([to_json(event) for event in self.reports[self._rank]]).encode()
+        """Until the end is known: what is told once might be wiped out with the store."""
+        key, raw = f"report/{self._rank}", json.dumps([to_json(event) for event in self.reports[self._rank]]).encode()
+        answered = time.monotonic()
         while not self._decided.is_set():
             try:
-                self._stores.run.set(f"report/{self._rank}", raw)
-                return
+                if self._stores.run.get(key) is None:
+                    self._stores.run.set(key, raw)
+                answered = time.monotonic()
             except StoreError:
-                self._decided.wait(BEAT_S)
+                self._end_alone(answered)
+            self._decided.wait(BEAT_S)
 
     def _collect(self) -> None:
+        answered = time.monotonic()
         for rank in range(1, len(self._hosts.names)):
             while rank not in self.reports:
                 if self._decided.is_set():
@@ -235,10 +276,17 @@ class Company:
                     raw = self._stores.run.watch(f"report/{rank}", BEAT_S)
                     self.reports[rank] = [from_json(line) for line in json.loads(raw)]
                 except TimeoutError:
-                    continue
+                    answered = time.monotonic()
                 except StoreError:
+                    self._end_alone(answered)
                     self._decided.wait(BEAT_S)
         self._decide(End(0))
+
+    def _end_alone(self, answered: float) -> None:
+        """All is well here, and nobody says how it is elsewhere."""
+        if time.monotonic() - answered > AWAY_S:
+            text = f"the store was away for {AWAY_S:g} s at the end, so how the other units ended is not known here"
+            self._deliver(End(0, text=text))
 
     def leave(self, state: str) -> None:
         """By unit 0: note in the registry how the job ended. Raises StoreError."""

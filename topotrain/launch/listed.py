@@ -60,7 +60,18 @@ class Listed:
         """See `running.Company`."""
         self._teller.send(b"!")
 
-    def signalled(self, number: int) -> None:
+    @property
+    def saves(self) -> bool:
+        """See `running.Company`; who ends a job of this machine is asked here."""
+        return False
+
+    def heard(self) -> None:
+        """See `running.Company`."""
+
+    def save(self, number: int) -> None:
+        """See `running.Company`."""
+
+    def signalled(self, number: int, more: str = "") -> None:
         """See `running.Company`."""
 
     def _watch(self) -> None:

@@ -22,6 +22,7 @@ from topotrain.launch.listed import Listed, listed
 from topotrain.launch.recovery import recovery
 from topotrain.launch.running import Grounds, Run
 from topotrain.launch.workspace import LOGS, PROCESSES_FILE, claimed, prepare
+from topotrain.regrouping import absent_groups
 from topotrain.topology import Topology
 
 
@@ -43,26 +44,26 @@ class LocalLauncher(Launcher):
         """Run the whole job; no process of it is left on return.
 
         `on_event` is called on this thread, and an exception of it ends the job. On the main thread SIGINT, SIGTERM
-        and SIGHUP end the job in order, a second one at once. Raises ConfigError, before anything is started, for a
-        workspace that is in use or cannot be written.
+        and SIGHUP end the job in order, SIGTERM after a last snapshot (`grace`), a second one at once. Raises
+        ConfigError, before anything is started, for a workspace that is in use or cannot be written.
         """
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
             goes_on = recovery(job, topology, whole=True, began=began)
             with closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
-                grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS)
-                life, former = Life(0, self.resume), _identity(workspace / FOLDER)
+                grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
+                life, former = Life(0, self.resume, absent_groups(job, topology)), _identity(workspace / FOLDER)
                 while True:
                     run = Run(job, topology, on_event, grounds, heard, kept, mark, place, goes_on)
                     outcome = self._live(run, life, job, workspace, place)
                     if goes_on is None or not run.again or heard.came or (place is not None and place.over):
                         break
                     goes_on.renewed()
-                    life = self._next(life, workspace, former, on_event)
+                    life = replace(self._next(life, workspace, former, on_event), absent=goes_on.attendance.away)
                     if place is not None:
                         place.again()
             outcome = replace(outcome, seconds=time.monotonic() - began)
-            if heard.came:
+            if heard.came and (outcome.code or run.again):  # else it came to its end while a last snapshot was taken
                 outcome = replace(outcome, code=128 + heard.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)

@@ -21,6 +21,7 @@ from topotrain.launch import OnEvent, Outcome, Place
 from topotrain.launch.asked import Signals, signals
 from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
+from topotrain.launch.grace import LEADER
 from topotrain.launch.introduction import End, Hosts, Over, with_job
 from topotrain.launch.kept import Kept
 from topotrain.launch.meeting import Hall, Restarted, forget, outlast
@@ -157,7 +158,7 @@ class Part:
             run_dir = stack.enter_context(_private_folder())
             furnish(run_dir, job, key)
             sockets = stack.enter_context(_shared_folder(key))
-            company = stack.enter_context(closing(Company(stores, rank, hosts)))
+            company = stack.enter_context(closing(Company(stores, rank, hosts, LEADER in here.units[0].servers)))
             heard = stack.enter_context(signals())
             on_event = stack.enter_context(self.watching(job, topology, here))
             notes = Notes()

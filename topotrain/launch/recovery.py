@@ -6,16 +6,35 @@ a wrong setting, ends the job at once. A process that stays frozen is ended, and
 that it finished is missed by nobody.
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
+A group that has used that up is given up, where others can read what it leaves; so is one that leaves (`attendance`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from topotrain import seats
-from topotrain.events import Covered, Event, Exited, Failed, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.events import (
+    Agreed,
+    Covered,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Incident,
+    Joined,
+    Left,
+    Lost,
+    Recovered,
+    Started,
+    StepDone,
+    Unrepeatable,
+)
 from topotrain.job import ConfigError, Job, OnFailure
 from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
+from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
+from topotrain.regrouping import absent_groups, leave_refusal, refusal
 from topotrain.seats import Seats
 from topotrain.topology import Topology
 
@@ -29,12 +48,15 @@ class Terms:
     """What may start again here.
 
     groups: the worker groups that can do so alone. whole: all processes of the job are ours, so that it can start again
-    as a whole. limit: how often within WINDOW_S, each group and the whole job for itself.
+    as a whole. limit: how often within WINDOW_S, each group and the whole job for itself. refusals: group -> why it
+    cannot leave and come, "": it can. absent: groups that are not there at the start.
     """
 
     groups: frozenset[int]
     whole: bool
     limit: int
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +102,7 @@ class GiveUp:
     failures: tuple[Failed, ...]
 
 
-Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp
+Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer
 
 
 @dataclass(slots=True)
@@ -105,6 +127,8 @@ class _Told:
     incarnations: dict[int, int] = field(default_factory=dict)
     stepped: dict[str, float] = field(default_factory=dict)
     held: list[Failed] = field(default_factory=list)
+    bounds: dict[bool, str] = field(default_factory=dict)
+    """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
     frozen: Patience = field(default_factory=Patience)
 
 
@@ -129,7 +153,8 @@ class Recovery:
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = Seats(len(servers)) if twice else None
         self._fresh = 0  # server processes that have taken another's seat
-        self._told = _Told(set(self._residents))
+        self.attendance = Attendance(terms.refusals, terms.absent)
+        self._told = _Told(self._up())
         self._allowance = Allowance(terms.limit, began)
         self._waits: list[_Wait] = []
         self._incidents = 0
@@ -141,7 +166,8 @@ class Recovery:
         """When `turn` has something to say."""
         if self._over:
             return None
-        return min((due for due in (self._due, self._told.frozen.due) if due is not None), default=None)
+        found = (self._due, self._told.frozen.due, self.attendance.due)
+        return min((due for due in found if due is not None), default=None)
 
     @property
     def complete(self) -> bool:
@@ -151,9 +177,29 @@ class Recovery:
 
     def renewed(self) -> None:
         """The whole job starts again."""
-        self._told = _Told(set(self._residents))
+        self.attendance.renewed()
+        self._told = _Told(self._up())
         self._seats = None if self._seats is None else Seats(len(self._seat_of))
         self._over, self._due = False, None
+
+    @property
+    def missing(self) -> set[str]:
+        """Workers that are not there, and that nobody waits for."""
+        return {who for who, group in self._group_of.items() if group in self.attendance.away}
+
+    def _up(self) -> set[str]:
+        return set(self._residents - self.missing)
+
+    def _members(self, group: int) -> set[str]:
+        return {who for who, number in self._group_of.items() if number == group}
+
+    def _all_finished(self) -> bool:
+        """No worker that is there has anything left to do; who has just joined has not begun."""
+        coming = {who for who, group in self._group_of.items() if self._arriving(group)}
+        return self._group_of.keys() - self.missing - coming <= self._told.finished
+
+    def _arriving(self, group: int) -> bool:
+        return group in self._terms.refusals and self.attendance[group].arriving
 
     def heard(self, event: Event, now: float) -> list[Word]:
         """What follows from an event, which is among it unless nobody else needs to hear it."""
@@ -169,6 +215,12 @@ class Recovery:
                 told.up.add(who)
             case Exited(who=who) if who not in told.leaving:
                 told.up.discard(who)
+                return [event, *self._emptied(self._group_of.get(who), now)]
+            case Unrepeatable(text=text, job=job):
+                told.bounds[job] = text
+                return []
+            case Agreed():
+                return self._agreed(event, now)
             case Finished(who=who):
                 told.finished.add(who)
                 return [event, *self._stepped(who, now), *self._needless()]
@@ -186,6 +238,10 @@ class Recovery:
         for lost, since in [] if self._over else self._told.frozen.over(now):
             # It was lost when it stopped: so long the others have waited for it.
             found += [Dismiss(lost.who), *self._lost(lost, since)]
+        for group in self.attendance.late(now):
+            part = self.attendance[group]
+            part.how = f"did not leave within {part.within_s:g} s and was ended"
+            found += self._dismiss(group)
         return found + self._explained(now)
 
     def _explained(self, now: float) -> list[Word]:
@@ -199,6 +255,8 @@ class Recovery:
             return []
         # A worker that came back and is not taken in again: the servers may be past the point where they could.
         again = any(wait.group == self._group_of.get(cause.who, _WHOLE) for wait in self._waits)
+        if self._arriving(self._group_of.get(cause.who, _WHOLE)):
+            return self._lost(cause, now)
         if self._terms.whole and (cause.kind == "peer" or again):
             return self._lost(cause, now, alone=not again)
         return self._give_up(*held)  # where others have a say, the peer that is lost may be theirs
@@ -215,6 +273,8 @@ class Recovery:
             return [failed]
         if failed.kind == "died":
             return self._lost(failed, now)
+        if self.attendance.going(self._group_of.get(failed.who)):
+            return self._dismiss(self._group_of[failed.who])
         self._told.held.append(failed)
         self._due = self._due or now + CAUSE_S
         return []
@@ -225,26 +285,31 @@ class Recovery:
             return [lost]
         if lost.who in self._told.leaving:
             return []
-        if lost.who in self._told.finished or self._is_missed_by_nobody(lost.who):
-            return [self._incident(lost, "nothing is missing: its part was done", now)]
         if lost.who in self._seat_of and alone:
-            return self._reseat(lost, now)
+            return self._lost_server(lost, now)
         group = self._group_of.get(lost.who)
+        if group is not None and self.attendance.going(group):
+            self.attendance[group].how = self.attendance[group].how or "was lost while it left"
+            return self._dismiss(group)
+        if lost.who in self._told.finished or self._all_finished():
+            incident = self._incident(lost, "nothing is missing: its part was done", now)
+            return [incident, *(self._dismiss(group) if group is not None and self._arriving(group) else [])]
         served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
-        if alone and served and group is not None and group in self._terms.groups:
+        if alone and served and group is not None and group in self._terms.groups and not self._told.bounds:
             return self._regroup(group, lost, now)
-        if self._terms.whole:
+        if self._terms.whole and True not in self._told.bounds:
             return self._renew(lost, now)
         return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
 
-    def _is_missed_by_nobody(self, who: str) -> bool:
-        """The scripts have all come to their end; a server with two copies serves until their processes have, too."""
-        told = self._told
-        if who not in self._seat_of or self._seats is None:
-            return self._group_of.keys() <= told.finished
-        heirs = self._seats.heirs(self._seat_of[who])
-        gone = any(seat in heirs for other, seat in self._seat_of.items() if other in told.finished)
-        return gone or not self._group_of.keys() & told.up
+    def _lost_server(self, lost: Failed, now: float) -> list[Word]:
+        """A server with two copies is missed until the workers' processes have ended, and not only their scripts."""
+        told, seats = self._told, self._seats
+        assert seats is not None
+        heirs = seats.heirs(self._seat_of[lost.who])
+        ended = {seat for who, seat in self._seat_of.items() if who in told.finished}
+        if lost.who in told.finished or heirs & ended or not self._group_of.keys() & told.up:
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        return self._reseat(lost, now)
 
     def _reseat(self, lost: Failed, now: float) -> list[Word]:
         """A server process is lost: the second copies of what it was speak, if they are complete."""
@@ -280,23 +345,33 @@ class Recovery:
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(group, now):
-            return self._give_up(self._exhausted(lost, group))
+            return self._lose(group, self._exhausted(lost, group), now)
         self._allowance.count(group, _what(lost), now)
+        answers = self._not_now(group)
+        incarnation = self._again(group)
+        self._waits.append(_Wait(self._incidents, group, now))
+        incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
+        return [incident, Regroup(group, incarnation, _what(lost)), *answers]
+
+    def _again(self, group: int) -> int:
+        """The workers of a group are about to start; returns their incarnation."""
         told = self._told
-        members = {who for who, number in self._group_of.items() if number == group}
-        for who in members:
-            told.stepped.pop(who, None)
-            told.frozen.forget(who)
+        members = self._forget(group)
         told.leaving |= members
         told.up |= members
         told.finished -= members
         told.incarnations[group] = told.incarnations.get(group, 0) + 1
+        return told.incarnations[group]
+
+    def _forget(self, group: int) -> set[str]:
+        """What was heard of the workers of a group counts no more; returns them."""
+        told, members = self._told, self._members(group)
+        for who in members:
+            told.stepped.pop(who, None)
+            told.frozen.forget(who)
         told.held = [held for held in told.held if self._group_of.get(held.who, group) != group]
         self._due = self._due if told.held else None
-        incarnation = told.incarnations[group]
-        self._waits.append(_Wait(self._incidents, group, now))
-        incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
-        return [incident, Regroup(group, incarnation, _what(lost))]
+        return members
 
     def _renew(self, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(_WHOLE, now):
@@ -312,6 +387,85 @@ class Recovery:
         self._over, self._due = True, None
         return [GiveUp(failures)]
 
+    # --- groups that leave, and come
+
+    def wish(self, wish: Wish, now: float) -> list[Word]:
+        """What follows from a user's wish; its Answer is among that, or comes later."""
+        if self._over:
+            return [_no(wish, "the job ends, or starts again as a whole just now")]
+        why = self.attendance.refusal(wish)
+        if why:
+            return [_no(wish, why)]
+        part = self.attendance[wish.group]
+        part.state = State.COMING if wish.verb == JOIN else State.ASKED
+        part.within_s = wish.within_s
+        return [Ask(wish.verb, wish.group)]
+
+    def _agreed(self, event: Agreed, now: float) -> list[Word]:
+        """The servers have answered."""
+        if self._over or event.group not in self._terms.refusals:
+            return []
+        group, part = event.group, self.attendance[event.group]
+        if (event.wish, part.state) == (JOIN, State.COMING):
+            if event.text:
+                part.state = State.AWAY
+                return [_no(Wish(JOIN, group), f"group {group} cannot join: {event.text}")]
+            self.attendance.put(group, Part(arriving=True))
+            incarnation = self._again(group)
+            joined = Joined(group, incarnation, now - self._began)
+            text = f"group {group} starts (incarnation {incarnation})"
+            return [joined, Regroup(group, incarnation, "it joins the job"), Answer(JOIN, group, text)]
+        if (event.wish, part.state) == (LEAVE, State.ASKED):
+            if event.text:
+                part.state = State.HERE
+                return [_no(Wish(LEAVE, group), f"group {group} cannot leave: {event.text}")]
+            part.state, part.until, part.agreed = State.LEAVING, now + part.within_s, True
+            return self._emptied(group, now)
+        if (event.wish, part.state) == (LOSE, State.LOST):
+            if event.text and part.lost is not None:
+                return self._give_up(part.lost)
+            part.agreed = True
+            return self._emptied(group, now)
+        return []
+
+    def _lose(self, group: int, lost: Failed, now: float) -> list[Word]:
+        """A group cannot start again: the others go on without it, if its servers say that they can."""
+        if not self.attendance.elastic(group):
+            return self._give_up(lost)
+        answers = self._not_now(group)
+        self.attendance.put(group, Part(State.LOST, how="is given up", lost=lost))
+        self._forget(group)
+        self._waits = [wait for wait in self._waits if wait.group != group]
+        action = f"the job goes on without group {group}, which `topotrain join` can bring back"
+        return [self._incident(lost, action, now), *self._dismiss(group), Ask(LOSE, group), *answers]
+
+    def _emptied(self, group: int | None, now: float) -> list[Word]:
+        """Once no process is left of a group that leaves: it is not there any more."""
+        if group is None or self._over or not self.attendance.going(group):
+            return []
+        part, members = self.attendance[group], self._members(group)
+        if not part.agreed or members & self._told.up:
+            return []
+        if members <= self._told.finished:
+            self.attendance.put(group, Part())
+            return [_no(Wish(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
+        self._forget(group)
+        how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
+        self.attendance.put(group, Part(State.AWAY))
+        left = Left(group, how, now - self._began)
+        return [left, Gone(group, gone), Answer(LEAVE, group, f"group {group} {how}")]
+
+    def _not_now(self, group: int) -> list[Word]:
+        """Something happens to a group that was asked to leave."""
+        if group not in self._terms.refusals or self.attendance[group].state is not State.ASKED:
+            return []
+        self.attendance[group].state = State.HERE
+        return [_no(Wish(LEAVE, group), f"group {group} has just lost a process, and starts again: try once more")]
+
+    def _dismiss(self, group: int) -> list[Word]:
+        """End what is left of a group."""
+        return [Dismiss(who) for who in sorted(self._members(group) & self._told.up)]
+
     def _incident(self, lost: Failed, action: str, now: float) -> Incident:
         number, self._incidents = self._incidents, self._incidents + 1
         return Incident(number, lost.who, _what(lost), action, now - self._began)
@@ -320,6 +474,8 @@ class Recovery:
         """Why nothing starts again, where the user wants it."""
         if lost.kind != "died" or not self._terms.limit:
             return ""
+        if self._told.bounds:
+            return f"; it does not start again: {self._told.bounds[max(self._told.bounds)]}"
         if self._group_of.get(lost.who) in self._scattered:
             return "; it does not start again, since its group has workers on other units"
         return "; the whole job would have to start again, which only a launcher of all its units can do"
@@ -339,6 +495,8 @@ class Recovery:
         group = self._group_of.get(who)
         if group is None:  # a server's last word
             return []
+        if self._arriving(group):
+            self.attendance[group].arriving = False
         last = self._told.stepped.get(who, now)
         self._told.stepped[who] = now
         recovered = [wait for wait in self._waits if wait.group in (None, group)]
@@ -360,6 +518,10 @@ def _what(lost: Failed) -> str:
     return lost.text if lost.text.startswith(lost.who) else f"{lost.who} cannot go on: {lost.text}"
 
 
+def _no(wish: Wish, error: str) -> Answer:
+    return Answer(wish.verb, wish.group, "", error)
+
+
 def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recovery | None:
     """What decides for the units of `topology`; None where a death is to end the job. The rest as in `Terms`.
 
@@ -372,5 +534,7 @@ def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recover
         return None
     here = {worker for unit in topology.units for worker in unit.workers}
     groups = {worker.group for worker in here}
-    alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and topology.regroups(g))
-    return Recovery(topology, Terms(alone, whole, job.restarts), began, job.cluster.replicas > 1)
+    alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and not refusal(job, topology, g))
+    refusals = {g: leave_refusal(job, topology, g) for g in sorted(groups)} if whole else {}
+    absent = absent_groups(job, topology) if whole else frozenset()
+    return Recovery(topology, Terms(alone, whole, job.restarts, refusals, absent), began, job.cluster.replicas > 1)

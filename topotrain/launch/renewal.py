@@ -16,6 +16,11 @@ class Renewal:
     """The groups that wait, with the incarnation that comes next and why there is one."""
 
     _wanted: dict[int, tuple[int, str]] = field(default_factory=dict)
+    _unborn: list[Birth] = field(default_factory=list)
+
+    def later(self, birth: Birth) -> None:
+        """A process of a group that is not there at the start."""
+        self._unborn.append(birth)
 
     def ask(self, group: int, incarnation: int, why: str, children: Sequence[Child]) -> list[Child]:
         """A group is to start again; returns those of its processes that must end first."""
@@ -28,7 +33,10 @@ class Renewal:
         if group not in self._wanted or any(child.code is None for child in former):
             return [], []
         incarnation, why = self._wanted.pop(group)
-        return former, [Birth(child.residents, child.fds, incarnation, why) for child in former]
+        first = [birth for birth in self._unborn if birth.residents[0].group == group]
+        self._unborn = [birth for birth in self._unborn if birth not in first]
+        places = [(child.residents, child.fds) for child in former] + [(birth.residents, birth.fds) for birth in first]
+        return former, [Birth(residents, fds, incarnation, why) for residents, fds in places]
 
 
 def _of(group: int, children: Sequence[Child]) -> list[Child]:

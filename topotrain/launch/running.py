@@ -10,14 +10,15 @@ first, and what it says is done: a group starts again, or this run ends so that 
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from topotrain.events import Event, Exited, Failed, Lost, Started, from_json
+from topotrain.events import Event, Exited, Failed, Left, Lost, Notice, Saved, Started, Unsaved, from_json
 from topotrain.job import Job
 from topotrain.launch import (
     RUN_VARIABLE,
@@ -28,14 +29,17 @@ from topotrain.launch import (
     exit_code,
 )
 from topotrain.launch.asked import Signals
+from topotrain.launch.attendance import Answer, Ask, Gone, Wish
 from topotrain.launch.begun import BegunUnit, begin
 from topotrain.launch.children import MAIN, Calls, Life
+from topotrain.launch.door import Door
+from topotrain.launch.grace import LEADER, WORDS, grace, hint
 from topotrain.launch.kept import Kept
 from topotrain.launch.lines import ending, log_tail
 from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Regroup, Renew, Reseat, Word
 from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.workspace import Processes
-from topotrain.topology import Topology
+from topotrain.topology import Address, Role, Topology
 
 CAUSE_S = 1.0
 """How long after a first failure we listen for its cause."""
@@ -63,17 +67,34 @@ class Company(Protocol):
         """This is why the job cannot go on here; does not wait."""
         ...
 
-    def signalled(self, number: int) -> None:
-        """A signal asks the job to end; does not wait."""
+    @property
+    def saves(self) -> bool:
+        """The job is to end, and the first server, which is here, is to take a last snapshot before."""
+        ...
+
+    def heard(self) -> None:
+        """What `fileno` was readable for has been seen."""
+        ...
+
+    def save(self, number: int) -> None:
+        """A signal asks the job to end after a last snapshot; does not wait."""
+        ...
+
+    def signalled(self, number: int, more: str = "") -> None:
+        """A signal asks the job to end; does not wait. more: what there is to say about it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grounds:
-    """Where the files of a run are on this machine: the list of processes, and the logs."""
+    """Where the files of a run are on this machine: the list of processes, the logs, and the folder of the door.
+
+    door: None where nothing can be asked of the job: others start its units.
+    """
 
     processes: Path
     logs: Path
+    door: Path | None = None
 
 
 class Run:
@@ -122,6 +143,9 @@ class Run:
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
         self._released = False
+        self._saving = False
+        self._saved: Saved | None = None
+        self._door: Door | None = None
         self.again = False
         """The job is not over: it is to start again as a whole."""
 
@@ -133,12 +157,18 @@ class Run:
             self._selector.register(self._company.fileno(), selectors.EVENT_READ, self._decided)
         served_at = self._kept.up(calls.preload, environ, again=life.number > 0)
         self._processes = Processes(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
+        if self._grounds.door is not None:
+            self._door = Door(self._grounds.door, self._selector, self._wished)
         served = self._kept.process
         if served is not None:
             self._watch_process(served, lambda: self._forkserver_ended(served))
             self._processes(Started("forkserver", served.pid))
         for place in places:
             self._start_unit(replace(place, forkserver=served_at), calls, life, environ)
+        for group in sorted(life.absent):
+            self._tell_servers(group, "away", incarnation=0)
+            if not life.number:
+                self._on_event(Left(group, "is not there yet", 0.0))
 
     def _start_unit(self, place: Place, calls: Calls, life: Life, environ: dict[str, str]) -> None:
         unit = begin(place, calls, life, environ, self._grounds.logs / f"unit-{place.rank}.log")
@@ -174,14 +204,15 @@ class Run:
                 do()
             if self._recovery is not None and not self._stopping:
                 self._obey(self._recovery.turn(time.monotonic()))
-            self._processes.save()
+            self._processes.save(self._missing)
         return self._outcome()
 
     def _outcome(self) -> Outcome:
+        by_itself = self._saving and not self._stopping
         self.destroy()
-        self._processes.save()
+        self._processes.save(self._missing)
         seconds = time.monotonic() - self._began
-        if self._signals.came:
+        if self._signals.came and not by_itself:
             return Outcome(128 + self._signals.came[0], seconds, None, self._exits, self._pids)
         cause = choose_cause(self._failures)
         return Outcome(exit_code(cause) if cause else 0, seconds, cause, self._exits, self._pids)
@@ -214,6 +245,13 @@ class Run:
                         unit.command("seats", who=who, number=number, why=why, seats=seats)
                 case Renew():
                     self._renew()
+                case Ask(wish=wish, group=group):
+                    self._tell_servers(group, wish)
+                case Gone(group=group, incarnation=incarnation):
+                    self._tell_servers(group, "away", incarnation=incarnation)
+                case Answer():
+                    if self._door is not None:
+                        self._door.answer(word)
                 case GiveUp(failures=failures):
                     for failed in failures:
                         self._on_event(failed)
@@ -225,6 +263,29 @@ class Run:
             self._released = True
             for unit in self._units:
                 unit.command("end")
+
+    def _wished(self, wish: Wish) -> None:
+        """Somebody at the door wants something."""
+        if self._recovery is None:
+            error = "with on_failure: kStop whoever is lost ends the job; kContinue is needed"
+            self._obey([Answer(wish.verb, wish.group, "", error)])
+        elif self._stopping:
+            self._obey([Answer(wish.verb, wish.group, "", "the job is ending")])
+        else:
+            self._obey(self._recovery.wish(wish, time.monotonic()))
+
+    def _tell_servers(self, group: int, command: str, **values: Any) -> None:
+        """Say something to the coordinator of a worker group."""
+        server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
+        words = {"command": command, "group": group, **values}
+        for unit in self._units:
+            if unit.rank == self.topology.unit_of(server):
+                unit.command("tell", who=str(server), words=words)
+
+    @property
+    def _missing(self) -> set[str]:
+        """Workers that are not there, and that nobody waits for."""
+        return set() if self._recovery is None else self._recovery.missing
 
     def _regroup(self, word: Regroup) -> None:
         ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
@@ -250,9 +311,16 @@ class Run:
             case Started(who=who, pid=pid):
                 self._pids[who] = pid
                 self._exits.pop(who, None)
+            case Saved():
+                self._saved = event
+                if event.why == "end":
+                    self._ends_now()
+            case Unsaved():
+                self._ends_now()
             case Exited(who=who, code=code):
                 self._exits[who] = code
-                if self._company is None and not self._stopping and self._workers <= self._exits.keys():
+                ended = self._workers - self._missing <= self._exits.keys()
+                if self._company is None and not self._stopping and ended:
                     self._alarm = self._alarm or (time.monotonic() + SERVERS_S, self._servers_stayed)
             case _:
                 pass
@@ -298,11 +366,15 @@ class Run:
 
     def _decided(self) -> None:
         assert self._company is not None
+        if self._company.saves and not self._company.over:
+            self._company.heard()
+            self._save(grace(self._job, signal.SIGTERM))
+            return
         self._selector.unregister(self._company.fileno())
         self._stop()
 
     def _servers_stayed(self) -> None:
-        if not self._workers <= self._exits.keys():  # a worker has started again meanwhile
+        if not self._workers - self._missing <= self._exits.keys():  # a worker has started again meanwhile
             return
         stayed = ", ".join(who for who in self._pids if who.startswith("server") and who not in self._exits)
         text = f"{stayed or 'a unit'} did not end within {SERVERS_S:g} s after the last worker"
@@ -311,12 +383,39 @@ class Run:
 
     def _signalled(self) -> None:
         self._signals.woken.recv(64)
-        if self._signals.came and self._company is not None:
-            self._company.signalled(self._signals.came[0])
-        if len(self._signals.came) > 1:
+        came = self._signals.came
+        seconds = grace(self._job, came[0]) if len(came) == 1 and not self._stopping else 0.0
+        if seconds:
+            if self._company is not None:
+                self._company.save(came[0])
+            self._save(seconds)
+            return
+        if came and self._company is not None:
+            self._company.signalled(came[0])
+        if len(came) > 1:
             self._kill()
-        elif self._signals.came:
+        elif came:
             self._stop()
+
+    def _save(self, seconds: float) -> None:
+        """Take a last snapshot, then end; or end when the time is over."""
+        if self._saving:
+            return
+        self._saving = True
+        self._alarm = (time.monotonic() + seconds, self._ends_now)
+        text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
+        self._on_event(Notice("launcher", text))
+        for unit in self._units:
+            if any(LEADER in here.servers for here in self.topology.units if here.rank == unit.rank):
+                unit.command("tell", who=str(LEADER), words=WORDS)
+
+    def _ends_now(self) -> None:
+        """There is a last snapshot, or none will come in time."""
+        if not self._saving or self._stopping:
+            return
+        if self._company is not None:
+            self._company.signalled(signal.SIGTERM, hint(self._saved, self._job.workspace))
+        self._stop()
 
     def _stop(self) -> None:
         if self._stopping:
@@ -339,6 +438,9 @@ class Run:
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._pidfds.clear()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         self._selector.close()
         if self.again:
             self._kept.sweep()

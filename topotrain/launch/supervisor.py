@@ -5,9 +5,9 @@ end of stdin means that the launcher died: then everything here dies too. A chil
 forkserver kills the children of a closed connection and each child watches its own channel.
 
 Where the job is to go on when processes die (`on_failure: kContinue`), a death is told as Lost, and what follows from
-it is the launcher's to say: "restart" makes the workers of a group anew, "dismiss" ends one process (which has been
-frozen for too long), "kill" ends all at once, and until it says "end" the unit stays, for its processes may be needed
-once more.
+it is the launcher's to say: "restart" makes the workers of a group anew (or for the first time), "dismiss" ends one
+process (which has been frozen for too long), "tell" has words for one, "kill" ends all at once, and until it says "end"
+the unit stays, for its processes may be needed once more.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class Unit:
         with stop_signals() as woken:
             self._on_readable(woken.fileno(), lambda: self._woken(woken))
             for residents, fds in children.members(self._topology, self._home.unit):
-                self._bear(Birth(residents, fds, seats=self._seats))
+                self._begin(Birth(residents, fds, seats=self._seats))
             while (self._living() or self._awaited()) and self._stage is not Stage.LEFT:
                 self._turn()
             self._flush(time.monotonic() + GIVE_UP_S)
@@ -105,6 +105,13 @@ class Unit:
     def _awaited(self) -> bool:
         """The launcher may still want something from us."""
         return self._needed and self._stage is Stage.RUNNING
+
+    def _begin(self, birth: Birth) -> None:
+        first = birth.residents[0]
+        if first.role is Role.WORKER and first.group in self._home.life.absent:
+            self._renewal.later(birth)
+        else:
+            self._bear(birth)
 
     def _bear(self, birth: Birth) -> None:
         child = children.start(self._client, self._home, self._calls, birth)
@@ -150,6 +157,8 @@ class Unit:
                     self._reseat(command)
                 case "dismiss":
                     self._dismiss([c for c in self._living() if c.who == command["who"] and not c.doomed])
+                case "tell":
+                    self._pass_on(command["who"], command["words"])
         if not self._commands.open:
             self._vanish()
 
@@ -287,6 +296,13 @@ class Unit:
             self._children.remove(child)
         for birth in births:
             self._bear(birth)
+
+    def _pass_on(self, who: str, words: Mapping[str, Any]) -> None:
+        """Tell the process of a resident what the launcher has to say to it; one that is not up yet reads it then."""
+        for child in self._living():
+            if who in map(str, child.residents):
+                with contextlib.suppress(OSError):
+                    child.control.send(json.dumps(words).encode() + b"\n")
 
     # Ending
 

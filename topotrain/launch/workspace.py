@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -175,9 +175,12 @@ class Processes:
             return
         self._changed = True
 
-    def save(self) -> None:
-        """Write the file, at once and whole, if it is time. A disk that cannot take it does not end the job."""
-        if not self._changed or any(entry.pid is None for entry in self._entries):
+    def save(self, missing: Collection[str] = ()) -> None:
+        """Write the file, at once and whole, if it is time. A disk that cannot take it does not end the job.
+
+        missing: who is not to be waited for.
+        """
+        if not self._changed or any(e.pid is None and not set(e.roles) <= set(missing) for e in self._entries):
             return
         self._changed = False
         temporary = self._path.with_suffix(".tmp")

@@ -37,21 +37,15 @@ _LIFE = struct.Struct("<Q")
 class FileStore:
     """A `Store` in a directory that only this user may enter (mode 0700; made if missing).
 
+    A directory that is removed meanwhile is made again by the next who writes: all values are gone, nothing else.
+
     Raises:
         StoreError: the directory cannot be made or written, or is open to others.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
-        try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = self._directory.stat()
-        except OSError as error:
-            raise StoreError(f"rendezvous directory {directory}: {error}") from error
-        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise StoreError(f"rendezvous directory {directory}: must belong to this user with mode 0700")
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise StoreError(f"rendezvous directory {directory}: cannot be written")
+        self._make()
 
     def get(self, key: str) -> bytes | None:
         """The value, or None when there is none."""
@@ -109,6 +103,17 @@ class FileStore:
     def close(self) -> None:
         """Nothing is held open between operations."""
 
+    def _make(self) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = self._directory.stat()
+        except OSError as error:
+            raise StoreError(f"rendezvous directory {self._directory}: {error}") from error
+        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise StoreError(f"rendezvous directory {self._directory}: must belong to this user with mode 0700")
+        if not os.access(self._directory, os.W_OK | os.X_OK):
+            raise StoreError(f"rendezvous directory {self._directory}: cannot be written")
+
     def _path(self, key: str) -> Path:
         check_key(key)
         return self._directory / key.replace("/", _SLASH)
@@ -116,10 +121,7 @@ class FileStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Be the only writer, among processes and among threads (each opens the file anew)."""
-        try:
-            descriptor = os.open(self._directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StoreError(f"cannot lock {self._directory}: {error}") from error
+        descriptor = self._lock_file()
         try:
             for _ in _looks(LOCK_SECONDS):
                 with suppress(BlockingIOError):
@@ -130,6 +132,17 @@ class FileStore:
             yield
         finally:
             os.close(descriptor)
+
+    def _lock_file(self) -> int:
+        path, flags = self._directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+        try:
+            try:
+                return os.open(path, flags, 0o600)
+            except FileNotFoundError:
+                self._make()
+                return os.open(path, flags, 0o600)
+        except OSError as error:
+            raise StoreError(f"cannot lock {self._directory}: {error}") from error
 
     def _read(self, path: Path, whole: bool) -> bytes | None:
         """The value, or (not whole) nothing of it; None when there is none, or none any more."""

@@ -1,7 +1,10 @@
-"""What every process of a job that splits a model will hold at most: an estimate from the schema and a bill of shapes.
+"""What every process of a job that splits a model will hold at most: counted from the schema and a bill of shapes.
 
 A byte is counted once, with the resident that it belongs to, so that the processes of a host can be added up. What a
 process maps of others' shared memory stands beside it: it counts as its own for the system, and not for the host.
+
+What is counted is what is asked of the allocator. What it keeps of what was given back to it is not: that depends on
+which thread asked when, and is another number in every run.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from topotrain.job import Compression, Job, Schedule
 from topotrain.shard import slice_map_for
 from topotrain.slices import ITEM_BYTES, Parameter, SliceMap
+from topotrain.snapshotting import refusal, takes_snapshots
 from topotrain.split.bill import Bill
 from topotrain.split.interleave import in_flight
 from topotrain.topology import Address, Role, Topology, Unit
@@ -18,12 +22,13 @@ from topotrain.windows import VALUES, buffer_of
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a worker holds besides its parameters, in bytes: the model's buffers, activations at their most, and copies
-    of values on their way to other workers."""
+    """What a worker holds besides its parameters, in bytes: the model's buffers, activations at their most, copies of
+    values that wait in sockets, and all that it sends in a step, which shared memory has room for."""
 
     buffers: int = 0
     activations: int = 0
     messages: int = 0
+    passed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,10 @@ class Need:
 
     values: parameters and the model's buffers. gradients: of a step. exchange: what is on its way: pushed gradients and
     sums on servers, sums of micro-batches, what a codec remembers, copies for other workers. state: the optimizer's.
-    activations: kept for the backward, and what lives beside it. shared: of all these, in memory that processes of the
-    host share. seen: what it maps of others' shared memory. peers: connections over which it is read and written.
+    activations: kept for the backward, and what lives beside it. snapshot: a server's copy of values and state, which
+    a thread writes while the job goes on; made at the first and kept. shared: of all these, in memory that processes of
+    the host share. passed: of that, values for the other workers, which no server maps. seen: what it maps of others'
+    shared memory. peers: connections over which it is read and written.
     """
 
     who: str
@@ -44,14 +51,16 @@ class Need:
     exchange: int = 0
     state: int = 0
     activations: int = 0
+    snapshot: int = 0
     shared: int = 0
+    passed: int = 0
     seen: int = 0
     peers: int = 0
 
     @property
     def total(self) -> int:
         """All that is its own."""
-        return self.values + self.gradients + self.exchange + self.state + self.activations
+        return self.values + self.gradients + self.exchange + self.state + self.activations + self.snapshot
 
     @property
     def private(self) -> int:
@@ -75,7 +84,8 @@ def _load(costs: Bill, worker: int, schedule: Schedule) -> Load:
     largest = max((cost.made for cost in costs.steps[worker].values()), default=0)
     beside = max(one.peak - one.kept, 2 * largest)  # a backward has a gradient of its result and one of its input
     ahead, back = costs.sent(worker)
-    return Load(one.buffers, _parts(flying * one.kept + beside, parts), _parts(max(flying * ahead, back), parts))
+    waiting, passed = (_parts(size, parts) for size in (max(flying * ahead, back), flying * (ahead + back)))
+    return Load(one.buffers, _parts(flying * one.kept + beside, parts), waiting, passed)
 
 
 def _parts(size: int, parts: int) -> int:
@@ -125,10 +135,13 @@ _PLACE = ("who", "unit", "host")
 
 
 def _seeing(need: Need, everybody: Iterable[Need]) -> Need:
-    """A server maps all that its workers show it."""
-    if "server" not in need.who or not need.shared:
+    """A server maps all that its workers show it, and a worker what the others pass to it."""
+    if not need.shared:
         return need
-    return replace(need, seen=sum(one.shared for one in everybody if one.host == need.host) - need.shared)
+    others = [one for one in everybody if one is not need and one.host == need.host]
+    shown = sum(one.shared - one.passed for one in others) if "server" in need.who else need.seen
+    passed = sum(one.passed for one in others) if "worker" in need.who else 0
+    return replace(need, seen=shown + passed)
 
 
 def _need(
@@ -143,20 +156,25 @@ def _worker(job: Job, topology: Topology, parameters: Sequence[Parameter], load:
     mine = [parameter for parameter in parameters if not parameter.owners or who.index in parameter.owners]
     held = sum(map(_bytes, mine))
     trained = [_bytes(parameter) for parameter in mine if parameter.trainable]
-    moving = 2 * max(trained, default=0) + load.messages  # autograd makes a gradient before it is put with the others
+    seeing = topology.sees_memory(who.group)
+    moving = 2 * max(trained, default=0)  # autograd makes a gradient before it is put with the others
+    moving += load.passed if seeing else load.messages
     if job.schedule is Schedule.k1F1B:
         moving += 2 * sum(trained)  # the sums so far, and those of the micro-batch that comes back
     elif job.microbatches > 1:
         moving += sum(trained)  # all micro-batches' are added up before any is done
     peers = topology.shards + topology.workers_per_group - 1
     made = Need("", values=load.buffers, gradients=held, activations=load.activations, peers=peers)
-    if not topology.sees_memory(who.group):
+    if not seeing:
         coded = 0 if job.cluster.compression is Compression.kNone else 2 * held
         return replace(made, values=made.values + held, exchange=moving + coded)
     own = 0 if buffer_of(topology, who.group) == VALUES else held
     making = max(0, held - load.activations - moving)  # what the script has made moves into shared memory
     exchange = held + moving + making  # a window for what the servers say stands beside the gradients
-    return replace(made, values=made.values + own, exchange=exchange, shared=2 * held + own, seen=held - own)
+    shared = 2 * held + own + load.passed
+    return replace(
+        made, values=made.values + own, exchange=exchange, shared=shared, passed=load.passed, seen=held - own
+    )
 
 
 def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float, who: Address) -> Need:
@@ -174,7 +192,9 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
         exchange += 2 * values
     state = round(state_factor * sum(size for parameter, size in owned if parameter.trainable))
     shared = values if apart < len(groups) else 0
-    return Need("", values=values, exchange=exchange, state=state, shared=shared, peers=len(groups) * workers)
+    copied = values + state if takes_snapshots(job) and not refusal(job, topology) else 0
+    made = Need("", values=values, exchange=exchange, state=state, snapshot=copied)
+    return replace(made, shared=shared, peers=len(groups) * workers)
 
 
 def _bytes(parameter: Parameter) -> int:

@@ -17,10 +17,11 @@ from topotrain.split.holding import Need
 SAFE = 0.85
 """How much of a host's memory a job may plan to use."""
 
-ITSELF = 210_000_000
-"""About what Python and torch take themselves in a process, before a model is made."""
+ITSELF = 285_000_000
+"""About what Python and torch take themselves in a process that trains: what it is forked with, and the pages of
+libraries that it reads then. As data, before a model is made, it is as much."""
 
-COMMON = 190_000_000
+COMMON = 240_000_000
 """How much of that the processes of a unit have in common: they are forks of one."""
 
 CODE = 1_100_000_000
@@ -133,6 +134,7 @@ def _sizes(needs: Sequence[Need]) -> dict[str, int]:
         "what is on its way": sum(need.exchange for need in needs),
         "optimizer state": sum(need.state for need in needs),
         "activations": sum(need.activations for need in needs),
+        "the copy for a snapshot": sum(need.snapshot for need in needs),
     }
 
 
@@ -148,6 +150,8 @@ def _advice(needs: Sequence[Need]) -> str:
     most = max(sizes, key=sizes.__getitem__)
     if most == "activations":
         return "A smaller batch, more workers per group, or microbatches with schedule: k1F1B would help"
+    if most == "the copy for a snapshot":
+        return "snapshot_s: 0 without checkpoint_freq, or more servers on other hosts, would help"
     if most == "optimizer state":
         return "More servers on other hosts, or an optimizer with less state, would help"
     return "More workers per group and more servers, on more hosts, or other partition blocks would help"

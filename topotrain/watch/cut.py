@@ -74,9 +74,10 @@ class CutPlan:
     def _memory(self) -> list[str]:
         rows = []
         for need in self.needs:
-            parts = (need.values, need.gradients, need.exchange, need.state, need.activations, need.total, need.shared)
-            rows.append((need.who, *map(amount, parts)))
-        header = ("process", "parameters", "gradients", "on its way", "state", "activations", "total", "shared")
+            parts = (need.values, need.gradients, need.exchange, need.state, need.activations, need.snapshot)
+            rows.append((need.who, *map(amount, (*parts, need.total, need.shared))))
+        made = ("parameters", "gradients", "on its way", "state", "activations", "snapshot")
+        header = ("process", *made, "total", "shared")
         own = f"each process takes about {amount(ITSELF)} more itself"
         room = self.room.machine
         bound = "" if room is None else f" of {amount(room)} ({self.room.words})"
@@ -217,6 +218,7 @@ def _need_data(need: Need) -> dict[str, Any]:
         "exchange": need.exchange,
         "state": need.state,
         "activations": need.activations,
+        "snapshot": need.snapshot,
         "total": need.total,
         "shared": need.shared,
         "seen": need.seen,

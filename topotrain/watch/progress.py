@@ -22,6 +22,8 @@ from topotrain.events import (
     Failed,
     Finished,
     Incident,
+    Joined,
+    Left,
     Notice,
     Output,
     Recovered,
@@ -72,6 +74,10 @@ class Rows:
                 self._change(who, state="finished", step=event.steps)
             case Failed(who=who) if who in self._rows:
                 self._change(who, state="failed")
+            case Left(group=group):
+                for who in self._rows:
+                    if who.startswith(f"worker {group}/"):
+                        self._change(who, state="away")
             case Exited(who=who) if who in self._rows and event.code != 0 and self._rows[who].state != "failed":
                 self._change(who, state="stopped")  # whoever failed has said so; the others are made to end
             case _:
@@ -141,6 +147,10 @@ class Silent:
                 self._say(f"topotrain: {event.what}; {event.action}")
             case Recovered():
                 self._say(f"topotrain: {recovery(event)}")
+            case Left():
+                self._say(f"topotrain: group {event.group} {event.how}; the others train on")
+            case Joined():
+                self._say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
             case _:
                 pass
 

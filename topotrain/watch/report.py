@@ -18,6 +18,8 @@ from topotrain.events import (
     Final,
     Finished,
     Incident,
+    Joined,
+    Left,
     Metrics,
     Recovered,
     Serving,
@@ -168,6 +170,7 @@ class Report:
         self._skips: dict[str, _Skips] = {}
         self._incidents: list[Incident] = []
         self._recovered: dict[int, Recovered] = {}
+        self._changes: list[Left | Joined] = []
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -186,6 +189,8 @@ class Report:
                 self._incidents.append(event)
             case Recovered():
                 self._recovered[event.number] = event
+            case Left() | Joined():
+                self._changes.append(event)
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
@@ -230,6 +235,7 @@ class Report:
             "final": self._final,
             "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
             "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
+            "groups": [_change(found) for found in self._changes],
             "processes": self._processes(),
         }
 
@@ -291,6 +297,12 @@ def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
         "waited_s": None if recovered is None else recovered.waited_s,
         "others_waited_s": None if recovered is None else recovered.others_s,
     }
+
+
+def _change(found: Left | Joined) -> dict[str, Any]:
+    """A worker group that was not there any more, or came."""
+    what = found.how if isinstance(found, Left) else f"joins (incarnation {found.incarnation})"
+    return {"group": found.group, "what": what, "at_s": found.at_s}
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:

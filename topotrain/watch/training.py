@@ -37,17 +37,23 @@ def train(
     chatty: stdout belongs to the program and not to our JSON. resume: the folder of a snapshot.
     listener: hears every event, too.
     """
+    from topotrain.events import Saved
+    from topotrain.launch.grace import hint
     from topotrain.launch.local import LocalLauncher
     from topotrain.watch.compare import Result
     from topotrain.watch.progress import progress
     from topotrain.watch.report import Report, story
 
     report = Report(job, topology)
+    saved: Saved | None = None
     # On one terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     out = None if not chatty or (terminal.is_terminal and sys.stdout.isatty() and not quiet) else sys.stdout
     with progress(topology, terminal, quiet, out) as window:
 
         def on_event(event: "Event") -> None:
+            nonlocal saved
+            if isinstance(event, Saved):
+                saved = event
             report(event)
             window(event)
             listener(event)
@@ -57,7 +63,8 @@ def train(
     if outcome.cause is not None:
         complain(story(outcome.cause, job, topology))
     elif outcome.code >= 128:
-        complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left")
+        more = hint(saved, job.workspace)
+        complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
     return Result(outcome, report)

@@ -14,7 +14,7 @@ from topotrain.message import MAX_BODY, MAX_META, ProtocolError
 MAGIC = b"ttFR"
 VERSION = 1
 BODY, REFERENCE, CONTROL = 1, 2, 4  # flags: payload follows; payload is a reference; frame is for the connection itself
-BYE, REGION = 1, 2  # types of control frames
+BYE, REGION, BEAT = 1, 2, 3  # types of control frames
 
 _HEADER = struct.Struct("<4sBBHIIQQ")
 _CRC = struct.Struct("<I")

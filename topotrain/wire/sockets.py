@@ -92,6 +92,9 @@ class SocketWire:
         """The line through which to talk to a proven peer; it may take over the one given."""
         return line
 
+    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
+        """Look after a new connection over these, until `_leave` is told of its end."""
+
     # --- the contract --------------------------------------------------------------------------------------------
 
     def attach(self, me: Address, resident: Resident) -> str:
@@ -317,6 +320,7 @@ class SocketWire:
             connection = Connection(road, *way, resident, generation, self._regions, greeting, self._leave)
             older, self._ways[way] = self._ways.get(way), connection
             self._connections.add(connection)
+            self._guard(connection, roads)
         if older is not None:
             older.cut("replaced by a newer connection of the same peer")
             older.join(LINGER)  # all that came on it, and its end, are heard before the first word of the newer one

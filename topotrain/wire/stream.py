@@ -20,7 +20,18 @@ import torch
 from topotrain.message import MAX_BODY, Message, ProtocolError, decode, encode
 from topotrain.topology import Address, Role
 from topotrain.wire import Broken, Resident
-from topotrain.wire.frames import BODY, BYE, CONTROL, HEADER_BYTES, REFERENCE, REFERENCE_AT, REGION, REGION_IS, Header
+from topotrain.wire.frames import (
+    BEAT,
+    BODY,
+    BYE,
+    CONTROL,
+    HEADER_BYTES,
+    REFERENCE,
+    REFERENCE_AT,
+    REGION,
+    REGION_IS,
+    Header,
+)
 from topotrain.wire.intake import Ended, Intake
 from topotrain.wire.lanes import Channel
 from topotrain.wire.outbox import Outbox, Reading
@@ -147,6 +158,12 @@ class Connection:
         else:
             self._out.put([memoryview(head), tail] if size else [memoryview(head)], fds)
 
+    def beat(self) -> None:
+        """Send a frame that says nothing, unless something else waits to be sent, for the other host to acknowledge."""
+        with self._out.lock:
+            if self._out.empty and not self._closing:
+                self._frame_out(CONTROL, BEAT, b"")
+
     # --- in ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -188,7 +205,7 @@ class Connection:
         except ProtocolError as error:
             self._turn_away(str(error))
         except (Ended, OSError) as error:
-            self._fault = self._fault or str(error)
+            self._fault = self._fault or _broke(error)
         except Exception as error:  # a resident's own fault must not leave a connection that nobody reads
             self._turn_away(f"internal error: {type(error).__name__}: {error}")
         except BaseException:
@@ -244,6 +261,8 @@ class Connection:
                 self._closing = self._lingering = True
                 self._out.finish()
             return False
+        if kind == BEAT and not meta:
+            return True
         if kind != REGION or self._memory is None or len(meta) != REGION_IS.size:
             raise ProtocolError(f"unknown control frame {kind}")
         number, nbytes = REGION_IS.unpack(meta)
@@ -294,7 +313,7 @@ class Connection:
             self._closing, self._lingering = True, False
 
     def _note(self, error: OSError) -> None:
-        self._fault = self._fault or f"the connection broke: {error}"
+        self._fault = self._fault or _broke(error)
 
     def end(self) -> None:
         """Nothing will be read any more: close, and tell everybody who is concerned."""
@@ -324,6 +343,12 @@ def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.T
     if target.nbytes != size:
         raise ProtocolError(f"{name} has a payload of {size} bytes, the schema says {target.nbytes}")
     return target
+
+
+def _broke(error: Exception) -> str:
+    if isinstance(error, ConnectionResetError | BrokenPipeError):  # whoever finds us out of reach has no other word
+        return f"the connection broke ({error.strerror}): its process died, or its host found this one out of reach"
+    return str(error) if isinstance(error, Ended) else f"the connection broke: {error}"
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,9 @@ from topotrain.wire import WireError
 from topotrain.wire.auth import MAX_LANES, TOKEN_BYTES, Identity, Peer
 from topotrain.wire.emulated import Network
 from topotrain.wire.lanes import Channel, Line
+from topotrain.wire.lease import LEASE_S, Watch
 from topotrain.wire.sockets import BACKLOG, SocketWire
+from topotrain.wire.stream import Connection
 from topotrain.wire.tls import Certificate, TlsChannel, client_side, server_side
 
 # The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
@@ -29,7 +31,8 @@ class TcpWire(SocketWire):
 
     With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection. exact:
     `start_port` and no other. host: a literal address of this machine, or a name of it. tls: on a loopback address,
-    too; all others have it anyway.
+    too; all others have it anyway. lease_s: seconds after which a host that
+    does not answer counts as gone, see `lease`.
 
     Raises:
         WireError: host is no address of this machine, or stands for several, or others can reach it and there is no
@@ -48,6 +51,7 @@ class TcpWire(SocketWire):
         lanes: int = 1,
         exact: bool = False,
         tls: bool = False,
+        lease_s: float = LEASE_S,
     ) -> None:
         super().__init__(identity, patience=patience, lanes=lanes)
         if not 1 <= lanes <= MAX_LANES:
@@ -60,6 +64,7 @@ class TcpWire(SocketWire):
         self._certificate = Certificate.make() if tls or not self._home.loopback else None
         self._start_port, self._exact = start_port, exact
         self._network = network
+        self._watch = Watch(lease_s)
 
     def _listen(self) -> tuple[socket.socket, str]:
         last = self._start_port if self._exact else _LAST_PORT
@@ -107,6 +112,21 @@ class TcpWire(SocketWire):
             return line
         assert isinstance(line, socket.socket)
         return self._shaped(line, peer)
+
+    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
+        below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
+        socks = [sock for sock in below if isinstance(sock, socket.socket)]
+        if not _loopback(str(socks[0].getpeername()[0])):  # this machine answers itself for as long as it runs
+            self._watch.add(connection, socks)
+
+    def _leave(self, connection: Connection) -> None:
+        self._watch.remove(connection)
+        super()._leave(connection)
+
+    def close(self) -> None:
+        """As `SocketWire.close`; until its end, whoever is out of reach is noticed."""
+        super().close()
+        self._watch.close()
 
     def _shaped(self, sock: socket.socket, peer: Peer) -> socket.socket:
         return sock if self._network is None else self._network.shape(sock, peer.me, peer.address)

@@ -267,6 +267,11 @@ class TlsChannel:
         self._seconds = value
         self._sock.settimeout(value)
 
+    @property
+    def below(self) -> socket.socket:
+        """The socket, to ask the system about it."""
+        return self._sock
+
     def shutdown(self, how: int, /) -> None:
         """Shut the socket down, which wakes whoever waits for it. Raises OSError."""
         self._sock.shutdown(how)

@@ -1,0 +1,255 @@
+"""Row P: the network between two hosts is cut, one way or both; it flaps; the store is wiped, or goes for good.
+
+`python -m benchmarks.partitions --count 20 --seed 1`. The hosts are network namespaces of this machine, the jobs real,
+and each keeps a ledger with one cell per sample. A job that hears nothing of a cut, because the network came back
+before the lease was over, or because only the store was lost, must end well. Any other must end on both hosts, say
+why, and go on from its last snapshot. In both cases every cell must be right: no sample lost, none counted twice.
+
+Rule: where no namespaces can be made nothing is pretended; the row is told as NOT RUN.
+"""
+
+import argparse
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.record import ROOT, say
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from hosts_town import UNIT, Job, Town
+from shop import Shop
+
+EPOCHS = 4
+LEDGER = ("--epochs", str(EPOCHS), "--step-s", "0.03")
+LAYOUTS = {
+    "AllReduce": "nworkers_per_group: 2 nservers_per_group: 2",
+    "Sandblaster": "nworkers_per_group: 2 nservers_per_group: 1",
+    "Downpour": "nworker_groups: 2 nworkers_per_group: 1 nservers_per_group: 2",
+}
+"""Two units each."""
+LEASE_S = 2.0
+FLAP_S = 1.2
+"""So long a cut is not noticed for certain: what is lost is sent again 0.2, 0.6 and 1.4 s later."""
+ENDS_S = 45.0
+"""Within this time both units must have ended after a cut."""
+BEGINS_S, JOB_S = 120.0, 180.0
+WHY = ("has not answered for", "found this one out of reach", "vanished without a word")
+
+
+@dataclass(slots=True)
+class Ground:
+    """Where trials take place.
+
+    town: two hosts. folder: a private one. command: what a unit is started with.
+    """
+
+    town: Town
+    folder: Path
+    command: Sequence[str] = UNIT
+
+
+@dataclass(slots=True)
+class Trial:
+    """What came of one job. wrong: in words what is not as it must be; nothing: all is. ended_s: after the cut."""
+
+    kind: str
+    layout: str
+    seed: int
+    wrong: list[str] = field(default_factory=list)
+    ended_s: float = 0.0
+    said: str = ""
+
+
+# --- what is done to a job -----------------------------------------------------------------------------------------
+
+
+def flap(town: Town, dice: random.Random) -> None:
+    """Short cuts of one direction or both."""
+    for _ in range(dice.randint(1, 3)):
+        hosts = dice.choice([(0,), (1,), (0, 1)])
+        for number in hosts:
+            town.mute(number)
+        time.sleep(dice.uniform(0.1, FLAP_S))
+        town.heal()
+        time.sleep(dice.uniform(0.1, 0.5))
+
+
+def one_way(town: Town, dice: random.Random) -> None:
+    """One host is not heard any more."""
+    town.mute(dice.randrange(2))
+
+
+def both_ways(town: Town, dice: random.Random) -> None:
+    """Nobody is heard."""
+    for number in range(2):
+        town.mute(number)
+
+
+def pulled(town: Town, dice: random.Random) -> None:
+    """A plug is pulled: one host sees that it has no link."""
+    town.plug(dice.randrange(2), "down")
+
+
+def comes_back(town: Town, dice: random.Random) -> None:
+    """The network is whole again when it is too late, and brings what was under way."""
+    both_ways(town, dice)
+    time.sleep(dice.uniform(LEASE_S + 1.5, LEASE_S + 4.0))
+    town.heal()
+
+
+CUTS: dict[str, Callable[[Town, random.Random], None]] = {
+    "one way": one_way,
+    "both ways": both_ways,
+    "pulled": pulled,
+    "comes back": comes_back,
+}
+KINDS = ("flap", "one way", "wiped", "both ways", "gone", "pulled", "comes back")
+
+
+# --- trials --------------------------------------------------------------------------------------------------------
+
+
+def trial(ground: Ground, kind: str, layout: str, seed: int) -> Trial:
+    """Run one job over two hosts, and cut what `kind` says in the middle of it."""
+    found, dice = Trial(kind, layout, seed), random.Random(seed)
+    folder = ground.folder / f"trial-{seed}"
+    folder.mkdir()
+    job = _job(ground, layout, folder)
+    try:
+        _begin(job, ground.command)
+        time.sleep(dice.uniform(0.0, 0.5))
+        if kind == "flap":
+            flap(ground.town, dice)
+            _well(job, found)
+        elif kind in ("wiped", "gone"):
+            _lose_store(folder / "store", kind, dice)
+            _well(job, found)
+        else:
+            began = time.monotonic()
+            CUTS[kind](ground.town, dice)
+            _badly(job, found)
+            found.ended_s = time.monotonic() - began
+            ground.town.heal()
+            _goes_on(job, found)
+        found.wrong += _miscounted(job.workspace / "final.safetensors")
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        found.wrong.append(f"{type(error).__name__}: {str(error)[:500]}")
+    finally:
+        ground.town.heal()
+        for unit in job.units.values():
+            unit.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _job(ground: Ground, layout: str, folder: Path) -> Job:
+    url = (folder / "store").as_uri() + "?job=ledger"
+    shop = Shop(folder, "", "")
+    job = Job(shop, LAYOUTS[layout], "ledger.py", list(LEDGER), [0, 1], url, ground.town)
+    job.conf.write_text(f"reduce: kSum snapshot_s: 0.5 restarts: 0\n{job.conf.read_text()}")
+    return job
+
+
+def _begin(job: Job, command: Sequence[str]) -> None:
+    """Start the units; returns when there is a snapshot."""
+    assert job.town is not None
+    for rank in (0, 1):
+        job.start(rank, "--host", job.town.addresses[rank], command=command)
+    until = time.monotonic() + BEGINS_S
+    while not any((job.workspace / "manifests").glob("*")):
+        assert time.monotonic() < until, "the job did not begin"
+        assert all(unit.process.poll() is None for unit in job.units.values()), job.end()
+        time.sleep(0.02)
+
+
+def _lose_store(store: Path, kind: str, dice: random.Random) -> None:
+    """It is wiped, or cannot be written any more: there is something else in its place."""
+    shutil.rmtree(store)
+    if kind == "gone":
+        store.write_text("no folder")
+
+
+def _well(job: Job, found: Trial) -> None:
+    for rank, (code, _, err) in job.end(JOB_S).items():
+        found.said += err
+        if code:
+            found.wrong.append(f"unit {rank} ended with {code}: {err[-500:]}")
+
+
+def _badly(job: Job, found: Trial) -> None:
+    """Both units end, and say why."""
+    for rank, (code, _, err) in job.end(ENDS_S).items():
+        found.said += err
+        if not code:
+            found.wrong.append(f"unit {rank} ended well, though it was cut off")
+        if not any(why in err for why in WHY):
+            found.wrong.append(f"unit {rank} does not say why: {err[-500:]}")
+
+
+def _goes_on(job: Job, found: Trial) -> None:
+    """From the last snapshot, on one machine."""
+    words = [sys.executable, "-m", "topotrain", "run", "--quiet", "--resume", str(job.workspace)]
+    done = subprocess.run(words, cwd=job.folder, capture_output=True, text=True, timeout=JOB_S)
+    if done.returncode:
+        found.wrong.append(f"--resume ended with {done.returncode}: {done.stderr[-500:]}")
+
+
+def _miscounted(final: Path) -> list[str]:
+    from safetensors.torch import load_file
+
+    if not final.exists():
+        return ["no result"]
+    cells = [cell for tensor in load_file(final).values() for cell in tensor.flatten().tolist()]
+    wrong = [cell for cell in cells if cell != EPOCHS]
+    return [f"{len(wrong)} of {len(cells)} cells are not {EPOCHS}: {sorted(set(wrong))}"] if wrong else []
+
+
+def run(count: int, seed: int) -> list[Trial]:
+    """So many trials. Raises OSError, CalledProcessError where namespaces cannot be made."""
+    found: list[Trial] = []
+    with tempfile.TemporaryDirectory(prefix="tt-cut-") as name:
+        town = Town(Path(name))
+        try:
+            town.build()
+            for number in range(count):
+                layout = list(LAYOUTS)[number % len(LAYOUTS)]
+                found.append(trial(Ground(town, Path(name)), KINDS[number % len(KINDS)], layout, seed + number))
+                tell(found[-1])
+        finally:
+            town.pull_down()
+    return found
+
+
+def tell(trial: Trial) -> None:
+    """One line, and of what went wrong all that was said."""
+    after = f", ended {trial.ended_s:.1f} s after the cut" if trial.ended_s else ""
+    say(f"  {trial.kind}, {trial.layout}, seed {trial.seed}: {'; '.join(trial.wrong) or 'ok'}{after}")
+    if trial.wrong:
+        say(trial.said)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.partitions", description="Cut the network, and count.")
+    parser.add_argument("--count", type=int, default=20, help="jobs; 20")
+    parser.add_argument("--seed", type=int, default=1, help="of the first job; each has the next")
+    given = parser.parse_args()
+    try:
+        found = run(given.count, given.seed)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"NOT RUN: network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
+        raise SystemExit(77) from None
+    wrong, cuts = [t for t in found if t.wrong], sorted(t.ended_s for t in found if t.ended_s)
+    ended = f"; after a cut the job ended within {cuts[-1]:.1f} s" if cuts else ""
+    print(f"{len(found)} jobs over network namespaces, {len(wrong)} of them wrong{ended}; seeds from {given.seed}")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The network between two hosts is cut, or the store of a job is lost: a short version of `benchmarks.partitions`."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redisserver
+from hosts_town import Job, Town
+from shop import Shop
+
+from benchmarks.partitions import EPOCHS, LEDGER, Ground, trial
+from topotrain.rendezvous.url import parse
+
+pytestmark = pytest.mark.journey
+
+# The product waits longer before it takes silence for an end; a test need not.
+HASTY = """
+import sys
+from topotrain.cli import main
+from topotrain.launch import meeting
+meeting.BEAT_S, meeting.ALIVE_S = 0.5, 2.0
+from topotrain.launch import company, part
+company.LOST_S, company.STORE_LOST_S, company.AWAY_S, part.STORE_S = 5.0, 2.5, 2.0, 1.0
+sys.exit(main())
+"""
+HASTILY = (sys.executable, "-c", HASTY, "unit")
+
+
+@pytest.fixture
+def ground(town: Town, tmp_path: Path) -> Ground:
+    return Ground(town, tmp_path, HASTILY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("flap", "AllReduce"), ("one way", "Downpour"), ("wiped", "Downpour"), ("gone", "AllReduce")],
+)
+def test_no_sample_is_lost_or_counted_twice(ground: Ground, kind: str, layout: str) -> None:
+    found = trial(ground, kind, layout, 1)
+    assert not found.wrong, f"{found.wrong}\n{found.said}"
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a Redis server, and how it dies."""
+    if redisserver.MISSING:
+        pytest.skip(redisserver.MISSING)
+    with ExitStack() as stack:
+        yield stack.enter_context(redisserver.redis_server(tmp_path)), stack.close
+
+
+@pytest.mark.parametrize("end", ["flushed", "killed"])
+def test_redis_is_not_needed_while_a_job_runs(shop: Shop, redis: tuple[str, Callable[[], None]], end: str) -> None:
+    url, kill = redis
+    job = Job(shop, "nworkers_per_group: 2 nservers_per_group: 2", "ledger.py", list(LEDGER), [None, None], url)
+    job.conf.write_text(f"reduce: kSum snapshot_s: 0.5\n{job.conf.read_text()}")
+    for rank in (0, 1):
+        job.start(rank, command=HASTILY)
+    try:
+        while not any((job.workspace / "manifests").glob("*")):
+            assert all(unit.process.poll() is None for unit in job.units.values()), job.end()
+            time.sleep(0.02)
+        if end == "killed":
+            kill()
+        else:
+            flush(url)
+        job.end_well()
+    finally:
+        for unit in job.units.values():
+            unit.kill()
+    assert all(bool((cells == EPOCHS).all()) for cells in job.final.values())
+    if end == "killed":
+        assert all("how the other units ended is not known here" in said for said in job.said.values())
+
+
+def flush(url: str) -> None:
+    import redis
+
+    parts = parse(url)
+    with redis.Redis(parts.host, parts.port, password=parts.password) as client:
+        client.flushall()

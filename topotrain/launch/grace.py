@@ -1,0 +1,25 @@
+"""How long a job goes on that is asked to end: what takes jobs away (Slurm, Kubernetes) sends SIGTERM some time before
+SIGKILL, which is time for one more snapshot. Ctrl-C ends a job at once."""
+
+import signal
+
+from topotrain.events import Saved
+from topotrain.job import Job
+from topotrain.topology import Address, Role
+
+LEADER = Address(Role.SERVER, 0, 0)
+"""Who is asked for the snapshot, in these words, and answers with Saved or Unsaved."""
+WORDS = {"command": "snapshot"}
+
+
+def grace(job: Job, number: int) -> float:
+    """Seconds that a job may take for a last snapshot after this signal; 0: it ends at once."""
+    wants = job.snapshot_s > 0 or job.checkpoint_freq > 0
+    return job.grace_s if wants and number == signal.SIGTERM else 0.0
+
+
+def hint(saved: Saved | None, workspace: str) -> str:
+    """How to go on from what is there; "" where there is nothing."""
+    if saved is None:
+        return ""
+    return f"snapshot {saved.number} has step {saved.step}: `topotrain run --resume {workspace}` goes on from there"

@@ -1,0 +1,173 @@
+"""Noticing that the host at the other end cannot be reached: it lost its power, a cable, or the way in one direction.
+
+Rule: it is the other host's kernel that is asked, and what counts as life is any acknowledgement of it. It answers
+while its processes compute, hold Python's lock for minutes, do not read, or are stopped; whether those do their work
+is watched on their own host. So a beat, a frame that says nothing, is sent where nothing else is under way, and what
+the kernel of this side knows of the connection (TCP_INFO) is looked at once per beat, by one thread per process.
+
+A host is out of reach when it has been silent for the lease, and was asked twice in vain. The second half matters for
+a peer that does not read: its closed window is asked after at intervals that grow to minutes, and silence between two
+questions means nothing. TCP_USER_TIMEOUT takes just that for death, and SO_KEEPALIVE asks nothing while data is under
+way, and at most once a second; that is why neither is used.
+
+Time in which we did not look, because this process or its machine was stopped, counts as two beats at most: by then
+the kernel has taken in what came meanwhile.
+"""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+LEASE_S = 2.0
+"""How long a host may be silent, unless the job says otherwise."""
+_BEATS = 4  # in a lease: the kernel sends what is lost again 0.2 s, 0.6 s and 1.4 s later
+_IN_VAIN = 2  # questions: a network may lose one
+_INFO = struct.Struct("=8B24I4Q3I")  # of tcp_info, as far as it is needed here; older kernels know less
+_RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK_MS, _TOTAL_RETRANS, _UNSENT = 2, 3, 12, 20, 31, 38
+_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: an end that sends nothing of what is queued
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What the kernel knows of a connection.
+
+    silent_s: seconds since the other host last acknowledged anything. again: segments sent again since the beginning.
+    tries: how often in a row its answer was late. probes: unanswered questions whether its window is open again.
+    waiting: something is still to be acknowledged, or to be sent.
+    """
+
+    silent_s: float
+    again: int = 0
+    tries: int = 0
+    probes: int = 0
+    waiting: bool = False
+
+
+class Line(Protocol):
+    """A TCP socket, or what stands for one; the calls are those of `socket.socket`."""
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
+
+
+class Guarded(Protocol):
+    """A connection (see `stream.Connection`)."""
+
+    def beat(self) -> None: ...
+
+    def cut(self, reason: str) -> None: ...
+
+
+def signs(line: Line) -> Signs:
+    """Ask the kernel. Raises OSError for a socket that is closed."""
+    raw = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
+    waiting = bool(info[_UNACKED] or info[_UNSENT])
+    return Signs(info[_LAST_ACK_MS] / 1000, info[_TOTAL_RETRANS], info[_RETRANSMITS], info[_PROBES], waiting)
+
+
+class Lease:
+    """For how long one host has been silent, while we were looking. Pure: it is told the time.
+
+    lease_s: as in `Watch`. now: seconds, of the clock that `look` is told.
+    """
+
+    def __init__(self, lease_s: float, now: float) -> None:
+        self._lease_s, self._looked = lease_s, now
+        self._heard = Signs(0.0)
+        self.silent_s = 0.0
+
+    def look(self, signs: Signs, now: float) -> bool:
+        """Whether the host is out of reach."""
+        passed, self._looked = now - self._looked, now
+        if signs.silent_s < passed:
+            self.silent_s, self._heard = signs.silent_s, signs
+        else:
+            self.silent_s += min(passed, 2 * beat_s(self._lease_s))
+        asked = max(signs.again - self._heard.again, signs.tries - self._heard.tries) + signs.probes
+        return self.silent_s >= self._lease_s and asked >= _IN_VAIN
+
+
+def beat_s(lease_s: float) -> float:
+    """Seconds between two looks, and between two beats of a connection with nothing else to say."""
+    return lease_s / _BEATS
+
+
+class Watch:
+    """Looks after the connections of one process, on a thread of its own, until it is closed.
+
+    lease_s: seconds of silence after which a connection is cut, so that its reader hears of its end.
+    """
+
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self._lease_s = lease_s
+        self._change = threading.Condition()
+        self._wards: dict[Guarded, list[tuple[Line, Lease]]] = {}
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, connection: Guarded, lines: Sequence[Line]) -> None:
+        """Look after this one, too, which travels on these."""
+        now = time.monotonic()
+        with self._change:
+            if self._closed:
+                return
+            self._wards[connection] = [(line, Lease(self._lease_s, now)) for line in lines]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+                self._thread.start()
+            self._change.notify()
+
+    def remove(self, connection: Guarded) -> None:
+        """It has ended."""
+        with self._change:
+            self._wards.pop(connection, None)
+
+    def close(self) -> None:
+        """Look after nobody any more."""
+        with self._change:
+            self._closed = True
+            self._wards.clear()
+            self._change.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while wards := self._next():
+            for connection, lines in wards:
+                with suppress(OSError):  # its socket has just been closed
+                    self._look(connection, lines)
+
+    def _next(self) -> list[tuple[Guarded, list[tuple[Line, Lease]]]]:
+        """Whom to look at, when it is time; nobody at the end."""
+        with self._change:
+            due = time.monotonic() + beat_s(self._lease_s)
+            while not self._closed:
+                left = due - time.monotonic()
+                if self._wards and left <= 0:
+                    return list(self._wards.items())
+                self._change.wait(left if self._wards else None)
+        return []
+
+    def _look(self, connection: Guarded, lines: Sequence[tuple[Line, Lease]]) -> None:
+        now = time.monotonic()
+        found = [(lease, signs(line)) for line, lease in lines]
+        silent = [lease.silent_s for lease, sign in found if lease.look(sign, now)]
+        if silent:
+            self.remove(connection)
+            for line, _ in lines:
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            connection.cut(
+                f"its host has not answered for {max(silent):.1f} s (lease_s: {self._lease_s:g}): "
+                "it is gone, or the network between us is"
+            )
+        elif not any(sign.waiting for _, sign in found) and any(self._quiet(sign) for _, sign in found):
+            connection.beat()
+
+    def _quiet(self, sign: Signs) -> bool:
+        return 2 * sign.silent_s >= beat_s(self._lease_s)
