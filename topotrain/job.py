@@ -530,6 +530,7 @@ _NO_RESULT = frozenset(
         "start_port",
         "poll_time",
         "lease_s",
+        "replicas",
         "program",
         "args",
         "disp_freq",
