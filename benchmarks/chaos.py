@@ -270,9 +270,9 @@ def run(check: Check, until: float) -> Line:
 
 
 def _last(said: str) -> str:
-    """What a check says of itself: its seed, and its last line."""
+    """What a check says of itself: its seeds, or how large its searches were, and its last line."""
     lines = [line.strip(" =") for line in said.splitlines() if line.strip(" =.")]
-    seeds = [line for line in lines if re.match(r"\.?seed \d+", line)]
+    seeds = [line for line in lines if re.match(r"\.?(seed \d+|Scope)", line)]
     return "; ".join([*(line.lstrip(".") for line in seeds[:3]), *lines[-1:]])[:300]
 
 

@@ -26,6 +26,7 @@ from benchmarks.sides import environment
 PROGRAMS = ROOT / "tests" / "programs"
 MARK = "TOPOTRAIN_TORMENT"
 SERVERS = "server_worker_separate: true"
+_STACK = 6000
 ENDS_S = 2.0
 """How long a process may still be there after its job; the kernel takes its time to end one."""
 
@@ -94,7 +95,8 @@ class Ground:
 
         self._mark = f"{os.getpid()}.{time.monotonic_ns()}"
         self._folder = Path(tempfile.mkdtemp(prefix="tt-chaos-"))
-        self._environ = {**environment(), MARK: self._mark}
+        # A job that hangs is told to say where: every process of it then dies with the stacks of its threads.
+        self._environ = {**environment(), MARK: self._mark, "PYTHONFAULTHANDLER": "1"}
         self._running = forkserver.start(self._folder / "forkserver.log", environ=self._environ)
         self._undisturbed: dict[str, dict[str, Any]] = {}
 
@@ -125,9 +127,11 @@ class Ground:
         found.seconds = time.monotonic() - began
         if code is None:
             found.wrong.append(f"hung: it did not end within {limit_s:g} s")
+            found.said += stacks(workspace / "logs")
         elif code:
             found.wrong.append(f"exit code {code}")
-        self._count(found, out)
+        if code is not None:
+            self._count(found, out)
         if code == 0:
             found.wrong += _wrong(workspace / "final.safetensors", setting.cells, expected)
         self._look(found, before)
@@ -168,7 +172,9 @@ class Ground:
             out, said = process.communicate(timeout=limit_s)
             return process.returncode, out, said
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
+            for pid in self._living():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
             with suppress(subprocess.TimeoutExpired):
                 out, said = process.communicate(timeout=20)
                 return None, out, said
@@ -227,6 +233,16 @@ class Ground:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")[:200]
         return found
+
+
+def stacks(logs: Path) -> str:
+    """Where the processes of a job stood that were told to abort, from their logs."""
+    found = []
+    for log in sorted(logs.glob("*.log")):
+        _, fatal, stack = log.read_text(errors="replace").rpartition("Fatal Python error: Aborted")
+        if fatal:
+            found.append(f"--- {log.name}\n{stack.strip()[:_STACK]}\n")
+    return "".join(found)
 
 
 def _wrong(final: Path, cells: int, expected: dict[str, Any] | None) -> list[str]:

@@ -62,6 +62,7 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         (lambda: Job(name=""), "name = '': must be a text that is not empty"),
         (lambda: Job(seed=2**63), "seed = "),
         (lambda: Cluster(slice_bytes=100), "cluster.slice_bytes = 100: must be 0, or a whole number, 4096 to 67108864"),
+        (lambda: Cluster(lease_s=0.5), "cluster.lease_s = 0.5: must be seconds, 1 to 3600"),
         (lambda: Job(cluster=None), "cluster: must be a Cluster"),  # type: ignore[arg-type]
         (lambda: Job(args="x"), "args = 'x': must be a list"),  # type: ignore[arg-type]
         (lambda: Updater(clip_norm=0), "updater.clip_norm = 0: must be a number > 0"),

@@ -54,6 +54,8 @@ def test_whoever_was_stopped_gives_the_others_time():
     later = [silent(0.4, now, again=9, tries=9) for now in (100.5, 101.0)]
     assert looked(2.0, before, after, *later) == [False, False, False, True]
     assert looked(2.0, before, after, (100.5, Signs(0.3))) == [False, False, False]
+    meanwhile = [(100.0, Signs(60.0, again=5)), (100.5, Signs(60.5, again=9)), (101.0, Signs(61.0, again=9))]
+    assert looked(2.0, before, *meanwhile, (101.5, Signs(61.5, again=9)))[1:] == [False, False, True, True]
 
 
 # --- real connections ----------------------------------------------------------------------------------------------

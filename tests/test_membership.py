@@ -164,3 +164,12 @@ def test_the_end_of_a_replaced_process_does_not_count():
     server.handle(B, m.Return(1))
     server.lost(B)
     assert server._members.asked(0) == 2
+
+
+def test_a_group_is_deserted_until_somebody_of_the_next_incarnation_is_there():
+    members = Members((0, 1))
+    assert members.deserted(0, 0) and members.deserted(0, 1)
+    members.expect(0, 1)
+    assert members.deserted(0, 1) and members.deserted(0, 2) and not members.deserted(0, 0)
+    members.returned(A, 1)
+    assert not members.deserted(0, 1) and members.deserted(0, 2)

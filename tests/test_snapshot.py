@@ -376,7 +376,7 @@ def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
 
 
 def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
-    town, archive, boxes = waiting(groups=1, workers=2)
+    town, archive, _ = waiting(groups=1, workers=2)
     server = town.server(0, 0)
     server.snapshots._timed = 0  # it was asked for by step
     archive.ask()

@@ -1,5 +1,7 @@
 """The long check of benchmarks/chaos.py, without running it: what was not run is no pass, and wrong cells are seen."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,6 +51,16 @@ def test_cells_and_bits_that_are_not_as_they_must_be(tmp_path: Path) -> None:
     assert torment._wrong(final, 3, None) == ["2 cells are not 3: {2.0: 1, 4.0: 1}"]
     assert torment._wrong(final, 0, {"cells": torch.tensor([3.0, 3.0, 2.0, 4.0])}) == []
     assert "cells" in torment._wrong(final, 0, {"cells": torch.zeros(4)})[0]
+
+
+def test_a_job_that_hangs_says_where_it_stood(tmp_path: Path) -> None:
+    script = "import faulthandler, os; faulthandler.enable()\ndef waits(): os.abort()\nwaits()"
+    (tmp_path / "worker-0-0.log").write_text("step 1\n")
+    (tmp_path / "worker-0-1.log").write_text("step 1\n")
+    with open(tmp_path / "worker-0-1.log", "a") as log:
+        subprocess.run([sys.executable, "-c", script], stderr=log)
+    said = torment.stacks(tmp_path)
+    assert "worker-0-1.log" in said and "in waits" in said and "worker-0-0" not in said and "step 1" not in said
 
 
 def test_the_page_says_what_was_not_run_and_keeps_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

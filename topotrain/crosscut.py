@@ -1,10 +1,10 @@
 """One snapshot of a job whose server groups hold different values: what all of them have counted, as one model.
 
 Rule: each group freezes behind a step of its own, and what a group adds to a master afterwards says so (`Delta.cut`):
-where the master's group is not so far yet, it waits there. What was sent before and comes after the master has frozen is
-added to what is frozen, and so is what a group had not sent yet: it sends that as a `Remainder`. Then each master has, of
-its buckets, the start and every update that the groups had applied when they froze, each of them once (a cut that no
-message crosses backwards: Lai and Yang, On distributed snapshots, 1987).
+where the master's group is not so far yet, it waits there. What was sent before and comes after the master has frozen
+is added to what is frozen, and so is what a group had not sent yet: it sends that as a `Remainder`. Then each master
+has, of its buckets, the start and every update that the groups had applied when they froze, each of them once (a cut
+that no message crosses backwards: Lai and Yang, On distributed snapshots, 1987).
 """
 
 from collections.abc import Iterator

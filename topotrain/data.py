@@ -74,6 +74,10 @@ class Memory(Protocol):
         """There is one, and the script gets it."""
         ...
 
+    def ended(self) -> None:
+        """There is none: the pass is over."""
+        ...
+
 
 class ShardedLoader:
     """Iterates over this worker's share; everything else (`dataset`, `batch_size`, ...) is the script's own loader's.
@@ -224,6 +228,8 @@ class _Pass(Iterator[Any]):
         except StopIteration:
             self._open = False
             self._feed.end()
+            if self._memory is not None:
+                self._memory.ended()
             raise
         if self._memory is not None:
             self._memory.given()

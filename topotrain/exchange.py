@@ -15,6 +15,7 @@ from topotrain import deposits, windows
 from topotrain import message as m
 from topotrain.consistency import pairs
 from topotrain.encoding import WorkerEncoding
+from topotrain.leases import LEAVES
 from topotrain.manners import Manners, check_bits
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.shard import FlatBuffers, Schema, torch_dtype, typed
@@ -84,6 +85,8 @@ class Exchange:
         self._states_ended: dict[Address, int] = {}  # how many parts the server has sent
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._buffer_groups = 0  # how many have left theirs, once all have been told
+        self.leaves = False
+        """The group leaves the job, and is not to wait for batches that others may leave."""
         self._exits = 0
         self._unsaid: list[m.LeftEarly] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
@@ -686,7 +689,8 @@ class Exchange:
         reply = self._ask_desk(m.LeaseAsk(epoch, ordinal, total, digest, passed, wait), m.Lease, answers)
         # The end of an epoch is told to whoever asks, but each worker asks for it once with `wait`: the fetches of a
         # group's workers must be as many.
-        if self._bounded and (reply.rested or (wait and reply.last < 0)):
+        self.leaves = self.leaves or reply.lease == LEAVES
+        if self._bounded and not self.leaves and (reply.rested or (wait and reply.last < 0)):
             self._end_rest(m.Rest(epoch, ordinal, False))
         return reply.lease, reply.first, reply.last
 

@@ -19,6 +19,7 @@ from topotrain.topology import Address, Role
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
 _MOST_CHUNKS, _MOST_DRAWN = 1 << 16, 1 << 23  # draws that somebody has yet to fetch, and numbers in them
+LEAVES = -2  # in the place of a lease: there is none, since the group leaves the job
 UNKNOWN_TOTAL = 4  # batches in a lease of a stream whose end nobody has seen yet
 
 Replies = list[tuple[Address, Message]]
@@ -126,6 +127,7 @@ class LeaseBook:
         self._workers = workers
         self._warming = warming
         self._finished: set[int] = set()
+        self._parting: set[int] = set()
         self._over: set[int] = set()
         self._epochs: dict[int, _Epoch] = {}
         self._draws = Draws(groups * workers - 1)
@@ -154,6 +156,11 @@ class LeaseBook:
             self._warming = False
         return self._settle_all()
 
+    def part(self, group: int) -> Replies:
+        """The group is to leave the job: it is given no more leases, and whoever waits for one is told to go."""
+        self._parting.add(group)
+        return self._settle_all()
+
     def again(self, group: int) -> None:
         """The workers of a group that had left come back, and read on."""
         self._finished.discard(group)
@@ -175,6 +182,7 @@ class LeaseBook:
         applied: how many batches of a stream count; the rest of its leases is free again. ended: all its scripts had
         come to their end.
         """
+        self._parting.discard(group)
         if not ended:
             self._finished.discard(group)
         if group == 0:  # only where it is alone do others read what it drew: all of them will ask again
@@ -270,7 +278,9 @@ class LeaseBook:
             return _over(ask)
         if self._warming and sender.group != 0:
             return None
-        run = epoch.take(self._length(epoch))
+        if sender.group in self._parting and ask.wait:
+            return Lease(ask.epoch, ask.ordinal, LEAVES, 0, -1)
+        run = None if sender.group in self._parting else epoch.take(self._length(epoch))
         if run is None:
             return None if ask.wait else Lease(ask.epoch, ask.ordinal, -1, epoch.frontier, epoch.frontier)
         table.append(replace(run, rested=ask.wait))

@@ -106,7 +106,9 @@ def _server_hears(me: Address, topology: Topology, shared: bool) -> Mapping[type
         m.Return: everybody if desk else members,
         m.AskReturn: when(leads, shards) | when(desk, coordinators),
         m.StreamsAt: coordinators if desk else when(leads, frozenset({Address(Role.SERVER, 0, 0)})),
-        **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply, m.Drained, m.Remainder), when(topology.synced, twins)),
+        **dict.fromkeys(
+            (m.Delta, m.Master, m.RingOffer, m.RingReply, m.Drained, m.Remainder), when(topology.synced, twins)
+        ),
         m.Final: when(topology.synced and me.group == 0, twins),
         m.FinalAsk: when(me.group == 0, main),
         m.BufferAsk: when(desk, main),

@@ -780,6 +780,8 @@ class Server:
 
     def _part(self, sender: Address, message: m.Leave) -> None:
         self._parting.add(message.group)
+        if self.leases is not None:
+            self._send_all(self.leases.part(message.group))
 
     def _left(self, sender: Address, message: m.Away) -> None:
         self._regroup.leave(message.group, message.incarnation)

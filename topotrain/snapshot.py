@@ -179,6 +179,11 @@ class Source(Protocol):
         """Those of which there are such runs."""
         ...
 
+    @property
+    def first_epoch(self) -> int | None:
+        """Of the first batch that is not in the values; None: nobody had read further."""
+        ...
+
     def values(self, name: str, lo: int, out: torch.Tensor) -> None:
         """Elements of a parameter, from `lo` on, into a 1-D tensor. Raises ConfigError."""
         ...

@@ -92,7 +92,8 @@ class Snapshots:
         self._crosscut: CrossCut | None = None
         self._due_rows: list[Any] | None = None
         self._facts: dict[str, Any] = {}
-        self._reading: dict[int, int] = {}
+        # A group that has taken no step yet may have all of what was left to read before it.
+        self._reading = dict.fromkeys(self._groups, 0 if source is None else _unread(source))
         self._work: Work | None = None
         self.refusal = refusal(job, topology)
         unit = topology.workers_per_group if job.per_worker_batch else 1
@@ -218,7 +219,7 @@ class Snapshots:
         epoch: of the batches that are in it.
         """
         self.steps[group] += 1
-        self._reading[group] = max(epoch, self._reading.get(group, 0))
+        self._reading[group] = max(epoch, self._reading[group])
         if self._announced:
             self._due, self._announced = self._announced, 0
             self._untold = dict.fromkeys(self._groups, self._due)
@@ -340,3 +341,8 @@ class Snapshots:
         for part in texts(number, stage, data):
             part = replace(part, shard=self._me.index)
             self._send(self._leader if self._me.index == 0 else self._servers[0], part)
+
+
+def _unread(source: Source) -> int:
+    """The epoch before which a job had read everything when the snapshot was taken."""
+    return min(source.epochs, default=0) if source.first_epoch is None else source.first_epoch

@@ -1,11 +1,13 @@
 """A ledger, see ledger.py, whose main worker has another group leave the job and come again, and a third one join it.
 
 WORKSPACE: at its third step worker (0,0) has group 1 leave; at its sixth it has groups 1 and 2 join, and waits until
-each has made a step.
+each has made a step. Meanwhile the others leave enough to be read: until group 1 is to leave it waits behind its first
+step, and so do both once they are back, until the main worker goes on.
 """
 
 import select
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +19,9 @@ import topotrain as tt
 from topotrain.launch.attendance import Wish
 from topotrain.launch.door import ask
 
-EPOCHS, SAMPLES = 3, 96
+EPOCHS, SAMPLES = 2, 960
 workspace = Path(sys.argv[1])
-left = workspace / "left"
+asked, left, on = workspace / "asked", workspace / "left", workspace / "on"
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -39,12 +41,18 @@ for _ in tt.epochs(EPOCHS):
         model(numbers).backward()
         optimizer.step()
         steps += 1
-        if left.exists():
-            Path(workspace, f"back {tt.rank()}").touch()
-        if tt.is_main() and steps == 3:
+        if not tt.is_main():
+            again = left.exists()
+            Path(workspace, f"back {tt.rank()}" if again else "begun").touch()
+            wait_for((on if again else asked).exists)
+            time.sleep(0.0 if again else 0.02)  # computing: there is something left when the others come
+        elif steps == 3:
+            wait_for(Path(workspace, "begun").exists)
+            asked.touch()
             ask(workspace, Wish("leave", 1, 60.0))
             left.touch()
-        if tt.is_main() and steps == 6:
+        elif steps == 6:
             for group in (1, 2):
                 ask(workspace, Wish("join", group))
             wait_for(lambda: Path(workspace, "back 1").exists() and Path(workspace, "back 2").exists())
+            on.touch()

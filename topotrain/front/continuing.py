@@ -142,10 +142,17 @@ class Continuing:
 
     def asked(self) -> None:
         """As `data.Memory` has it. Raises Leaving, where the worker's group leaves the job."""
-        if self._worker.leaves:
-            raise Leaving
+        self._look_whether_it_leaves()
         if self._worker.snapshot or self._worker.lazy:
             self._now = self._stand()
+
+    def ended(self) -> None:
+        """As `data.Memory` has it. Raises Leaving, as `asked` does."""
+        self._look_whether_it_leaves()
+
+    def _look_whether_it_leaves(self) -> None:
+        if self._worker.leaves or self._worker.exchange.leaves:
+            raise Leaving
 
     def given(self) -> None:
         """As `data.Memory` has it."""

@@ -85,10 +85,11 @@ class Lease:
     def look(self, signs: Signs, now: float) -> bool:
         """Whether the host is out of reach."""
         passed, self._looked = now - self._looked, now
+        most = 2 * beat_s(self._lease_s)
         if signs.silent_s < passed:
-            self.silent_s, self._heard = signs.silent_s, signs
+            self.silent_s, self._heard = min(signs.silent_s, most), signs
         else:
-            self.silent_s += min(passed, 2 * beat_s(self._lease_s))
+            self.silent_s += min(passed, most)
         asked = max(signs.again - self._heard.again, signs.tries - self._heard.tries) + signs.probes
         return self.silent_s >= self._lease_s and asked >= _IN_VAIN
 
