@@ -34,6 +34,7 @@ def test_every_message_has_somebody_who_hears_it() -> None:
         {"nworkers_per_group": 2, "nservers_per_group": 2},
         {"nworker_groups": 2, "nserver_groups": 2},
         {"nworkers_per_group": 2, "nservers_per_group": 2, "algorithm": Algorithm.kRing},
+        {"nworkers_per_group": 2, "backup": 1},
     ):
         topology = layout(Cluster(**cluster))
         for unit in topology.units:

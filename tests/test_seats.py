@@ -66,6 +66,7 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
                 ({"compression": Compression.kFp16}, "compression: kNone"),
                 ({"link": Link()}, "no link"),
+                ({"backup": 1}, "backup: 0"),
                 ({"algorithm": Algorithm.kRing, "server_worker_separate": False}, "algorithm kAuto"),
             )
         ),

@@ -414,7 +414,8 @@ class Staged(Message):
     power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
     this number are applied here and need not be kept for me. incarnation: of the group; an earlier one's step is void.
     finite: the step may be applied. refused: flat pairs (worker, parameter) whose gradient is not finite; -1: nobody's
-    in particular, since the sum is not finite, or a table's.
+    in particular, since the sum is not finite, or a table's. members: with backup workers, whose contributions are all
+    here so far; it is said again when there is one more.
     """
 
     group: int
@@ -425,6 +426,7 @@ class Staged(Message):
     applied: int
     incarnation: int = 0
     refused: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 @_message(21)
@@ -436,6 +438,9 @@ class Apply(Message):
     incarnation `step`, and rests until it is back (3), or has left, and would be back as incarnation `step` (5): clocks
     and members change by decisions only, so that they are the same on all shards. Of no group: a snapshot, `step` (4).
     refused: as in Staged, of all shards; these workers' gradients count for nothing.
+
+    members: with backup workers, those of whose gradients the step is made. Where it is no step but that some workers
+    of the group are shown the values as they are (6): flat pairs (worker, round of its CatchUp).
     """
 
     index: int
@@ -445,6 +450,7 @@ class Apply(Message):
     power: float
     change: int = 0
     refused: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 @_message(22)
@@ -532,6 +538,44 @@ class Away(Message):
 
     group: int
     incarnation: int
+
+
+# --- backup workers (see `backup`) -------------------------------------------------------------------------------
+
+
+@_message(36)
+@dataclass(frozen=True, slots=True)
+class Late(Message):
+    """Coordinator -> worker: this step was decided without what you pushed for it; nothing of that counts."""
+
+    step: int
+
+
+@_message(37)
+@dataclass(frozen=True, slots=True)
+class CatchUp(Message):
+    """Worker -> coordinator: show me the values, and tell me which step the group is in; answered by every shard.
+
+    through: not before all others are through with the batches of this epoch, as I am; -1: at once. round: numbers the
+    questions of one worker from 1; 0: it does not ask, it only tells that it is through.
+    """
+
+    round: int
+    through: int
+
+
+@_message(38)
+@dataclass(frozen=True, slots=True)
+class CaughtUp(Message):
+    """Shard -> worker: the values were sent that it asked for with the CatchUp of this round; the group is in `step`.
+
+    snapshot: as in Applied.
+    """
+
+    round: int
+    step: int
+    version: int
+    snapshot: int = 0
 
 
 # --- between server groups ---------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def check(job: Job, topology: Topology) -> None:
         (job.apply is Apply.kAtStep, "needs apply: kAtStep"),
         (job.pull is Pull.kStep, "needs pull: kStep"),
         (not job.splits, "takes no model that is split over workers"),
+        (cluster.backup == 0, "needs backup: 0"),
     ):
         if not fits:
             raise ConfigError("cluster.replicas", cluster.replicas, accepted)

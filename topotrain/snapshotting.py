@@ -98,7 +98,10 @@ class Snapshots:
         self.refusal = refusal(job, topology)
         unit = topology.workers_per_group if job.per_worker_batch else 1
         before = {} if source is None else {epoch: source.runs(epoch) for epoch in source.epochs}
-        self.position = Position(topology.worker_groups, unit, {e: tuple(runs) for e, runs in before.items()})
+        groups = topology.worker_groups
+        if job.cluster.backup:  # each worker has a stream of its own, and deals with batches instead of rounds of them
+            groups, unit = groups * topology.workers_per_group, 1
+        self.position = Position(groups, unit, {e: tuple(runs) for e, runs in before.items()})
         self.book = Book(everybody, self.position, self._do) if me == self._leader else None
         self.steps = {group: 0 if source is None else source.steps(group) for group in self._groups}
         self._texts = Texts()

@@ -93,6 +93,8 @@ class Topology:
         cluster = self.cluster
         if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
             return False
+        if cluster.backup:  # a worker that is late still reads what the others have left behind
+            return False
         residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
         return all(self.together(residents[0], resident) for resident in residents)
 
