@@ -108,12 +108,14 @@ class Town(rehearsal.Town):
             workers=self.topology.workers_per_group,
             shares=(),
             mode=mode,  # type: ignore[arg-type]
-            per_worker_batch=False,
+            per_worker_batch=self.job.per_worker_batch,
             seed=self.job.seed,
             min_share=1,
             is_main=me.group == me.index == 0,
+            own_streams=self.job.cluster.backup > 0,
         )
-        return ShardedLoader(loader, plan, worker.exchange, worker)
+        account = worker if self.job.cluster.backup else None
+        return ShardedLoader(loader, plan, worker.exchange, worker, account)
 
 
 class Seat(rehearsal.Seat):

@@ -20,14 +20,14 @@ TOP = "topotrain"
 
 FLOORS = (
     "checks job protofile textproto events spans",
-    "topology regrouping slices flatfile statetable rhythm",
+    "topology regrouping seats slices flatfile statetable rhythm",
     "message handling codecs finite compression reduction given collective consistency schedule "
-    "update neighbor leases deposits runs position shard encoding windows model snapshot readers ending "
+    "update neighbor leases deposits runs position shard encoding windows model snapshot backup readers ending "
     "membership snapshotbook crosscut snapshotting "
-    "tables tablerows tablerules tablemodes tablebook manners server gateway",
+    "tables tablerows tablerules tablemodes tablebook manners server gateway replication transfer",
     "jitter wire torchdist rendezvous torchurl",
     "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
-    "dice sampling feeds streams data checkpoint roads checkpointwriter host",
+    "dice sampling feeds streams repeats data checkpoint roads checkpointwriter lifelines copies host",
     "faults rehearsal witness trial simulate launch plan",
     "watch front cli",
 )

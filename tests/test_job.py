@@ -89,6 +89,8 @@ PAIR = {"nworkers_per_group": 2, "nservers_per_group": 2}
 RING = Cluster(algorithm="kRing", **PAIR)  # type: ignore[arg-type]
 ON_ARRIVAL = {"apply": "kOnArrival", "grads": "kHidden"}
 SPLIT = {"partition": (Partition(match="fc", partition_dim=1),)}
+SPARE = {"nworkers_per_group": 3, "backup": 1}
+BACKUP = {"grads": "kHidden", "per_worker_batch": True, "cluster": Cluster(**SPARE)}  # type: ignore[arg-type]
 AT_1 = {"partition": (Partition(partition_dim=-1, location=1),)}
 
 # Of each row of COMBINATIONS, in order: the class, a refused combination, and a neighbor of it that is allowed.
@@ -126,6 +128,19 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (FixedStep, {"step": (5,)}, {"step": (5,), "step_lr": (1,)}),
     (Partition, {"location": 0}, {"location": 0, "partition_dim": -1}),
     (Job, AT_1, AT_1 | {"cluster": Cluster(nworkers_per_group=2)}),
+    (Cluster, {"backup": 1}, {"backup": 1, "nworkers_per_group": 2}),
+    (Cluster, SPARE | {"nworker_groups": 2}, SPARE),
+    (Cluster, SPARE | {"engine": "kGloo", "nservers_per_group": 3}, SPARE | {"nservers_per_group": 3}),
+    (Cluster, SPARE | {"algorithm": "kRing", "nservers_per_group": 3}, SPARE | {"engine": "kOwn"}),
+    (Cluster, SPARE | {"compression": "kFp16"}, SPARE),
+    (Job, BACKUP | {"grads": "kVisible"}, BACKUP),
+    (Job, BACKUP | {"apply": "kOnArrival"}, BACKUP),
+    (Job, BACKUP | {"pull": "kLazy"}, BACKUP),
+    (Job, BACKUP | {"per_worker_batch": False}, BACKUP),
+    (Job, BACKUP | {"shard": "kLease"}, BACKUP | {"shard": "kStatic"}),
+    (Job, BACKUP | SPLIT, BACKUP),
+    (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
+    (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
     (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),
     (Job, SPLIT | {"pull": "kLazy"}, {"pull": "kLazy"}),
     (Job, SPLIT | {"cluster": Cluster(n_push=2)}, SPLIT),

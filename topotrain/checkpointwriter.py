@@ -174,8 +174,13 @@ class Writer:
         self._leader: Aside | None = None
         self._refusal = ""
 
-    def follow(self, me: Address, snapshots: Snapshots, poke: Callable[[], None]) -> "Aside":
-        """Write what this server freezes. poke: called on a thread of its own when the server has something to hear."""
+    def follow(
+        self, me: Address, snapshots: Snapshots, poke: Callable[[], None], from_another: bool = False
+    ) -> "Aside":
+        """Write what this server freezes. poke: called on a thread of its own when the server has something to hear.
+
+        from_another: the host of another process has done so before.
+        """
         leads = snapshots.book is not None
         aside = Aside(self._job.snapshot_s if leads else 0.0, poke)
         if leads:
@@ -187,7 +192,9 @@ class Writer:
             self._begin()
             self._orders.put((aside, what))
 
-        if not snapshots.refusal:
+        if from_another:
+            snapshots.succeed(work)
+        elif not snapshots.refusal:
             snapshots.follow(work, self._first)
         return aside
 
@@ -386,7 +393,9 @@ def writer_for(
         return None
     files = Files(Path(job.workspace).absolute() / FOLDER)
     try:
-        first = files.begin(resumed, again) if LEADER in servers else 1
+        any_may = job.cluster.replicas > 1  # have to lead
+        leads = LEADER in servers
+        first = files.begin(resumed, again or not leads) if leads or any_may else 1
     except OSError as error:
         emit(Notice(str(servers[0]), f"no snapshots are written: {error}"))
         return None

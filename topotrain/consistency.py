@@ -10,7 +10,7 @@ truth: a shard that missed one asks for it by number and never guesses (two-phas
 in order everywhere is state-machine replication, Schneider 1990).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from topotrain.message import Apply, ProtocolError, Staged
@@ -83,7 +83,7 @@ class Clocks:
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
 
-RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY = 1, 2, 3, 4, 5  # Apply.change
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS = 1, 2, 3, 4, 5, 6  # Apply.change
 
 MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
 _MOST_EXITS = 1 << 14
@@ -95,6 +95,12 @@ class _Vote:
     finite: bool = True
     power: float = 0.0
     refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
+    members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> whose contributions it has
+
+    @property
+    def common(self) -> frozenset[int]:
+        """Whose contributions all shards have that have said so."""
+        return frozenset.intersection(*self.members.values()) if self.members else frozenset()
 
 
 class DecisionLog:
@@ -122,9 +128,11 @@ class DecisionLog:
         if message.step < self._decided.get(message.group, 0):
             return
         vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
-        if shard in vote.shards:
+        if shard in vote.shards and not message.members:
             return
         vote.shards.add(shard)
+        if message.members:
+            vote.members[shard] = vote.members.get(shard, frozenset()).union(message.members)
         vote.finite = vote.finite and message.finite
         vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
         for worker, parameter in pairs(message.refused):
@@ -135,29 +143,35 @@ class DecisionLog:
         """Steps that some shard has staged, and of which nothing is decided."""
         return len(self._votes)
 
-    def ready(self) -> list[tuple[int, int]]:
-        """(group, step) pairs that all shards have staged, in group order."""
-        return sorted(key for key, vote in self._votes.items() if len(vote.shards) == self._shards)
+    def ready(self, enough: Callable[[Collection[int]], bool] = lambda _: True) -> list[tuple[int, int]]:
+        """(group, step) pairs that all shards have staged, in group order.
+
+        enough: with backup workers, whether contributions of these of them make a step.
+        """
+        staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
+        return sorted(key for key, vote in staged.items() if not vote.members or enough(vote.common))
 
     def decide(self, group: int, step: int) -> Apply:
         """Record the decision to apply a ready step. It stands from here on."""
         vote = self._votes.pop((group, step))
-        refused = tuple(number for pair in sorted(vote.refused.items()) for number in pair)
-        apply = Apply(self._next, group, step, not vote.finite, vote.power, refused=refused)
+        members = tuple(sorted(vote.common))
+        counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
+        refused = tuple(number for pair in sorted(counts.items()) for number in pair)
+        apply = Apply(self._next, group, step, not vote.finite, vote.power, refused=refused, members=members)
         self._log[self._next] = apply
         self._next += 1
         self._decided[group] = step + 1
         return apply
 
-    def decree(self, group: int, step: int, change: int) -> Apply:
-        """Record that a group rests, is back or is started again (see Apply.change).
+    def decree(self, group: int, step: int, change: int, members: tuple[int, ...] = ()) -> Apply:
+        """Record that a group rests, is back or is started again, or what else is no step (see Apply.change).
 
         Raises:
             ProtocolError: so much has been decreed that no step can have been decided in between.
         """
         if len(self._log) >= MOST_DECISIONS:
             raise ProtocolError(f"{len(self._log)} changes of group {group} and others without a step")
-        apply = Apply(self._next, group, step, False, 0.0, change)
+        apply = Apply(self._next, group, step, False, 0.0, change, members=members)
         self._log[self._next] = apply
         self._next += 1
         return apply

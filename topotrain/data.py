@@ -23,8 +23,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from topotrain.feeds import PLAIN, STATIC, Copied, DataPlan, Desk, Ledger, MapFeed, Opening
+from topotrain.feeds import PLAIN, STATIC, Copied, DataPlan, Desk, Ledger, MapFeed, Opening, Place
 from topotrain.job import ConfigError
+from topotrain.repeats import Account, Repeats
 from topotrain.sampling import epoch_seed, generators_of, index_sampler, samplers
 from topotrain.streams import StreamFeed
 
@@ -90,8 +91,12 @@ class ShardedLoader:
         ConfigError: this loader cannot be divided; or there is no data, or less than a group's batch of it.
     """
 
-    def __init__(self, loader: DataLoader[Any], plan: DataPlan, desk: Desk, ledger: Ledger) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], plan: DataPlan, desk: Desk, ledger: Ledger, account: Account | None = None
+    ) -> None:
+        """`account`: with backup workers, who knows which batches have to be given again."""
         _check(loader, plan)
+        self._account = account
         self._loader = loader
         self._plan = plan
         self._desk = desk
@@ -117,7 +122,8 @@ class ShardedLoader:
             feed = StreamFeed(inner, self._plan, self._desk, self._ledger, epoch, opening)
         else:
             feed = MapFeed(inner, inner.indices, self._plan, self._desk, epoch, opening)
-        live = _Pass(feed, self._ledger, epoch, self.memory)
+        repeats = None if self._account is None else Repeats(self._account, epoch)
+        live = _Pass(feed, self._ledger, epoch, self.memory, repeats)
         self._live = ref(live)
         if self.memory is not None:
             feed.catch_up(self.memory.opened)
@@ -180,6 +186,9 @@ def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             accepted = "must be 1, or another sampler: the batches are divided among the workers already"
             raise ConfigError("loader.sampler.num_replicas", sampler.num_replicas, accepted)
+    if plan.own_streams and not isinstance(loader.dataset, IterableDataset) and _length(index_sampler(loader)) is None:
+        accepted = "must have a length: with cluster.backup above 0 an epoch is drawn as a whole before it begins"
+        raise ConfigError("loader.sampler", type(index_sampler(loader)).__name__, accepted)
     if _length(loader.dataset) == 0:
         raise ConfigError("len(loader.dataset)", 0, "must be at least 1: there is nothing to train on")
     size, samples = _batch_of(loader)
@@ -213,8 +222,16 @@ class _Pass(Iterator[Any]):
 
     _open = False
 
-    def __init__(self, feed: MapFeed | StreamFeed, ledger: Ledger, epoch: int, memory: Memory | None) -> None:
+    def __init__(
+        self,
+        feed: MapFeed | StreamFeed,
+        ledger: Ledger,
+        epoch: int,
+        memory: Memory | None,
+        repeats: Repeats | None = None,
+    ) -> None:
         self._feed, self._ledger, self._epoch, self._memory = feed, ledger, epoch, memory
+        self._repeats = repeats
         self._given = 0
         self._open = True
 
@@ -224,7 +241,7 @@ class _Pass(Iterator[Any]):
         if self._memory is not None:
             self._memory.asked()
         try:
-            place, samples, data = self._feed.next()
+            place, samples, data = self._fresh() if self._repeats is None else self._repeats.next(self._fresh)
         except StopIteration:
             self._open = False
             self._feed.end()
@@ -233,9 +250,17 @@ class _Pass(Iterator[Any]):
             raise
         if self._memory is not None:
             self._memory.given()
+        self._feed.tell()
         self._ledger.drawn(place.stream, place.seq, float(samples), samples)
         self._given += 1
         return data
+
+    def _fresh(self) -> tuple[Place, int, Any]:
+        try:
+            return self._feed.next()
+        except StopIteration:
+            self._feed.tell()
+            raise
 
     def close(self) -> None:
         """Leave early; nothing happens at the end or the second time."""

@@ -37,6 +37,9 @@ class StepDone:
 
     Staleness is counted in versions, over all updates so far; bytes are those of message bodies and headers. All
     numbers are totals since the start, except `loss`: the last one that the worker has seen, None if it has seen none.
+
+    own_s: median of the seconds that the worker itself takes for a step, from the end of one wait to its next commit;
+    None: too few were measured. late: steps that backup workers have made without it, for it came too late.
     """
 
     who: str
@@ -48,6 +51,8 @@ class StepDone:
     staleness_max: int
     bytes_out: int
     bytes_in: int
+    own_s: float | None = None
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,8 @@ class Finished:
     staleness_max: int
     bytes_out: int
     bytes_in: int
+    own_s: float | None = None
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +260,14 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Covered:
+    """The so-manieth second copy of server `who` has everything from now on; it was number 0 at the start."""
+
+    who: str
+    shadows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Final:
     """The final parameters are in the file `path`; the job took `seconds`."""
 
@@ -293,6 +308,7 @@ Event = (
     | Agreed
     | Left
     | Joined
+    | Covered
     | Final
     | Tabled
 )

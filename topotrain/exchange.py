@@ -13,6 +13,7 @@ import torch
 
 from topotrain import deposits, windows
 from topotrain import message as m
+from topotrain.backup import values_round
 from topotrain.consistency import pairs
 from topotrain.encoding import WorkerEncoding
 from topotrain.leases import LEAVES
@@ -76,6 +77,12 @@ class Exchange:
         self._round: int | None = None  # the values that are awaited; a road may say others twice
         self._values: set[int] = set()
         self._applied: dict[Address, m.Applied] = {}
+        self._late = -1  # the last step that was decided without this worker
+        self._questions = 0  # of a worker that catches up
+        self._caught_up: dict[Address, m.CaughtUp] = {}
+        self.clock: Callable[[], float] = lambda: 0.0
+        self.waited = 0.0
+        """Seconds by `clock` that this worker has waited for others."""
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
         self._reduced: dict[Address, m.Reduced] = {}
@@ -227,6 +234,11 @@ class Exchange:
                 known = self._applied.get(sender)
                 if known is None or known.step < message.step:
                     self._applied[sender] = message
+            elif isinstance(message, m.Late):
+                self._late = max(self._late, message.step)
+            elif isinstance(message, m.CaughtUp):
+                if message.round == self._questions:
+                    self._caught_up[sender] = message
             elif isinstance(message, m.Fail):
                 self._reasons.append(message)
                 self._failure = self._failure or JobError(message.text, message.config)
@@ -301,7 +313,9 @@ class Exchange:
                 self._failure = self._failure or PeerLost(f"{self.me} lost {peer}: {reason}")
 
     def _wait(self, ready: Callable[[], bool]) -> None:
+        before = self.clock()
         self._waiter.wait(lambda: self._failure is not None or ready())
+        self.waited += self.clock() - before
         if self._failure is not None:
             raise self._failure
 
@@ -506,7 +520,9 @@ class Exchange:
     def _end_commit(self, step: int, end: StepEnd) -> Outcome:
         servers = len(self.servers)
         with self.spans.span("wait for apply"):
-            self._wait(lambda: sum(a.step == step for a in self._applied.values()) == servers)
+            self._wait(lambda: self._late >= step or sum(a.step == step for a in self._applied.values()) == servers)
+        if self._late >= step:
+            return self.catch_up()
         if self._pulls(end):
             self._wait_values()
         if end.fetch:
@@ -520,6 +536,29 @@ class Exchange:
         nothing = found_inf or any(worker == self.me.index for worker, _ in refused)
         self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
         return outcome
+
+    def catch_up(self, through: int = -1) -> Outcome:
+        """With backup workers: wait for the values that the others are at, and learn which step they are in.
+
+        through: not before all workers are through with the batches of this epoch, as this one is.
+        """
+        with self._waiter.update():
+            self._questions += 1
+            self._caught_up.clear()
+        self.before_values()
+        self._await_values(values_round(self._questions))
+        self._send(self.servers[0], m.CatchUp(self._questions, through))
+        with self.spans.span("wait for the others"):
+            self._wait(lambda: len(self._caught_up) == len(self.servers))
+        self._wait_values()
+        self.after_values()
+        replies = [self._caught_up[server] for server in self.servers]
+        taken = max(reply.snapshot for reply in replies)
+        return Outcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
+
+    def through(self, epoch: int) -> None:
+        """With backup workers: tell that this one wants no more batches of an epoch; never waits."""
+        self._mention(self.servers[0], m.CatchUp(0, epoch))
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
         buckets, (low, number) = self.map.buckets_of(server.index), self._bucket_range(server)

@@ -53,6 +53,8 @@ class DataPlan:
         seed: the job's.
         min_share: samples below which a share goes to fewer workers; 2 for models with BatchNorm.
         is_main: worker (0,0).
+        own_streams: with backup workers, each worker's batches count by themselves, and one that came too late is given
+            again; in rounds only.
     """
 
     group: int
@@ -65,11 +67,17 @@ class DataPlan:
     seed: int
     min_share: int
     is_main: bool
+    own_streams: bool = False
 
     @property
     def alone(self) -> bool:
         """One worker is the whole job: everything must be as in the plain script."""
         return self.groups == self.workers == 1 and self.mode == "broadcast"
+
+    def stream(self, epoch: int) -> int:
+        """The data stream of this worker's group, or its own, where no leases are."""
+        number = self.group * self.workers + self.index if self.own_streams else self.group
+        return (epoch << 32) | STATIC | number
 
     @property
     def in_rounds(self) -> bool:
@@ -111,7 +119,7 @@ class Ledger(Protocol):
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
         """The script gets batch `seq` (from 0) of a stream: weight 0 is a repeat that must not count.
 
-        stream: (epoch << 32) | lease, or (epoch << 32) | STATIC | group.
+        stream: (epoch << 32) | lease, or what `DataPlan.stream` says.
         """
         ...
 
@@ -327,6 +335,9 @@ class MapFeed:
         self._again = (
             handed_out and opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
         )
+        if plan.own_streams:  # the workers may have come to different places
+            self._again = False
+        self._untold: list[tuple[int, Chunk]] = []
         self._ahead: _Ahead | None = None
         self._then: Callable[[], None] = lambda: None
         self._leases: Leases | None = None
@@ -387,8 +398,18 @@ class MapFeed:
             raise RuntimeError(f"{type(self._original).__name__} gave more batches than its sampler")
         return data, self._indices.marks.popleft()
 
+    def tell(self) -> None:
+        """Tell the others what was drawn, where that is not told by and by.
+
+        They may train without this worker: not before what it takes to draw the same again has been left.
+        """
+        untold, self._untold = self._untold, []
+        for number, (sizes, indices, end) in untold:
+            self._desk.put_draw(self._epoch, number, end, sizes, indices)
+
     def leave(self) -> None:
         """Give back what was drawn and not read."""
+        self.tell()
         if self._leases is not None:
             self._leases.leave(self._indices.marks[0].place if self._indices.marks else None)
         self.end()
@@ -421,7 +442,12 @@ class MapFeed:
         if plan.workers == 1:
             batches = iter(index_sampler(loader))
         elif plan.is_main:
-            batches = announced(self._listed(iter(index_sampler(loader))), draws_at_once(loader), put)
+            drawn = self._listed(iter(index_sampler(loader)))
+            batches = announced(drawn, draws_at_once(loader), put)
+            if plan.own_streams:  # the others do not wait for a worker (0,0) that is slow
+                self._untold = []
+                told = announced(drawn, True, lambda number, chunk: self._untold.append((number, chunk)))
+                batches = iter(list(told))
         else:
             batches = received(partial(desk.get_draw, epoch))
         if self._again:
@@ -437,8 +463,11 @@ class MapFeed:
 
     def _placed(self, units: Iterable[Any], first: int) -> Iterator[tuple[Place, Any]]:
         """This group's units, numbered from `first` on, without those that are applied."""
-        stream = (self._epoch << 32) | STATIC | self._plan.group
+        plan = self._plan
+        stream = plan.stream(self._epoch)
         applied = self._desk.applied(stream) if self._opening.returned else 0
+        if plan.own_streams:
+            units = (unit for unit in units if plan.index < len(unit))
         numbered = islice(enumerate(units, first), applied, None)
         return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
 

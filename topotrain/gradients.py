@@ -49,6 +49,10 @@ class GradientPath(Protocol):
         """The step is applied."""
         ...
 
+    def go_to(self, step: int) -> None:
+        """The group is in this step already: those before it were made without this worker."""
+        ...
+
 
 class _Hooks:
     """What both ways share: which pieces a parameter has, and when a bucket is full."""
@@ -179,6 +183,10 @@ class _Hooks:
         """The step is applied."""
         self._step += 1
         self.backwards = 0
+
+    def go_to(self, step: int) -> None:
+        """The group is in this step already: those before it were made without this worker."""
+        self._step = step
 
 
 class MeanPath(_Hooks):

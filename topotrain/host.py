@@ -6,6 +6,7 @@ message for which there is no way yet.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,11 +16,13 @@ from typing import Protocol
 import torch
 
 from topotrain.checkpointwriter import Aside, Writer
+from topotrain.copies import CopiedServers, Seat
 from topotrain.engine import EngineExchange
 from topotrain.exchange import Exchange
 from topotrain.gateway import make_server
 from topotrain.handling import sending
 from topotrain.job import ConfigError, OnFailure
+from topotrain.lifelines import Lifelines
 from topotrain.message import Fail, Message, ProtocolError
 from topotrain.rendezvous import within
 from topotrain.rendezvous.static import StaticStore
@@ -263,14 +266,27 @@ def serve(
     attendant: Attendant | None = None,
     writer: Writer | None = None,
     opened: Callable[[Servers], None] = lambda servers: None,
+    seat: Seat | None = None,
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
 
-    opened: called once everybody is let in.
+    opened: called once everybody is let in. seat: where every server has two copies, see `copies`.
     """
     memory = Memory()
     roads = Roads(place, memory)
     allocate = memory.allocate if place.shared else _zeros
+    if place.job.cluster.replicas > 1:
+        if seat is None:
+            raise ConfigError(
+                "cluster.replicas", 2, "needs a launcher that starts all processes of the job on this machine"
+            )
+        with flushing():
+            copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat)
+            seat.taken(copied.arrange)
+            copied.open(serving)
+            copied.wait()
+            roads.close()
+        return roads.traffic()
     with flushing():
         servers = Servers(place, roads, allocate, addresses, trouble, recorder, writer)
         for resident in servers.residents.values():
@@ -297,6 +313,9 @@ def peers(me: Address, topology: Topology) -> list[Address]:
     groups = range(me.group) if topology.synced else range(min(me.group, 1))
     return peers + [Address(Role.SERVER, group, me.index) for group in groups]
 
+
+_LEAVE_S = 60.0
+"""How long a worker that has come to its end waits until both copies of each server have all that it said."""
 
 # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -383,8 +402,13 @@ class WorkerRoads:
         poll_s = place.job.cluster.poll_time / 1000
         monitor = self._monitor = Monitor(poll_s) if pump is None else Turns(poll_s, self._roads, pump)
         # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
-        send = partial(self._roads.send, me, wait=pump is None)
+        twice = place.job.cluster.replicas > 1
+        send = self._say if twice else partial(self._roads.send, me, wait=pump is None)
+        self._lines: Lifelines | None = None
         self.exchange = self._door(place, send, monitor)
+        if twice:
+            servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
+            self._lines = Lifelines(servers, self.exchange, partial(self._roads.send, me), self._redial, self._noted)
         self._beside: Servers | None = None
         if pump is not None:
             beside = Address(Role.SERVER, 0, me.index)
@@ -399,13 +423,41 @@ class WorkerRoads:
     def _connect(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
         if self._beside is not None:
             self._beside.open(serving)
-        self._urls = self._roads.attach(self.me, self.exchange, dial_only=True, inside=self._beside is not None)
+        resident = self._lines or self.exchange
+        self._urls = self._roads.attach(self.me, resident, dial_only=True, inside=self._beside is not None)
         for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
             if self._beside is not None and server in self._beside.residents:
                 self._roads.connect_inside(self.me, server)
             else:
                 self._roads.connect(self.me, server, "server")
+            if self._lines is not None:
+                self._lines.begun(server)
         self.exchange.come_back()
+
+    # --- servers with two copies
+
+    def _say(self, to: Address, message: Message) -> None:
+        assert self._lines is not None
+        self._lines.send(to, message, wait=True)
+
+    def _noted(self) -> None:
+        with self._monitor.update():
+            pass
+
+    def _redial(self, server: Address, moves: int) -> None:
+        """A server's process is gone, or the way to it: look for the one that it has moved to."""
+        lines = self._lines
+        assert lines is not None
+
+        def look() -> None:
+            try:
+                self._roads.connect(self.me, server, f"server-{moves}", anew=True)
+            except (WireError, TimeoutError) as error:
+                lines.failed(server, f"its process has died, and no other one took its place: {error}")
+            else:
+                lines.connected(server)
+
+        threading.Thread(target=look, name=f"to {server}", daemon=True).start()
 
     def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
         incarnation = place.identity.incarnation
@@ -464,6 +516,10 @@ class WorkerRoads:
         finished: the script came to its end; else nobody waits for anybody.
         """
         self.exchange.leave()
+        if self._lines is not None and finished:
+            self._lines.leave()
+            until = time.monotonic() + _LEAVE_S
+            self._monitor.wait(lambda: self._lines is None or self._lines.left or time.monotonic() > until)
         if self._beside is not None:
             if finished:
                 self._roads.deliver()

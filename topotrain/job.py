@@ -138,6 +138,7 @@ Name = Annotated[str, filled]
 Dimension = Annotated[int, whole(-1, 1)]
 Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
 Connections = Annotated[int, whole(1, 16)]
+Replicas = Annotated[int, whole(1, 2)]
 SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 
@@ -166,6 +167,13 @@ def _clips(u: "Updater | None") -> bool:
 def _refused_where_split(field: str, refused: Callable[["Job"], object], accepted: str) -> Combination:
     why = "where one model is split over the workers of a group (partition, placement)"
     return Combination(field, lambda j: j.splits and refused(j), f"{accepted} {why}", inside="")
+
+
+def _refused_with_backup(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
+    """backup: servers decide step by step whose gradients count, which nobody may have seen or used before."""
+    inside = "cluster" if field.startswith("cluster.") else ""
+    count: Callable[[Any], int] = (lambda c: c.backup) if inside else (lambda j: j.cluster.backup)
+    return Combination(field, lambda b: count(b) and refused(b), f"{accepted} with cluster.backup above 0", inside)
 
 
 _FOREIGN = (Engine.kGloo, Engine.kNccl)
@@ -262,6 +270,29 @@ COMBINATIONS = (
         "partition",
         lambda j: any(p.location is not None and p.location >= j.cluster.nworkers_per_group for p in j.partition),
         "location must be the number of a worker of a group, below nworkers_per_group",
+    ),
+    Combination(
+        "cluster.backup",
+        lambda c: c.backup and c.backup >= c.nworkers_per_group,
+        "must be less than nworkers_per_group: somebody has to contribute to a step",
+    ),
+    Combination(
+        "cluster.backup",
+        lambda c: c.backup and not c.nworker_groups == c.nserver_groups == 1,
+        "above 0 needs nworker_groups: 1 and nserver_groups: 1, a synchronous group that pushes to servers",
+    ),
+    _refused_with_backup("cluster.engine", lambda c: c.engine in _FOREIGN, "must be kAuto or kOwn"),
+    _refused_with_backup("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto, "must be kAuto"),
+    _refused_with_backup("cluster.compression", lambda c: c.compression is not Compression.kNone, "must be kNone"),
+    _refused_with_backup("grads", lambda j: j.grads is not Grads.kHidden, "must be kHidden"),
+    _refused_with_backup("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
+    _refused_with_backup("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
+    _refused_with_backup("per_worker_batch", lambda j: not j.per_worker_batch, "must be true"),
+    _refused_with_backup("shard", lambda j: j.shard is Shard.kLease, "must be kAuto or kStatic"),
+    _refused_with_backup("partition", lambda j: j.partition, "must not be given"),
+    _refused_with_backup("placement", lambda j: j.placement is Placement.kAuto, "must be kManual"),
+    _refused_with_backup(
+        "updater.clip_norm", lambda j: j.updater is not None and j.updater.clip_norm is not None, "must not be given"
     ),
     _refused_where_split("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
     _refused_where_split("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
@@ -454,6 +485,8 @@ class Cluster(Checked):
     connections: Connections = 1
     slice_bytes: SliceBytes = 0
     lease_s: Lease = 2.0
+    replicas: Replicas = 1
+    backup: Steps = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,7 +548,8 @@ class Job(Checked):
 
     def digest(self) -> str:
         """SHA-256 (hex) of the fields that decide results; processes of one job must agree on it."""
-        unset = {f.name for f in fields(self) if f.name in _NEWER and getattr(self, f.name) == f.default}
+        blocks: tuple[Any, ...] = (self, self.cluster)
+        unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}
         text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -528,6 +562,7 @@ _NO_RESULT = frozenset(
         "start_port",
         "poll_time",
         "lease_s",
+        "replicas",
         "program",
         "args",
         "disp_freq",
@@ -546,7 +581,7 @@ _NO_RESULT = frozenset(
 
 
 # Fields that count only where they are set: jobs without them keep the digest that they had before there were any.
-_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite"])
+_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "backup"])
 
 
 def _plain(value: Any, without: frozenset[str]) -> Any:

@@ -117,9 +117,7 @@ def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
     Raises:
         ProtocolError: unknown type, or bytes that are not exactly such a message.
     """
-    cls = _KINDS.get(kind)
-    if cls is None:
-        raise ProtocolError(f"unknown message type {kind}")
+    cls = kind_of(kind)
     codec = _CODECS[cls]
     if len(meta) < codec.fixed.size:
         raise ProtocolError(f"{cls.__name__}: {len(meta)} bytes of fields, too few")
@@ -130,6 +128,14 @@ def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
     if at != len(meta):
         raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
     return cls(**values, body=body)
+
+
+def kind_of(number: int) -> type[Message]:
+    """The class of a type number. Raises ProtocolError if there is none."""
+    cls = _KINDS.get(number)
+    if cls is None:
+        raise ProtocolError(f"unknown message type {number}")
+    return cls
 
 
 def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:
@@ -408,7 +414,8 @@ class Staged(Message):
     power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
     this number are applied here and need not be kept for me. incarnation: of the group; an earlier one's step is void.
     finite: the step may be applied. refused: flat pairs (worker, parameter) whose gradient is not finite; -1: nobody's
-    in particular, since the sum is not finite, or a table's.
+    in particular, since the sum is not finite, or a table's. members: with backup workers, whose contributions are all
+    here so far; it is said again when there is one more.
     """
 
     group: int
@@ -419,6 +426,7 @@ class Staged(Message):
     applied: int
     incarnation: int = 0
     refused: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 @_message(21)
@@ -430,6 +438,9 @@ class Apply(Message):
     incarnation `step`, and rests until it is back (3), or has left, and would be back as incarnation `step` (5): clocks
     and members change by decisions only, so that they are the same on all shards. Of no group: a snapshot, `step` (4).
     refused: as in Staged, of all shards; these workers' gradients count for nothing.
+
+    members: with backup workers, those of whose gradients the step is made. Where it is no step but that some workers
+    of the group are shown the values as they are (6): flat pairs (worker, round of its CatchUp).
     """
 
     index: int
@@ -439,6 +450,7 @@ class Apply(Message):
     power: float
     change: int = 0
     refused: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
 
 
 @_message(22)
@@ -526,6 +538,44 @@ class Away(Message):
 
     group: int
     incarnation: int
+
+
+# --- backup workers (see `backup`) -------------------------------------------------------------------------------
+
+
+@_message(36)
+@dataclass(frozen=True, slots=True)
+class Late(Message):
+    """Coordinator -> worker: this step was decided without what you pushed for it; nothing of that counts."""
+
+    step: int
+
+
+@_message(37)
+@dataclass(frozen=True, slots=True)
+class CatchUp(Message):
+    """Worker -> coordinator: show me the values, and tell me which step the group is in; answered by every shard.
+
+    through: not before all others are through with the batches of this epoch, as I am; -1: at once. round: numbers the
+    questions of one worker from 1; 0: it does not ask, it only tells that it is through.
+    """
+
+    round: int
+    through: int
+
+
+@_message(38)
+@dataclass(frozen=True, slots=True)
+class CaughtUp(Message):
+    """Shard -> worker: the values were sent that it asked for with the CatchUp of this round; the group is in `step`.
+
+    snapshot: as in Applied.
+    """
+
+    round: int
+    step: int
+    version: int
+    snapshot: int = 0
 
 
 # --- between server groups ---------------------------------------------------------------------------------------
@@ -975,6 +1025,80 @@ class Activation(Message):
 @dataclass(frozen=True, slots=True)
 class Greeting(Message):
     """Worker -> worker of its group: the first word on the way that the sender has opened between the two."""
+
+
+# --- two copies of a server (see `replication`) ----------------------------------------------------------------------
+
+
+@_message(100)
+@dataclass(frozen=True, slots=True)
+class Resume(Message):
+    """On a way that was made anew, both sides' first word: so many of your messages have I heard, ever.
+
+    What was said after those is said again. answer: this one answers the other side's.
+    """
+
+    heard: int
+    answer: bool = False
+
+
+@_message(101)
+@dataclass(frozen=True, slots=True)
+class Taken(Message):
+    """Worker <-> server, server <-> server: the first so many of your messages will not be asked for again.
+
+    Not counted itself, as all messages of this section. ask: tell me as much, once both copies have what I said.
+    """
+
+    heard: int
+    ask: bool = False
+
+
+@_message(102)
+@dataclass(frozen=True, slots=True)
+class Forward(Message):
+    """Server -> its second copy: event number `index` is this; see `replication.Copy` for the events.
+
+    role, group, number: the address of whom it comes from or is about. count: of event TAKEN. kind, meta: the message
+    that came, whose body is this one's: a view that stays until the event is echoed.
+    """
+
+    event: int
+    index: int
+    role: int
+    group: int
+    number: int
+    count: int
+    kind: int
+    meta: bytes
+
+
+@_message(103)
+@dataclass(frozen=True, slots=True)
+class Echoed(Message):
+    """Second copy -> server: I have all events up to number `index`."""
+
+    index: int
+
+
+@_message(104)
+@dataclass(frozen=True, slots=True)
+class Likeness(Message):
+    """Server -> a fresh second copy: part `part` of `parts` of the `nbytes` bytes of all that it is (see `transfer`).
+
+    index: events that are in it. The body is a snapshot.
+    """
+
+    index: int
+    part: int
+    parts: int
+    nbytes: int
+
+
+@_message(105)
+@dataclass(frozen=True, slots=True)
+class Dismissed(Message):
+    """Server -> its second copy: nothing is left to do, for you neither."""
 
 
 TABLE_ANSWERS = (TableOpen, TableRows, TableStats, TableBarrier, TableIds)

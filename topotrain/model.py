@@ -181,6 +181,9 @@ class Model:
     def vote(self, group: int, applied: int, incarnation: int = 0) -> m.Staged:
         """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
         staging = self.staging[group]
+        if staging.backup:
+            refused, members = self._refused(staging) if self.checked else (), tuple(sorted(staging.complete))
+            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
         commit = staging.commits[0]
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
         if refused and not self._may_go_on(staging, refused):
@@ -382,6 +385,7 @@ def _staging(
         told=partial(encoding.mean, group),
         checked=job.nonfinite is not NonFinite.kAllow,
         sees=reader is not None,
+        backup=job.cluster.backup > 0,
     )
 
 

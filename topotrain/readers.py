@@ -9,6 +9,9 @@ the buckets that it holds, which in a job whose model is not split are all.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from topotrain.backup import values_round
 from topotrain.message import Applied, Fetch, Message, ProtocolError, Values
 from topotrain.model import Model
 from topotrain.slices import Bucket
@@ -37,11 +40,20 @@ class Readers:
         private: one group alone changes the values, by its own steps: it can be shown the values themselves.
         buffers: group -> name of the parameter buffer that its workers live in; others are sent their values.
         lazy: the workers wait for each bucket by itself.
+        apart: a worker may still read one moment when the others have made the next.
     """
 
     def __init__(
-        self, groups: Iterable[int], workers: int, private: bool, buffers: Mapping[int, str], lazy: bool = False
+        self,
+        groups: Iterable[int],
+        workers: int,
+        private: bool,
+        buffers: Mapping[int, str],
+        lazy: bool = False,
+        apart: bool = False,
     ) -> None:
+        self._apart = apart
+        self._copies: dict[int, tuple[int, torch.Tensor]] = {}  # bucket -> its values at a version
         self._lazy = lazy
         self._workers = workers
         self._everybody = tuple(range(workers))
@@ -73,7 +85,7 @@ class Readers:
     def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
         """A worker says again what is applied already; values only if they are still those of that step."""
         self._check_held(worker)
-        self.reply(worker, applied, fetch and self._shown.get(worker.group) == applied.step)
+        self.reply(worker, applied, fetch and (self._apart or self._shown.get(worker.group) == applied.step))
 
     def _check_held(self, worker: Address) -> None:
         """A worker waits for what it asks for; only a road that says things twice makes two questions of one."""
@@ -154,10 +166,26 @@ class Readers:
         difference = model.encoding.difference(group, bucket)
         if difference is not None:
             return Values(number, bucket.id, version, coded=True, body=difference)
+        if self._apart:
+            return Values(number, bucket.id, version, body=self._copy(model, bucket, version))
         body = model.flats.view(VALUES if self._private else f"out {group}", bucket)
         if new and not self._private:
             body.copy_(model.values(bucket.id))
         return Values(number, bucket.id, version, body=body)
+
+    def _copy(self, model: Model, bucket: Bucket, version: int) -> torch.Tensor:
+        """A bucket's values at this version, the present one or that which was asked for last."""
+        known = self._copies.get(bucket.id)
+        if known is None or known[0] != version:
+            known = self._copies[bucket.id] = version, model.values(bucket.id).clone()
+        return known[1]
+
+    def show(self, model: Model, worker: int, number: int, version: int) -> Iterator[Message]:
+        """The values as they are, for a worker that catches up (`number` as in message.CatchUp)."""
+        for bucket in model.buckets:
+            if worker in self._owners(model, bucket):
+                body = self._copy(model, bucket, version)
+                yield Values(values_round(number), bucket.id, version, body=body)
 
     def _shows_now(self, held: _Held, version: int) -> bool:
         """Whether this is the first of its group to be shown this moment."""

@@ -154,6 +154,7 @@ class Staging:
             it (where it travels encoded).
         checked: what is applied on arrival has to be finite; of a whole step `spoilers` tells.
         sees: a worker's gradient is read in its own memory, where its script may still change it.
+        backup: a step may be made of what some of the workers have contributed (`choose`); replacing only.
     """
 
     def __init__(
@@ -170,8 +171,10 @@ class Staging:
         told: Callable[[Bucket, int, torch.Tensor], None] = lambda *_: None,
         checked: bool = False,
         sees: bool = False,
+        backup: bool = False,
     ) -> None:
         self._told = told
+        self.backup = backup
         self._checked = checked
         self._looks_early = checked and not visible and not (sees and workers == 1)
         self._reader = reader if visible else None
@@ -201,6 +204,7 @@ class Staging:
         self._suspects: dict[int, int] = {}  # whose parts were not finite, and in which segment
         self.commits: dict[int, Commit] = {}
         self.staged = False
+        self.complete: set[int] = set()  # with backup: the workers whose contributions are all here
 
     def next_step(self) -> None:
         """The step was applied (or skipped): forget its parts."""
@@ -251,7 +255,7 @@ class Staging:
             return
         self.commits[worker] = message
         for other, theirs in self.commits.items():
-            agree(other, theirs, worker, message)
+            agree(other, theirs, worker, message, backup=self.backup)
         for ordinal, reduction in self._reductions.items():
             if self._visible and ordinal >= message.backwards:
                 later = next(iter([*reduction.ends, *(w for p in reduction.pushes.values() for w in p)]))
@@ -424,6 +428,40 @@ class Staging:
         self.staged = ready
         return ready
 
+    @property
+    def first(self) -> Commit:
+        """The commit of the first worker that counts: in most of its fields all agree."""
+        return self.commits[min(self.commits)]
+
+    @property
+    def marks(self) -> tuple[int, ...]:
+        """The data batches of the staged step; with backup every worker has its own."""
+        if not self.backup:
+            return self.first.marks
+        return tuple(number for _, commit in sorted(self.commits.items()) for number in commit.marks)
+
+    @property
+    def hyper(self) -> bytes:
+        """With backup: the hyper-parameters that most workers of the staged step say.
+
+        A worker that was late has called its schedulers less often; where it comes to a tie, the first worker's count.
+        """
+        said = [commit.hyper for _, commit in sorted(self.commits.items())]
+        return max(said, key=said.count)
+
+    def completed(self) -> bool:
+        """With backup: whether the contribution of one more worker is here."""
+        new = {worker for worker in self.commits if worker not in self.complete and self._has_all(worker)}
+        self.complete |= new
+        return bool(new)
+
+    def choose(self, members: Collection[int]) -> list[int]:
+        """With backup: the step is made of these workers' contributions; returns who else had committed it."""
+        others = [worker for worker in self.commits if worker not in members]
+        self.commits = {worker: self.commits[worker] for worker in sorted(members)}
+        self._find_present(self.commits)
+        return others
+
     def _stage_visible(self) -> bool:
         commit = self.commits[0]
         full = (1 << len(self._buckets)) - 1
@@ -468,20 +506,24 @@ class Staging:
                     target[part] = self._edits[bucket.id][part]
 
     def _stage_replacing(self) -> bool:
-        reduction = self._reduction(0)
-        for at, bucket in enumerate(self._buckets):
-            for worker, commit in self.commits.items():
-                wanted = commit.revisions[at]
-                held = reduction.pushes.get(bucket.id, {}).get(worker)
-                if wanted != NO_REVISION and (held is None or held[0].ordinal < wanted):
-                    return False
+        if not all(map(self._has_all, self.commits)):
+            return False
         self._find_present(self.commits)
+        return True
+
+    def _has_all(self, worker: int) -> bool:
+        """Replacing: whether all is here of which a worker's commit speaks."""
+        pushes, revisions = self._reduction(0).pushes, self.commits[worker].revisions
+        for at, bucket in enumerate(self._buckets):
+            held = pushes.get(bucket.id, {}).get(worker)
+            if revisions[at] != NO_REVISION and (held is None or held[0].ordinal < revisions[at]):
+                return False
         return True
 
     def _find_present(self, workers: Collection[int]) -> None:
         """Replacing: which pieces some of these have a gradient for; nothing is added up yet."""
         pushes = self._reduction(0).pushes
-        for at, (bucket, dropped) in enumerate(self._per_bucket(bits_to_int(self.commits[0].dropped))):
+        for at, (bucket, dropped) in enumerate(self._per_bucket(bits_to_int(self.first.dropped))):
             self._present[at] = 0
             for worker in workers:
                 if self.commits[worker].revisions[at] != NO_REVISION:
@@ -499,6 +541,8 @@ class Staging:
         """
         if self._arrived is not None:
             return self._suspects
+        if self.backup:
+            return self._bad_contributions()
         if not self._visible:
             return self._bad_parts()
         found: dict[int, int] = {}
@@ -540,6 +584,27 @@ class Staging:
                 self._mean({worker: part for worker, part in parts.items() if worker not in found}, total)
                 segment = spoiled(bucket, self._present[at], total)
                 found |= {} if segment is None else {NOBODY: segment}
+        return found
+
+    def _bad_contributions(self) -> dict[int, int]:
+        """With backup: which of the complete ones are not finite.
+
+        Nobody knows yet with whose others they will be added up: what could make any sum infinite is refused, too.
+        """
+        found: dict[int, int] = {}
+        for at, bucket in enumerate(self._buckets):
+            held = self._reduction(0).pushes.get(bucket.id, {})
+            for worker in self.complete:
+                if self.commits[worker].revisions[at] == NO_REVISION:
+                    continue
+                part = held[worker][1]
+                seen = self._looked.get((at, worker)) if self._looks_early else None
+                segment, large = look(bucket, part) if seen is None else seen
+                if segment is None and large:
+                    share = torch.finfo(part.dtype).max / self._workers / max(1.0, self.commits[worker].weight)
+                    segment = bucket.pieces[0].segment if float(part.abs().max()) > share else None
+                if segment is not None:
+                    found[worker] = segment
         return found
 
     def refuse(self, workers: Collection[int]) -> bool:
@@ -604,10 +669,20 @@ _MUST_AGREE = {
 }
 
 
-def agree(a: int, first: Commit, b: int, second: Commit, other_words: Mapping[str, str] | None = None) -> None:
+_MAY_DIFFER = frozenset(["hyper", "marks"])  # with backup workers, which are not always at the same batch
+
+
+def agree(
+    a: int,
+    first: Commit,
+    b: int,
+    second: Commit,
+    other_words: Mapping[str, str] | None = None,
+    backup: bool = False,
+) -> None:
     """Raise StepError, in these words, when two workers commit different things."""
     for name, words in (_MUST_AGREE | dict(other_words or {})).items():
-        if getattr(first, name) != getattr(second, name):
+        if getattr(first, name) != getattr(second, name) and not (backup and name in _MAY_DIFFER):
             raise StepError(
                 f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
                 f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"

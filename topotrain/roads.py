@@ -116,12 +116,12 @@ class Roads:
         """Tell others of the job where a resident is."""
         self._store.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
 
-    def connect(self, me: Address, peer: Address, kind: str) -> None:
-        """Open the way to a server that was, or will be, published under `kind`."""
+    def connect(self, me: Address, peer: Address, kind: str, anew: bool = False) -> None:
+        """Open the way to a server that was, or will be, published under `kind`; `anew`: instead of an earlier one."""
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
             try:
-                self._connect(me, peer, kind, _LOOK_S if self._meeting.again else self._meeting.seconds)
+                self._connect(me, peer, kind, _LOOK_S if self._meeting.again else self._meeting.seconds, anew)
                 return
             except WireError as error:
                 if not self._meeting.again or not _may_change(error):
@@ -132,7 +132,7 @@ class Roads:
             time.sleep(spread(pause))  # else all would knock at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def _connect(self, me: Address, peer: Address, kind: str, seconds: float) -> None:
+    def _connect(self, me: Address, peer: Address, kind: str, seconds: float, anew: bool) -> None:
         try:
             urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", seconds).decode().split("\n")
         except TimeoutError:
@@ -140,7 +140,10 @@ class Roads:
         by_road = {_ROADS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
         name = next(name for name in fits if name in by_road)
-        self._wires[name].connect(me, peer, by_road[name])
+        if anew and self._tcp is not None and name == "tcp":
+            self._tcp.connect(me, peer, by_road[name], anew)
+        else:
+            self._wires[name].connect(me, peer, by_road[name])
         self.found(me, peer, name)
 
     def admit(self, decide: Callable[[Peer, bool], None]) -> None:
@@ -157,6 +160,15 @@ class Roads:
     def found(self, me: Address, peer: Address, name: str) -> None:
         """This road leads to that peer."""
         self._ways[(me, peer)] = self._wires[name]
+
+    def parted(self, me: Address, peer: Address, name: str) -> None:
+        """The way to that peer on this road has ended."""
+        if self._ways.get((me, peer)) is self._wires[name]:
+            del self._ways[(me, peer)]
+
+    def leads(self, me: Address, peer: Address) -> bool:
+        """Whether it is known which road leads there."""
+        return (me, peer) in self._ways
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Send on the road that leads there; `wait` as in `Wire.send`. Raises WireError if none does."""
@@ -231,4 +243,6 @@ class _Port:
         self._resident.handle(sender, message)
 
     def lost(self, peer: Address, reason: str) -> None:
+        self._known.discard(peer)  # who comes again may come from elsewhere
+        self._roads.parted(self._me, peer, self._name)
         self._resident.lost(peer, reason)

@@ -15,11 +15,13 @@ import torch
 
 from topotrain import message as m
 from topotrain import windows
+from topotrain.backup import Backup
 from topotrain.consistency import (
     AWAY,
     IS_BACK,
     RESTARTS,
     RESTS,
+    SHOWS,
     SNAPSHOT,
     ApplyOrder,
     Clocks,
@@ -104,7 +106,8 @@ class Server:
         self.version = 0
         private = len(self.groups) == 1 and not topology.synced
         lazy = job.pull is Pull.kLazy
-        self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers, lazy)
+        spare = job.cluster.backup
+        self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers, lazy, spare > 0)
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
         self._exits = {group: Exits(topology.workers_per_group) for group in self.groups}
@@ -119,6 +122,8 @@ class Server:
                 self.clocks.leave(group)
         self._log = DecisionLog(topology.shards) if me.index == 0 else None
         self._order = ApplyOrder()
+        home = (self, self._log, self._tell_shards, self._send)
+        self._backup = Backup(self._workers[self.groups[0]], spare, *home) if spare else None
         self._streams = Streams()
         self._strikes = Strikes(job.nonfinite)
         self._ending = Ending(me, topology)
@@ -486,7 +491,7 @@ class Server:
 
     def _show_early(self, group: int, bucket: Bucket, version: int, wanted: bool) -> None:
         """A bucket is new: who waits for it, and for no other group, has it before the next one is computed."""
-        if wanted and self._common and self._job.cluster.max_staleness is None:
+        if wanted and self._common and self._job.cluster.max_staleness is None and self._backup is None:
             step = self._known.staging[group].step
             for worker, values in self.readers.stream(self._known, group, bucket, step, version):
                 self._send(worker, values)
@@ -506,6 +511,10 @@ class Server:
 
     def _commit(self, sender: Address, message: m.Commit) -> None:
         staging = self._known.staging[sender.group]
+        if self._backup is not None:
+            self._backup.works(sender, message.marks)
+            if message.step < staging.step and self._backup.too_late(sender, message.step):
+                return
         if message.step == staging.step - 1 and sender.group in self._applied:
             self.readers.repeat(sender, self._applied[sender.group], message.fetch)
             self._release()
@@ -513,8 +522,9 @@ class Server:
         if self._current(sender, message.step) is None:
             return
         self._check_commit(sender, message)
-        self._check_nobody_left(sender.group)
-        self._check_together(sender, message)
+        if self._backup is None:
+            self._check_nobody_left(sender.group)
+            self._check_together(sender, message)
         # A worker says its hyper-parameters when they have changed; the group must agree about all of them.
         hyper = message.hyper or self._hyper_of.get(sender, b"")
         self._hyper_of[sender] = self._hyper[sender.group] = hyper
@@ -549,12 +559,15 @@ class Server:
 
     def _try_stage(self, group: int) -> None:
         staging = self._known.staging[group]
-        if self._tables.complete(group, staging.step) and staging.try_stage():
+        if staging.backup:
+            if staging.completed():
+                self._send(self._coordinator, self._vote(group))
+        elif self._tables.complete(group, staging.step) and staging.try_stage():
             self._send(self._coordinator, self._vote(group))
 
     def _vote(self, group: int) -> m.Staged:
         vote = self._known.vote(group, self._order.next, self._members.incarnation(group))
-        return self._tables.vote(vote, self._known.staging[group].commits)
+        return vote if vote.members else self._tables.vote(vote, self._known.staging[group].commits)
 
     @property
     def _coordinator(self) -> Address:
@@ -565,13 +578,15 @@ class Server:
     def _staged(self, sender: Address, message: m.Staged) -> None:
         assert self._log is not None
         self._check_refused(message)
+        if any(not 0 <= index < self._topology.workers_per_group for index in message.members):
+            raise m.ProtocolError(f"step {message.step} of group {message.group}: no such workers: {message.members}")
         self._log.staged(sender.index, message)
         self._decide()
 
     def _decide(self) -> None:
         if self._log is None:
             return
-        for group, step in self._log.ready():
+        for group, step in self._log.ready() if self._backup is None else self._log.ready(self._backup.enough):
             if self.clocks.may_decide(group):
                 self._snapshot_before(group)
                 self._tell_shards(self._log.decide(group, step))
@@ -595,21 +610,24 @@ class Server:
         if decision.change:
             self._change(decision)
             return
-        group = decision.group
-        if self._model is None or not self._model.staging[group].staged:
+        group, late = decision.group, list[int]()
+        if self._model is not None and self._backup is not None:
+            late = self._backup.choose(self._model.staging[group], decision)
+            self._hyper[group] = self._model.staging[group].hyper
+        elif self._model is None or not self._model.staging[group].staged:
             raise m.ProtocolError(f"a decision about step {decision.step} of group {group}, which is not staged here")
         staging, step = self._model.staging[group], decision.step
         refused = dict(self._check_refused(decision))
         skipped = decision.found_inf or (bool(refused) and not self._model.refuse(group, refused.keys()))
-        commit = staging.commits[0]
+        commit, marks = staging.first, staging.marks
         staleness = self.version - self.readers.pulled[group]
         norm = global_norm(decision.power, commit)
         try:
-            new = self._streams.verdict(commit.marks) == "new"
+            new = self._streams.verdict(marks) == "new"
         except ValueError as error:
             raise StepError(str(error)) from error
         if new:
-            self._streams.record(commit.marks)
+            self._streams.record(marks)
             if not skipped:
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
@@ -623,7 +641,10 @@ class Server:
         done = (staging.step, self.version, staleness, skipped, norm, snapshot, decision.refused, leaves)
         self._applied[group] = m.Applied(*done)
         for worker in self._workers[group]:
-            self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
+            if worker.index in staging.commits:
+                self.readers.reply(worker, self._applied[group], staging.commits[worker.index].fetch)
+        if self._backup is not None:
+            self._backup.carried_out(step, staging.commits, late, self._applied[group])
         self._send_all(self._tables.step_over(group, staging.step))
         staging.next_step()
         self.clocks.tick(group)
@@ -650,7 +671,7 @@ class Server:
         self._regroup.again()
         if self._model is not None:
             for group, staging in self._model.staging.items():
-                if staging.staged:
+                if staging.staged or staging.complete:
                     self._send(self._coordinator, self._vote(group))
         self._send(self._coordinator, m.AskApply(self._order.next))
         self._go_on()
@@ -689,8 +710,29 @@ class Server:
         elif decision.change == SNAPSHOT:
             self.snapshots.announce(decision.step)
             self._freeze_at_rest()
+        elif decision.change == SHOWS and self._backup is not None:
+            self._backup.catch_up(decision)
         elif self._runs(decision.group):
             self.clocks.join(decision.group, decision.step)
+
+    # --- backup workers (`backup`) -------------------------------------------------------------------------------
+
+    def _catch_up(self, sender: Address, message: m.CatchUp) -> None:
+        if self._backup is not None:
+            self._backup.ask(sender, message)
+
+    def show(self, worker: Address, number: int, snapshot: int) -> None:
+        """Send a worker the values, and say in which step its group is: the answer to its CatchUp of this number."""
+        if self._model is None:
+            raise m.ProtocolError(f"{worker} is to be shown values before there are any")
+        for values in self.readers.show(self._known, worker.index, number, self.version):
+            self._send(worker, values)
+        step = self._known.staging[worker.group].step
+        self._send(worker, m.CaughtUp(number, step, self.version, snapshot))
+
+    def decide(self) -> None:
+        """A step may need fewer contributions than before."""
+        self._decide()
 
     # --- a group that comes back (`membership`) ------------------------------------------------------------------
 
@@ -743,6 +785,8 @@ class Server:
             self._model.staging[group].restart()
             self._model.encoding.forget(group)
         self.readers.forget(group)
+        if self._backup is not None:
+            self._backup.forget()
         self._strikes.forget(group)
         self._parting.discard(group)
         self._rested.pop(group, None)
@@ -832,7 +876,9 @@ class Server:
         group = self._finished[sender.group]
         group[sender.index] = message.steps
         staging = self._known.staging[sender.group]
-        if staging.waits:
+        if self._backup is not None:
+            self._backup.finish(sender)
+        elif staging.waits:
             self._check_nobody_left(sender.group)
         self._snapshot_goes_on()
         if not self._runs(sender.group):
@@ -1033,6 +1079,7 @@ _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.Staged: Server._staged,
     m.Apply: Server._apply,
     m.AskApply: Server._ask_apply,
+    m.CatchUp: Server._catch_up,
     m.Rest: Server._rest,
     m.LeftEarly: Server._left_early,
     m.Finish: Server._finish,

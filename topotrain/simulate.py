@@ -80,11 +80,13 @@ def prepared(job: Job, name: str) -> Job:
     """The job as it is rehearsed: its layout and its rules, with sums of whole numbers instead of a model.
 
     Raises:
-        ConfigError: its workers add up among themselves, or hand one another parts of a model.
+        ConfigError: its workers add up among themselves, hand one another parts of a model, or are backup workers.
     """
     topology = layout(job.cluster)
     if topology.collective or topology.relayed or job.splits:
         raise ConfigError("--layout", name, "only jobs whose gradients go straight to servers are rehearsed")
+    if job.cluster.backup:
+        raise ConfigError("cluster.backup", job.cluster.backup, "must be 0 to be rehearsed: nobody here comes too late")
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
     plain = replace(job, apply=Apply.kAtStep, pull=Pull.kStep, grads=Grads.kVisible, per_worker_batch=False)

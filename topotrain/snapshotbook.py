@@ -150,6 +150,11 @@ class Book:
         """Of the snapshot that is under way; 0: none is."""
         return 0 if self._now is None else self._now.number
 
+    @property
+    def publishing(self) -> bool:
+        """Whether the coordinator's host is about to let one count."""
+        return self._now is not None and self._now.publishing
+
     def begin(self, why: str = TIME) -> int:
         """Start one; its number, or 0 where another is not over yet."""
         if self._now is not None:
@@ -175,6 +180,8 @@ class Book:
         if stage == PUBLISHED:
             self._now = None
             return []
+        if now.publishing:
+            return []  # said again by the second copy of a shard whose host has written it
         if data.get("error"):
             now.why = now.why or str(data["error"])
         if stage == WRITTEN:

@@ -22,6 +22,7 @@ from topotrain.snapshotbook import (
     END,
     FROZEN,
     LAYOUT,
+    PUBLISHED,
     STEP,
     WRITTEN,
     Book,
@@ -97,7 +98,10 @@ class Snapshots:
         self.refusal = refusal(job, topology)
         unit = topology.workers_per_group if job.per_worker_batch else 1
         before = {} if source is None else {epoch: source.runs(epoch) for epoch in source.epochs}
-        self.position = Position(topology.worker_groups, unit, {e: tuple(runs) for e, runs in before.items()})
+        groups = topology.worker_groups
+        if job.cluster.backup:  # each worker has a stream of its own, and deals with batches instead of rounds of them
+            groups, unit = groups * topology.workers_per_group, 1
+        self.position = Position(groups, unit, {e: tuple(runs) for e, runs in before.items()})
         self.book = Book(everybody, self.position, self._do) if me == self._leader else None
         self.steps = {group: 0 if source is None else source.steps(group) for group in self._groups}
         self._texts = Texts()
@@ -125,6 +129,18 @@ class Snapshots:
         self._work = work
         if self.book is not None:
             self.book.next = first
+
+    def succeed(self, work: Work) -> None:
+        """Another host is told what to do with files from now on."""
+        self._work = work
+
+    def orphaned(self) -> list[SnapshotPart]:
+        """What the host would say that had this server before, and is gone: whatever it was writing came to nothing."""
+        lost = {"error": f"the process of {self._me} has died"}
+        said = texts(self._laid, WRITTEN, lost) if self._laid else []
+        if self.book is not None and self.book.publishing:
+            said += texts(self.book.number, PUBLISHED, lost)
+        return said
 
     def _do(self, work: Write | Publish | Drop) -> None:
         if self._work is not None:

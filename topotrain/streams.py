@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from topotrain.dice import Dice
-from topotrain.feeds import PLAIN, STATIC, Copied, DataPlan, Desk, Leases, Ledger, Opening, Place
+from topotrain.feeds import PLAIN, Copied, DataPlan, Desk, Leases, Ledger, Opening, Place
 from topotrain.runs import left_below, nth
 from topotrain.sampling import epoch_seed, leading, share_of_loaded
 
@@ -87,6 +87,9 @@ class StreamFeed:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
         then()
 
+    def tell(self) -> None:
+        """Nothing is drawn: everybody reads the same."""
+
     def leave(self) -> None:
         """As `MapFeed.leave`."""
         if self._leases is not None:
@@ -99,7 +102,7 @@ class StreamFeed:
 
     def _place(self, seq: int) -> Place:
         plan = self._plan
-        return Place((self._epoch << 32) | STATIC | plan.group, seq, 0, plan.group + seq * plan.groups, False)
+        return Place(plan.stream(self._epoch), seq, 0, plan.group + seq * plan.groups, False)
 
     def _leased(self, leases: Leases) -> tuple[Place, Any]:
         while True:
@@ -131,7 +134,9 @@ class StreamFeed:
             return _END
         if plan.index:
             mine = self._batch(number * plan.workers + plan.index)
-        return (0, self._counted(first)[1]) if mine is _END else self._counted(mine)
+        if mine is _END:
+            return _END if plan.own_streams else (0, self._counted(first)[1])
+        return self._counted(mine)
 
     def _first(self, unit: int) -> int:
         return unit * self._plan.workers if self._plan.in_rounds else unit

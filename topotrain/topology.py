@@ -22,6 +22,8 @@ class Role(IntEnum):
 
     WORKER = 0
     SERVER = 1
+    SHADOW = 2
+    """The second copy of the server of the same group and index, in another process (`cluster.replicas`)."""
 
 
 class Address(NamedTuple):
@@ -90,6 +92,8 @@ class Topology:
         """Whether the workers of group `g` and their servers stand on one host and may use one memory."""
         cluster = self.cluster
         if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
+            return False
+        if cluster.backup:  # a worker that is late still reads what the others have left behind
             return False
         residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
         return all(self.together(residents[0], resident) for resident in residents)

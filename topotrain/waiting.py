@@ -76,6 +76,8 @@ class Outcome:
 
     snapshot: of the values as this step has left them one is taken under this number; 0: none. refused: as in
     message.Applied, as pairs. leaves: the group leaves the job after it.
+
+    late: it was made without what this worker had pushed; the group is in step `next` now, and the values are those.
     """
 
     version: int
@@ -85,6 +87,8 @@ class Outcome:
     snapshot: int = 0
     refused: tuple[tuple[int, int], ...] = ()
     leaves: bool = False
+    late: bool = False
+    next: int = -1
 
 
 @dataclass(frozen=True, slots=True)

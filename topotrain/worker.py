@@ -6,9 +6,11 @@ server and returns when the new values stand in the model's parameters.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -23,6 +25,8 @@ from topotrain.shard import FlatBuffers, Schema, effective, slice_map_for, torch
 from topotrain.slices import SliceMap
 from topotrain.topology import Address, Topology
 from topotrain.update import Hyper, OptimizerSpec, describe
+
+_FEW_OWN, _MOST_OWN = 10, 501  # steps whose own time is known, before it is told, and that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,13 @@ class Tally:
     loss_sum: float | torch.Tensor = 0.0  # a tensor where the loss is on a device
     losses: int = 0
     started: float = 0.0
+    late: int = 0  # steps that were made without this worker's contribution, which came too late
+    own: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_OWN))  # seconds of the last steps
+
+    @property
+    def own_s(self) -> float | None:
+        """Median time that this worker itself takes for a step, in seconds; None: too few were measured."""
+        return median(self.own) if len(self.own) >= _FEW_OWN else None
 
     def add(self, outcome: Outcome) -> None:
         """Count a committed step."""
@@ -116,6 +127,7 @@ class Worker:
         self.parts = parts
         self.optimizer = optimizer
         self.exchange = exchange
+        exchange.clock = time.monotonic
         self.tally = Tally()
         spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_, aside)
         self._groups = len(optimizer.param_groups)
@@ -141,6 +153,11 @@ class Worker:
         """The worker's group leaves the job: the script is to be given nothing more."""
         self._left: list[tuple[int, torch.Tensor, int]] = []  # lazily committed gradients, and their versions
         self._own_steps = 0
+        self._backup = job.cluster.backup > 0
+        self._verdict: bool | None = None  # whether the batch that was given last counts; None: not known yet
+        self._given = 0  # samples of it
+        self._loss: tuple[float | torch.Tensor, int] = (0.0, 0)  # of the tally when the last step was over
+        self._freed: tuple[float, float] | None = None  # when this worker's last wait for a step was over
         self._strikes = Strikes(job.nonfinite)
         self._committed = 0
         self._accrued: set[int] = set()
@@ -149,6 +166,8 @@ class Worker:
         self.path: GradientPath = self._make_path(topology.workers_per_group)
         self.before_commit: list[Callable[[int, StepEnd], None]] = []
         self.after_step: list[Callable[[Outcome | None], None]] = []
+        self.after_epoch: list[Callable[[], None]] = []
+        """Called where the others have made steps while this worker had no batch left."""
         self.counts: Callable[[], float] = self.weight
         """What this worker's gradients count on the servers."""
 
@@ -183,7 +202,25 @@ class Worker:
 
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop over the loader; the batches it did not read are free again."""
-        self.exchange.left_early(self._committed, self.path.backwards)
+        if self._backup:
+            self._marks.clear()
+            self.exchange.through(epoch)
+        else:
+            self.exchange.left_early(self._committed, self.path.backwards)
+
+    def counts_given(self) -> bool | None:
+        """With backup workers: whether the batch that was given last has counted; None: no step was taken on it.
+
+        It is asked once; False: it came too late, and has to be given again.
+        """
+        verdict, self._verdict = self._verdict, None
+        return verdict
+
+    def through(self, epoch: int) -> None:
+        """With backup workers: there is no batch left for this one; wait for the others, and take their values."""
+        self._move(self.exchange.catch_up(epoch))
+        for call in self.after_epoch:
+            call()
 
     def lost(self, stream: int, batches: int) -> None:
         """A stream that was read again no longer had these batches: they are counted as lost."""
@@ -200,12 +237,18 @@ class Worker:
         self.exchange.spans.since("data")
         self._samples_weight = weight
         self._said_weight = None
+        self._given = samples
         self.tally.samples += samples
         first, _ = self._marks.get(stream, (seq, seq))
         self._marks[stream] = (first, seq)
 
     def clip(self, max_norm: float, norm_type: float) -> None:
         """Clip this step's global gradient norm on the servers."""
+        if self._backup:
+            raise RuntimeError(
+                f"cluster.backup = {self.job.cluster.backup}: the servers cannot clip, since whose gradients make a "
+                f"step is decided before they are added up; clip none, or use cluster.backup: 0"
+            )
         if self.job.apply is Apply.kOnArrival:
             raise RuntimeError(
                 "a norm is known at step() only, and apply: kOnArrival updates before; use apply: kAtStep"
@@ -225,20 +268,55 @@ class Worker:
         alone = cluster.n_push > 1 or cluster.n_fetch > 1
         if alone:
             self._check()
+        if self._backup:
+            self._check_single()
+        if self._freed is not None:
+            then, waited = self._freed
+            self.tally.own.append(time.monotonic() - then - (self.exchange.waited - waited))
         self._own_steps += 1
         with torch.no_grad():  # gradients may have a history (create_graph=True); the buffers must not get one
             if alone:
                 outcome = self._step_alone(inv_scale, check_finite)
             else:
                 outcome = self._commit(inv_scale, check_finite, fetch=True, meanwhile=self._check, lazy=self.lazy)
-        self.tally.steps += 1
+        self._freed = time.monotonic(), self.exchange.waited
+        self.tally.steps += 0 if outcome is not None and outcome.late else 1  # else `_move` has counted them
         spans = self.exchange.spans
         with spans.span("report"):
             for call in self.after_step:
                 call(outcome)
+        if self._backup:
+            loss = self.tally.loss_sum
+            self._loss = (loss.clone() if isinstance(loss, torch.Tensor) else loss), self.tally.losses
         if outcome is not None:
             spans.step_done(self._committed)
         return outcome
+
+    def _check_single(self) -> None:
+        """A step that comes too late is done again, so it must be known what it consists of."""
+        batches = sum(last - first + 1 for first, last in self._marks.values())
+        if batches != 1 or self.path.backwards != 1:
+            raise RuntimeError(
+                f"cluster.backup = {self.job.cluster.backup} needs one batch of the loader and one backward for each "
+                f"optimizer.step(), this one has {batches} and {self.path.backwards}: a step that comes too late is "
+                f"done again (no gradient accumulation, no batches ahead; or cluster.backup: 0)"
+            )
+
+    def _move(self, outcome: Outcome) -> None:
+        """The group has made steps without this worker."""
+        self.tally.steps += outcome.next - self._committed
+        self._committed = outcome.next
+        self.snapshot = outcome.snapshot or self.snapshot
+        self.path.go_to(outcome.next)
+        self._hyper = b""  # whether all servers know what was said with a step that was late
+
+    def _drop(self, outcome: Outcome) -> None:
+        """What this worker has contributed to the step came too late: nothing of it counts."""
+        self._verdict = False
+        self.tally.late += 1
+        self.tally.samples -= self._given
+        self.tally.loss_sum, self.tally.losses = self._loss
+        self._move(outcome)
 
     def _check(self) -> None:
         with self.exchange.spans.span("check"):
@@ -289,12 +367,17 @@ class Worker:
             self.exchange.commit_lazily(step, end, self._settled)
         else:
             outcome = self.exchange.commit(step, end, meanwhile)
-            self._count(outcome, self._own_steps)
+            if not outcome.late:
+                self._count(outcome, self._own_steps)
         self._hyper = text
         self._marks.clear()
         self._clip = (0.0, 2.0)
-        self._committed += 1
         self.path.after_step()
+        if outcome is not None and outcome.late:
+            self._drop(outcome)
+        else:
+            self._verdict = True
+            self._committed += 1
         return outcome
 
     def _with_gradient(self) -> Iterator[tuple[int, torch.Tensor, int]]:

@@ -54,6 +54,8 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+    parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take --factor times as long")
+    parser.add_argument("--factor", type=float, default=4.0)
     parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
     parser.add_argument("--halves", action="store_true", help="a model that is split over two workers")
     given = parser.parse_args()
@@ -71,5 +73,6 @@ if __name__ == "__main__":
                 (-model(rows)[:, given.samples :].sum()).backward()
             else:
                 model(numbers).backward()
-            time.sleep(given.step_s)  # computing, in place of a larger model
+            # computing, in place of a larger model
+            time.sleep(given.step_s * (given.factor if tt.rank() == given.slow else 1.0))
             optimizer.step()

@@ -24,13 +24,13 @@ from topotrain.front.scopes import scope
 from topotrain.front.sparse import RowPaths, find_sparse
 from topotrain.front.splitting import split
 from topotrain.host import WorkerRoads
-from topotrain.job import ConfigError, Grads, Shard
+from topotrain.job import ConfigError, Grads, Shard, Updater
 from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import adopt
 from topotrain.shard import FlatBuffers, torch_dtype
 from topotrain.slices import SliceMap
 from topotrain.split import devices
-from topotrain.update import build, follow_schedule
+from topotrain.update import build, set_lr
 from topotrain.worker import Worker
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -85,8 +85,19 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
         here.loader.memory = here.continuing
     updater = here.place.job.updater
     if built and updater is not None:
-        worker.after_step.append(follow_schedule(optimizer, updater, here.continuing.steps))
+        _follow_schedule(optimizer, updater, worker)
     return model, optimizer, here.loader
+
+
+def _follow_schedule(optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
+    """The learning rate goes by the steps of the group, some of which may have been made without this worker."""
+
+    def follow(*_: object) -> None:
+        set_lr(optimizer, updater, worker.tally.steps)
+
+    follow()
+    worker.after_step.append(follow)
+    worker.after_epoch.append(follow)
 
 
 def _build(here: Context, model: nn.Module) -> Optimizer:
@@ -102,6 +113,9 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
             "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
         )
     place, cut = here.place, split(here, model, optimizer, loader)
+    if place.job.cluster.backup and (cut is not None or loader is None):
+        accepted = "must be 0 where a model is split" if cut else "above 0 needs the loader: it gives batches again"
+        raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
     sparse = find_sparse(model, optimizer)
     aside = [entry.weight for entry in sparse]
     parts = describe_model(model, aside) if cut is None else cut.parts
@@ -116,7 +130,8 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
 
     worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
-        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker)
+        account = worker if place.job.cluster.backup else None
+        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker, account)
     worker.start()
     if cut is not None:
         cut.follow(worker, roads.meet_group())
@@ -159,6 +174,7 @@ def _data_plan(here: Context, model: nn.Module) -> DataPlan:
         seed=job.seed,
         min_share=2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1,
         is_main=here.is_main,
+        own_streams=job.cluster.backup > 0,
     )
 
 

@@ -87,6 +87,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     if counted and groups > 1 and here.place.job.shard is Shard.kLease:
         accepted = "must be kAuto or kStatic: the library's loop counts an epoch's batches before it begins"
         raise ConfigError("shard", Shard.kLease.value, accepted)
+    refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
     if here.resumed is not None or here.place.identity.incarnation:
         accepted = "must not happen here: the library's loop has a state of its own, and would begin anew"
         raise ConfigError("restart", str(here.me), accepted)

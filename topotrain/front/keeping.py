@@ -158,6 +158,9 @@ class InJob:
 
     def __init__(self, here: Context) -> None:
         place = here.place
+        if place.job.cluster.backup:
+            accepted = "must be 0 for a job with tables or sparse weights: rows are pushed by all workers of a step"
+            raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
         self.door = TableDoor(roads_of(here).exchange, place.topology, place.job)
         self.specs: list[TableSpec] = []
         self.rows: Any = None  # sparse.RowPaths, once a model is prepared that has tables

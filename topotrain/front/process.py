@@ -5,18 +5,21 @@ import os
 import runpy
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
 from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
-from topotrain.events import Failed, Finished, Serving
+from topotrain.copies import Seat
+from topotrain.events import Covered, Failed, Finished, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
@@ -33,6 +36,7 @@ from topotrain.message import Fail
 from topotrain.regrouping import refusal
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
+from topotrain.seats import Standing, standings
 from topotrain.server import Server
 from topotrain.topology import Address, Role
 
@@ -42,12 +46,14 @@ _LEFT = -1
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be the servers of one unit."""
+    seating = Seating()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
     orders, farewell = Orders(), Farewell(str(addresses[0]))
 
     def hear(command: dict[str, Any]) -> None:
         orders.hear(command)
         farewell.hear(command)
+        seating.hear(command)
 
     control = Control(channel, hear)
     orders.emit = farewell.emit = control.emit
@@ -57,13 +63,51 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     place = _place(spec)
     watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
     farewell.writer = writer = _writer(place, addresses, control)
-    sent, received = serve(place, addresses, serving, trouble, profile.server, watchful, writer, orders.open)
+    seat = _seat(spec, control, seating)
+    ears = (watchful, writer, orders.open, seat)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears)
     profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)
         control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
     return 0
+
+
+class Seating:
+    """Takes the unit's commands about seats, and keeps them until somebody wants them."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+
+    def hear(self, command: dict[str, Any]) -> None:
+        """Called on the control channel's thread."""
+        if command.get("command") == "seats":
+            self._queue.put(standings(command["seats"]))
+
+    def to(self, take: Callable[[Mapping[int, Standing]], None]) -> None:
+        """From now on they go there, in order, on a thread of their own."""
+
+        def live() -> None:
+            while True:
+                take(self._queue.get())
+
+        threading.Thread(target=live, name="orders", daemon=True).start()
+
+
+def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | None:
+    """What a server process needs to know where every server has two copies."""
+    if not spec.get("seats"):
+        return None
+
+    def covered(server: Address, shadows: int) -> None:
+        control.emit(Covered(str(server), shadows))
+
+    def despair(why: str) -> None:
+        print(why, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    return Seat(standings(spec["seats"]), seating.to, covered, despair)
 
 
 class Watchful:

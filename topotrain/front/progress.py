@@ -20,7 +20,8 @@ class Telling:
         here.finishing, here.parting = self.finish, self.part
 
     def __call__(self, outcome: Outcome | None) -> None:
-        self._worker.tally.losses += 1
+        if outcome is None or not outcome.late:
+            self._worker.tally.losses += 1
         self._tell_skips()
         now = time.monotonic()
         if now >= self._due:
@@ -47,6 +48,8 @@ class Telling:
                 staleness_max=tally.staleness_max,
                 bytes_out=sent,
                 bytes_in=received,
+                own_s=tally.own_s,
+                late=tally.late,
             )
         )
 
@@ -73,5 +76,7 @@ class Telling:
                 staleness_max=tally.staleness_max,
                 bytes_out=sent,
                 bytes_in=received,
+                own_s=tally.own_s,
+                late=tally.late,
             )
         )

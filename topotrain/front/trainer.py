@@ -168,6 +168,9 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
     if job.resume and here is None:
         accepted = "needs a job (topotrain run): an ordinary process leaves no snapshots; see checkpoint_path"
         raise ConfigError("resume", True, accepted)
+    if job.cluster.backup and here is not None:
+        accepted = "must be 0 for a tt.Trainer: its steps are numbered, and a worker that is late leaves some out"
+        raise ConfigError("cluster.backup", job.cluster.backup, accepted)
     for kind in KINDS:
         freq, steps = getattr(job, f"{kind}_freq"), getattr(job, f"{kind}_steps")
         if freq and loaders[kind] is None:

@@ -123,13 +123,14 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
 class Birth:
     """A child to be made: who lives in it, the memfds that it gets, and the incarnation of its workers' group.
 
-    again: why there is a second one; "" for the first.
+    again: why there is a second one; "" for the first. seats: of a server's process, as `seats.Seats.to_data` has them.
     """
 
     residents: tuple[Address, ...]
     fds: tuple[int, ...]
     incarnation: int = 0
     again: str = ""
+    seats: list[list[int]] = field(default_factory=list)
 
 
 def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> Child:
@@ -152,7 +153,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
             forkserver.Request(
                 who=child.who,
                 call=calls.server if serving else calls.worker,
-                spec=_spec(home, child, birth.incarnation),
+                spec=_spec(home, child, birth.incarnation, birth.seats),
                 control=theirs.fileno(),
                 stdout=given[0],
                 stderr=given[-1],
@@ -189,7 +190,7 @@ def _pipe(child: Child, stream: str) -> int:
     return theirs
 
 
-def _spec(home: Home, child: Child, incarnation: int) -> dict[str, Any]:
+def _spec(home: Home, child: Child, incarnation: int, seats: list[list[int]]) -> dict[str, Any]:
     def pairs(role: Role) -> list[list[int]]:
         return [[a.group, a.index] for a in child.residents if a.role is role]
 
@@ -207,6 +208,7 @@ def _spec(home: Home, child: Child, incarnation: int) -> dict[str, Any]:
         "program": home.job.program,
         "args": list(home.job.args),
         "incarnation": incarnation,
+        "seats": seats,
         "resume": home.life.resume,
         "shared_memfd": bool(child.fds),
         "log": str(child.log),

@@ -12,8 +12,10 @@ A group that has used that up is given up, where others can read what it leaves;
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from topotrain import seats
 from topotrain.events import (
     Agreed,
+    Covered,
     Event,
     Exited,
     Failed,
@@ -27,12 +29,13 @@ from topotrain.events import (
     StepDone,
     Unrepeatable,
 )
-from topotrain.job import Job, OnFailure
+from topotrain.job import ConfigError, Job, OnFailure
 from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
 from topotrain.regrouping import absent_groups, leave_refusal, refusal
+from topotrain.seats import Seats
 from topotrain.topology import Topology
 
 CAUSE_S = 1.0
@@ -73,6 +76,19 @@ class Dismiss:
 
 
 @dataclass(frozen=True, slots=True)
+class Reseat:
+    """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
+
+    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`.
+    """
+
+    who: str
+    number: int
+    why: str
+    seats: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Renew:
     """To do: end every process, then start the whole job again."""
 
@@ -86,7 +102,7 @@ class GiveUp:
     failures: tuple[Failed, ...]
 
 
-Word = Event | Regroup | Dismiss | Renew | GiveUp | Ask | Gone | Answer
+Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer
 
 
 @dataclass(slots=True)
@@ -123,15 +139,20 @@ class Recovery:
         topology: of the layout, the units that run here.
         terms: see there.
         began: when the job started, by the clock whose time it is told.
+        twice: every server has two copies.
     """
 
-    def __init__(self, topology: Topology, terms: Terms, began: float) -> None:
+    def __init__(self, topology: Topology, terms: Terms, began: float, twice: bool = False) -> None:
         self._terms, self._began = terms, began
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
         self._group_of = {str(worker): worker.group for worker in workers}
         self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
+        servers = [server for unit in topology.units for server in unit.servers]
+        self._seat_of = {str(server): server.index for server in servers} if twice else {}
+        self._seats = Seats(len(servers)) if twice else None
+        self._fresh = 0  # server processes that have taken another's seat
         self.attendance = Attendance(terms.refusals, terms.absent)
         self._told = _Told(self._up())
         self._allowance = Allowance(terms.limit, began)
@@ -158,6 +179,7 @@ class Recovery:
         """The whole job starts again."""
         self.attendance.renewed()
         self._told = _Told(self._up())
+        self._seats = None if self._seats is None else Seats(len(self._seat_of))
         self._over, self._due = False, None
 
     @property
@@ -201,7 +223,9 @@ class Recovery:
                 return self._agreed(event, now)
             case Finished(who=who):
                 told.finished.add(who)
-                return [event, *self._stepped(who, now)]
+                return [event, *self._stepped(who, now), *self._needless()]
+            case Covered(who=who, shadows=shadows) if self._seats is not None:
+                self._seats.covered(self._seat_of[who], shadows)
             case StepDone(who=who):
                 return [event, *self._stepped(who, now)]
             case _:
@@ -261,6 +285,8 @@ class Recovery:
             return [lost]
         if lost.who in self._told.leaving:
             return []
+        if lost.who in self._seat_of and alone:
+            return self._lost_server(lost, now)
         group = self._group_of.get(lost.who)
         if group is not None and self.attendance.going(group):
             self.attendance[group].how = self.attendance[group].how or "was lost while it left"
@@ -274,6 +300,48 @@ class Recovery:
         if self._terms.whole and True not in self._told.bounds:
             return self._renew(lost, now)
         return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
+
+    def _lost_server(self, lost: Failed, now: float) -> list[Word]:
+        """A server with two copies is missed until the workers' processes have ended, and not only their scripts."""
+        told, seats = self._told, self._seats
+        assert seats is not None
+        heirs = seats.heirs(self._seat_of[lost.who])
+        ended = {seat for who, seat in self._seat_of.items() if who in told.finished}
+        if lost.who in told.finished or heirs & ended or not self._group_of.keys() & told.up:
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        return self._reseat(lost, now)
+
+    def _reseat(self, lost: Failed, now: float) -> list[Word]:
+        """A server process is lost: the second copies of what it was speak, if they are complete."""
+        seat, seats = self._seat_of[lost.who], self._seats
+        key = _WHOLE - 1 - seat
+        if not self._allowance.allows(key, now):
+            return self._give_up(self._exhausted(lost, key))
+        if seats is None or not seats.lost(seat):
+            return self._renew(lost, now)
+        self._allowance.count(key, _what(lost), now)
+        seats.filled(seat)
+        told = self._told
+        told.leaving.add(lost.who)
+        told.up.add(lost.who)
+        told.frozen.forget(lost.who)
+        told.held = [held for held in told.held if held.who not in self._seat_of]
+        self._due = self._due if told.held else None
+        self._fresh += 1
+        self._waits.append(_Wait(self._incidents, None, now))
+        incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
+        return [incident, Reseat(lost.who, self._fresh, _what(lost), seats.to_data())]
+
+    def _needless(self) -> list[Word]:
+        """Server processes that only listen, once all that spoke have finished."""
+        if self._seats is None:
+            return []
+        told = self._told
+        leads = {who for who, seat in self._seat_of.items() if seat in self._seats.leads()}
+        rest = sorted(self._seat_of.keys() - told.finished) if leads <= told.finished else []
+        told.finished.update(rest)
+        told.leaving.difference_update(rest)
+        return [Dismiss(who) for who in rest]
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(group, now):
@@ -415,7 +483,7 @@ class Recovery:
     def _exhausted(self, lost: Failed, key: int) -> Failed:
         """The last straw, with those before it."""
         before = self._allowance.before(key)
-        name = "the job" if key == _WHOLE else f"group {key}"
+        name = "the job" if key == _WHOLE else f"group {key}" if key >= 0 else f"the process of {lost.who}"
         return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
     # --- how long it took
@@ -459,6 +527,9 @@ def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recover
 
     A group can start again alone if the layout lets it, and all its workers are here.
     """
+    seats.check(job, topology)
+    if job.cluster.replicas > 1 and not whole:
+        raise ConfigError("cluster.replicas", job.cluster.replicas, "needs a launcher that starts all units of the job")
     if job.on_failure is not OnFailure.kContinue:
         return None
     here = {worker for unit in topology.units for worker in unit.workers}
@@ -466,4 +537,4 @@ def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recover
     alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and not refusal(job, topology, g))
     refusals = {g: leave_refusal(job, topology, g) for g in sorted(groups)} if whole else {}
     absent = absent_groups(job, topology) if whole else frozenset()
-    return Recovery(topology, Terms(alone, whole, job.restarts, refusals, absent), began)
+    return Recovery(topology, Terms(alone, whole, job.restarts, refusals, absent), began, job.cluster.replicas > 1)

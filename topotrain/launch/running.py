@@ -36,7 +36,7 @@ from topotrain.launch.door import Door
 from topotrain.launch.grace import LEADER, WORDS, grace, hint
 from topotrain.launch.kept import Kept
 from topotrain.launch.lines import ending, log_tail
-from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Regroup, Renew, Word
+from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Regroup, Renew, Reseat, Word
 from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.workspace import Processes
 from topotrain.topology import Address, Role, Topology
@@ -240,6 +240,9 @@ class Run:
                 case Dismiss(who=who):
                     for unit in self._units:  # one of them has it
                         unit.command("dismiss", who=who)
+                case Reseat(who=who, number=number, why=why, seats=seats):
+                    for unit in self._units:
+                        unit.command("seats", who=who, number=number, why=why, seats=seats)
                 case Renew():
                     self._renew()
                 case Ask(wish=wish, group=group):

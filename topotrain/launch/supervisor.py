@@ -41,6 +41,7 @@ from topotrain.launch.asked import stop_signals
 from topotrain.launch.children import Birth, Calls, Child, Home
 from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
 from topotrain.launch.renewal import Renewal
+from topotrain.seats import Seats
 from topotrain.topology import Role, Topology
 
 GRACE_S = 1.5
@@ -81,6 +82,9 @@ class Unit:
         self._continues = home.job.on_failure is OnFailure.kContinue
         self._needed = self._continues
         self._renewal = Renewal()
+        twice = home.job.cluster.replicas > 1
+        self._seats = Seats(topology.shards).to_data() if twice else []
+        self._empty: dict[str, tuple[int, str]] = {}  # seats that wait for a fresh process
 
     def run(self) -> int:
         os.set_blocking(_STDIN, False)
@@ -90,7 +94,7 @@ class Unit:
         with stop_signals() as woken:
             self._on_readable(woken.fileno(), lambda: self._woken(woken))
             for residents, fds in children.members(self._topology, self._home.unit):
-                self._begin(Birth(residents, fds))
+                self._begin(Birth(residents, fds, seats=self._seats))
             while (self._living() or self._awaited()) and self._stage is not Stage.LEFT:
                 self._turn()
             self._flush(time.monotonic() + GIVE_UP_S)
@@ -149,6 +153,8 @@ class Unit:
                     self._needed = False
                 case "restart":
                     self._restart(command)
+                case "seats":
+                    self._reseat(command)
                 case "dismiss":
                     self._dismiss([c for c in self._living() if c.who == command["who"] and not c.doomed])
                 case "tell":
@@ -239,6 +245,32 @@ class Unit:
         for resident in child.residents:
             self._tell(Exited(str(resident), child.pid, code))
         self._renew(child.residents[0].group)
+        self._refill()
+
+    # A server's seat
+
+    def _reseat(self, command: Mapping[str, Any]) -> None:
+        """A server process has died: who has which seat now, and a fresh process for the one that is empty."""
+        if self._stage is not Stage.RUNNING:
+            return
+        self._seats = command["seats"]
+        line = json.dumps({"command": "seats", "seats": self._seats}).encode() + b"\n"
+        for child in self._living():
+            if child.residents[0].role is Role.SERVER and child.who != command["who"]:
+                with contextlib.suppress(OSError):
+                    child.control.send(line)
+        if any(child.who == command["who"] for child in self._children):
+            self._empty[command["who"]] = command["number"], command["why"]
+            self._dismiss([child for child in self._living() if child.who == command["who"]])
+            self._refill()
+
+    def _refill(self) -> None:
+        """Start a process for each empty seat whose former one has ended."""
+        for child in [c for c in self._children if c.who in self._empty and c.code is not None]:
+            number, why = self._empty.pop(child.who)
+            self._children.remove(child)
+            if self._stage is Stage.RUNNING:
+                self._bear(Birth(child.residents, child.fds, number, why, self._seats))
 
     # Starting a group again
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from topotrain import textproto
-from topotrain.events import Event, Exited, Serving, Started
+from topotrain.events import Covered, Event, Exited, Serving, Started
 from topotrain.job import ConfigError, Job
 from topotrain.topology import Address, Role, Topology
 
@@ -118,7 +118,10 @@ def profiled_step(run_dir: Path) -> int:
 
 @dataclass(slots=True)
 class Entry:
-    """One process in processes.json. `rank` counts workers (for a unit, units); `exit` as in subprocess."""
+    """One process in processes.json. `rank` counts workers (for a unit, units); `exit` as in subprocess.
+
+    second: which of a server's second copies was complete last, counted from 0.
+    """
 
     roles: list[str]
     unit: int | None = None
@@ -128,6 +131,7 @@ class Entry:
     servers: list[list[int]] = field(default_factory=list)
     address: list[str] = field(default_factory=list)
     exit: int | None = None
+    second: int | None = None
 
     def born(self, pid: int) -> None:
         """The process is there; one that was there before it is forgotten."""
@@ -165,6 +169,8 @@ class Processes:
             entry.address += [url for url in event.urls if url not in entry.address]
         elif isinstance(event, Exited):
             entry.exit = event.code
+        elif isinstance(event, Covered):
+            entry.second = event.shadows
         else:
             return
         self._changed = True

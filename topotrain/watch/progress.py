@@ -32,6 +32,7 @@ from topotrain.events import (
     StepDone,
 )
 from topotrain.topology import Topology
+from topotrain.watch.stragglers import stragglers
 
 LINE_EVERY = 5.0
 """Seconds between two plain lines."""
@@ -129,6 +130,8 @@ class Silent:
     def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
         self.console = console
         self.rows = Rows(topology)
+        self._topology = topology
+        self._own: dict[str, float] = {}  # seconds that a worker itself takes for a step
         self._main = str(topology.workers(0)[0])
         self._out = out
         self._inside_line = False  # the program's last word on the console had no newline
@@ -139,6 +142,8 @@ class Silent:
         match event:
             case Output(who=who) if who == self._main:
                 self._print(event)
+            case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
+                self._own[event.who] = own
             case Notice():
                 self._say(f"topotrain: {event.who}: {event.text}")
             case Skipped() if _is_said(event):
@@ -160,7 +165,11 @@ class Silent:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        return None
+        self._name_slow()
+
+    def _name_slow(self) -> None:
+        for slow in stragglers(self._topology, self._own):
+            self._say(f"topotrain: {slow.words()}")
 
     def _say(self, text: str) -> None:
         """A line of ours."""
@@ -203,6 +212,7 @@ class Lines(Silent):
     ) -> None:
         if any(row.state != "starting" for row in self.rows.all()):  # a job that was refused has nothing to tell
             self._line()
+        self._name_slow()
 
     def _line(self) -> None:
         self._last = self._clock()
@@ -233,6 +243,7 @@ class LiveTable(Silent):
         self._live.stop()
         if self._unfinished:
             self.console.print(Text.from_ansi(self._unfinished), soft_wrap=True)
+        self._name_slow()
 
     def _renderable(self) -> Group:
         table = draw(self.rows.all())

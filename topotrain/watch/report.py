@@ -32,6 +32,7 @@ from topotrain.events import (
 from topotrain.job import Job
 from topotrain.launch import Outcome
 from topotrain.topology import Address, Role, Topology
+from topotrain.watch.stragglers import stragglers
 
 _MOST_SKIPS = 100  # that are kept by number, of each worker
 
@@ -110,6 +111,9 @@ class _Tally:
     before: _Count = _Count()
     now: _Count = _Count()
     loss: float | None = None
+    own_s: float | None = None
+    late: int = 0  # of the present process
+    late_before: int = 0
     curve: Curve = field(default_factory=Curve)
 
     @property
@@ -119,12 +123,14 @@ class _Tally:
     def born(self, pid: int) -> None:
         if self.pid not in (None, pid):
             self.before, self.now = self.whole, _Count()
+            self.late_before, self.late = self.late_before + self.late, 0
         self.pid = pid
 
     def take(self, event: StepDone | Finished) -> None:
         steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
         stale = event.staleness_mean * steps
         traffic = event.bytes_out, event.bytes_in
+        self.own_s, self.late = event.own_s, event.late
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
 
 
@@ -236,7 +242,19 @@ class Report:
             "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
             "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
             "groups": [_change(found) for found in self._changes],
+            **self._paces(),
             "processes": self._processes(),
+        }
+
+    def _paces(self) -> dict[str, Any]:
+        """What each worker itself takes for a step (seconds, median), who is slow, and whose work came too late."""
+        workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
+        told = {who: self._tallies[who] for who in workers}
+        own = {who: tally.own_s for who, tally in told.items() if tally.own_s is not None}
+        return {
+            "own_step_s": own,
+            "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
+            "late": {who: n for who, tally in told.items() if (n := tally.late_before + tally.late)},
         }
 
     def _of(self, role: Role) -> list[_Tally]:

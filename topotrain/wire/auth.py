@@ -319,7 +319,7 @@ def _job_hash(identity: Identity) -> bytes:
 
 
 def _address(role: int, group: int, index: int) -> Address:
-    if role not in (Role.WORKER, Role.SERVER) or group < 0 or index < 0:
+    if role not in tuple(Role) or group < 0 or index < 0:
         raise Stranger(f"no such address: role {role}, group {group}, index {index}")
     return Address(Role(role), group, index)
 

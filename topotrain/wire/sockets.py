@@ -111,14 +111,17 @@ class SocketWire:
             self._residents[me] = resident
             return self._url
 
-    def connect(self, me: Address, peer: Address, url: str) -> None:
-        """Open the way from an attached resident to a peer; nothing happens when there is one already."""
+    def connect(self, me: Address, peer: Address, url: str, anew: bool = False) -> None:
+        """Open the way from an attached resident to a peer; nothing happens when there is one already.
+
+        anew: it is known that the one that there was leads nowhere.
+        """
         parts = urlsplit(url)
         if parts.scheme not in self.schemes:
             taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
             raise WireError(f"{url}: this road takes {taken} addresses")
         until, pause = time.monotonic() + self._patience, 0.02
-        while (me, peer) not in self._ways:
+        while anew or (me, peer) not in self._ways:
             try:
                 self._dial(me, peer, parts)
                 return

@@ -1,0 +1,26 @@
+"""Servers with a second copy: they are killed one after the other, and the result has the bits of a calm run."""
+
+import pytest
+import torch
+from shop import Shop
+
+pytestmark = pytest.mark.journey
+
+PAIRS = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
+
+
+def test_each_server_may_die_and_nobody_can_tell_from_the_result(shop: Shop) -> None:
+    """The one that decides, the one that has taken its part, and the one that has taken that one's."""
+    calm = shop.run(PAIRS, "twice.py", str(shop.folder / "calm"), name="calm").final
+    kills = ("4:0", "11:1", "19:1", "30:0")
+    goes_on = "on_failure: kContinue restarts: 2 snapshot_s: 0.2"
+    ended = shop.run(f"{PAIRS} replicas: 2", "twice.py", str(shop.folder / "job"), *kills, extra=goes_on)
+    assert calm.keys() == ended.final.keys()
+    for name, values in calm.items():
+        assert torch.equal(values, ended.final[name]), name
+    incidents = ended.report["incidents"]
+    assert [incident["who"][-1] for incident in incidents] == ["0", "1", "1", "0"]
+    assert {incident["action"] for incident in incidents} == {
+        "its second copy goes on; a fresh process becomes the second one"
+    }
+    assert all(0 < incident["waited_s"] < 20 for incident in incidents)

@@ -1,0 +1,154 @@
+"""Two copies of every server: a process dies at any moment, and nobody can tell afterwards (`replication`)."""
+
+from functools import cache
+
+import pytest
+import torch
+from replicated import ReplicatedTown, flats_of
+from simulation import Seat, job
+
+from topotrain import message as m
+from topotrain.replication import Copy, Line
+from topotrain.topology import Address, Role
+from topotrain.transfer import portray, restore
+
+STEPS = 3
+
+
+def train(seat: Seat) -> None:
+    """A synchronous script that leases its batches, steps, leaves its state behind, and reads the end."""
+    town: ReplicatedTown = seat.town  # type: ignore[assignment]
+    door, main = seat.door, seat.me.index == 0
+    seat.open(start=1.0)
+    door.deposit(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
+    leases = []
+    for step in range(STEPS):
+        leases.append(door.lease(0, step, STEPS, 7, step, False))
+        dice = torch.Generator().manual_seed(100 * step + seat.me.index)
+        shapes = [(p.shape, getattr(torch, p.dtype)) for p in town.map.parameters]
+        seat.step([torch.randn(shape, generator=dice, dtype=dtype) * 0.3 for shape, dtype in shapes])
+    left = door.deposited()[0]
+    assert left is not None
+    seat.finish()
+    if main:
+        door.final_values()
+        door.final_buffers()
+    lines = town.lifelines[seat.me]
+    lines.leave()
+    town.sim.wait(lambda: lines.left)
+    town.ends[seat.me] = [*seat.values(), left, *leases, *seat.outcomes]
+
+
+def run(kill: tuple[int, int] | None = None, again: int = 0, loses: bool = False, servers: int = 2) -> ReplicatedTown:
+    town = ReplicatedTown(job(workers=2, shards=servers), 1, kill, again)
+    town.wire.loses = loses
+    return town.play(train)
+
+
+@cache
+def calm(servers: int) -> ReplicatedTown:
+    return run(servers=servers)
+
+
+def check(town: ReplicatedTown, servers: int = 2) -> None:
+    """Everybody has seen what would have been seen anyway, and there are two copies of it again."""
+    for me, seen in calm(servers).ends.items():
+        assert all(map(equal, town.ends[me], seen)), me
+    assert equal(town.values(), calm(servers).values())
+    for index in range(servers):
+        first, second = town.copies(index)
+        assert equal(flats_of(first), flats_of(second))
+        assert first.version == second.version == STEPS
+        assert first._streams.counts() == second._streams.counts()
+
+
+def equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+def moments(process: int, servers: int = 2) -> int:
+    return calm(servers).ticks[process]
+
+
+def test_an_undisturbed_job_has_two_equal_copies() -> None:
+    check(run(), 2)
+
+
+@pytest.mark.parametrize(("process", "loses", "first"), [(0, False, 1), (0, True, 4), (1, False, 3), (1, True, 6)])
+def test_a_process_may_die_at_any_moment(process: int, loses: bool, first: int) -> None:
+    """Every seventh of them; server 0 decides, leases and keeps what workers leave."""
+    for moment in range(first, moments(process) + 1, 7):
+        town = run((process, moment), loses=loses)
+        assert town.deaths == 1
+        check(town)
+
+
+@pytest.mark.parametrize("servers", [2, 3])
+def test_it_can_happen_again(servers: int) -> None:
+    for moment, later in ((20, 30), (90, 1), (150, 60)):
+        town = run((servers - 1, moment), later, loses=moment == 90, servers=servers)
+        assert town.deaths == 2
+        check(town, servers)
+
+
+def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
+    line = Line()
+    words = [m.Fetch(number) for number in range(4)]
+    for word in words:
+        line.say(word)
+    line.taken(3)
+    line.taken(1)  # said late
+    assert list(line.kept) == words[3:]
+    with pytest.raises(m.ProtocolError, match="5 messages were heard, and 4 said"):
+        line.taken(5)
+
+
+# --- the transfer ------------------------------------------------------------------------------------------------
+
+
+def copy_of(town: ReplicatedTown) -> Copy:
+    return next(p.leads[Address(Role.SERVER, 0, 0)].lead.copy for p in town.processes.values() if p.number == 0)
+
+
+def fresh(town: ReplicatedTown) -> Copy:
+    me = Address(Role.SERVER, 0, 0)
+    return Copy(lambda deliver: town.make(me, deliver))
+
+
+def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
+    """Nothing is forgotten on the way: what was filled in tells the same bytes."""
+    data = portray(copy_of(calm(2)))
+    assert data is not None
+    twin = fresh(calm(2))
+    restore(twin, data)
+    again = portray(twin)
+    assert again is not None
+    assert torch.equal(data, again)
+
+
+@pytest.mark.parametrize("damage", ["short", "text", "class", "nothing"])
+def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
+    data = portray(copy_of(calm(2)))
+    assert data is not None
+    if damage == "short":
+        data = data[: data.numel() // 2]
+    elif damage == "text":
+        data[100:120] = 0
+    elif damage == "class":
+        text = bytes(data.tolist()).replace(b'"Clocks"', b'"Tensor"')
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    else:
+        data = data[:0]
+    with pytest.raises(m.ProtocolError, match="no likeness"):
+        restore(fresh(calm(2)), data)
+
+
+def test_a_field_that_nobody_can_tell_is_an_error_and_not_forgotten() -> None:
+    town = run()
+    town.speaking(0).clocks.secret = object()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="holds a object, which nobody can tell"):
+        portray(copy_of(town))

@@ -1,0 +1,132 @@
+"""Who has which copy of which server, when processes die one after the other (`seats`, and what the launcher does)."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from topotrain.events import Covered, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.job import Algorithm, Apply, Cluster, Compression, ConfigError, Job, Link, OnFailure, Pull, Road
+from topotrain.launch.recovery import Dismiss, Recovery, Renew, Reseat, Terms, recovery
+from topotrain.seats import Seats, Standing, check, standings
+from topotrain.topology import layout
+
+CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
+JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
+TOPOLOGY = layout(CLUSTER)
+WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
+
+
+def whole(seats: Seats) -> Seats:
+    for server, where in seats.standing.items():
+        seats.covered(server, where.shadows)
+    return seats
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes(count: int) -> None:
+    for deaths in product(range(count), repeat=3):
+        seats, born = whole(Seats(count)), dict.fromkeys(range(count), 0)
+        for number, seat in enumerate(deaths, 1):
+            assert seats.lost(seat)
+            seats.filled(seat)
+            born[seat] = number
+            whole(seats)
+            for where in seats.standing.values():
+                assert where.lead != where.shadow >= 0
+                assert born[where.lead] <= born[where.shadow], "nobody would believe an older process"
+        assert standings(seats.to_data()) == seats.standing
+
+
+def test_a_copy_that_is_not_complete_is_none() -> None:
+    seats = Seats(2)
+    seats.covered(0, 0)
+    assert not seats.lost(1), "nobody has what server 1 was"
+    seats = whole(Seats(2))
+    assert seats.lost(1)
+    seats.filled(1)
+    assert seats.standing == {0: Standing(0, 1, 0, 1), 1: Standing(0, 1, 1, 1)}
+    seats.covered(0, 0)  # said before the death
+    assert not seats.lost(0)
+
+
+@pytest.mark.parametrize(
+    ("job", "named"),
+    [
+        (replace(JOB, on_failure=OnFailure.kStop), "on_failure: kContinue"),
+        (replace(JOB, apply=Apply.kOnArrival, grads="kHidden"), "apply: kAtStep"),
+        (replace(JOB, pull=Pull.kLazy), "pull: kStep"),
+        *(
+            (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]
+            for fields, named in (
+                ({"road": Road.kAuto}, "road: kTcp"),
+                ({"nservers_per_group": 1}, "nservers_per_group"),
+                ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
+                ({"nworker_groups": 2}, "nworker_groups: 1"),
+                ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
+                ({"compression": Compression.kFp16}, "compression: kNone"),
+                ({"link": Link()}, "no link"),
+                ({"backup": 1}, "backup: 0"),
+                ({"algorithm": Algorithm.kRing, "server_worker_separate": False}, "algorithm kAuto"),
+            )
+        ),
+    ],
+)
+def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.replicas") as told:
+        check(job, layout(job.cluster))
+    assert named in str(told.value)
+
+
+def test_a_launcher_that_sees_only_some_processes_refuses() -> None:
+    with pytest.raises(ConfigError, match="starts all units"):
+        recovery(JOB, TOPOLOGY, whole=False, began=0.0)
+
+
+def machine() -> Recovery:
+    made = Recovery(TOPOLOGY, Terms(frozenset({0}), whole=True, limit=3), 100.0, twice=True)
+    for number, who in enumerate((*WORKERS, *SERVERS)):
+        made.heard(Started(who, number), 100.0)
+    return made
+
+
+def covered(made: Recovery, shadows: int) -> Recovery:
+    for server in SERVERS:
+        made.heard(Covered(server, shadows), 101.0)
+    return made
+
+
+def lost(who: str) -> Lost:
+    return Lost(who, 7, f"{who} was killed", "")
+
+
+def test_a_dead_server_is_replaced_again_and_again_and_nobody_starts_again() -> None:
+    made = covered(machine(), 0)
+    incident, reseat = made.heard(lost("server 0/1"), 105.0)
+    assert isinstance(incident, Incident)
+    assert reseat == Reseat("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]])
+    step = StepDone("worker 0/0", 1.0, 1, 8, None, 0.0, 0, 0, 0)
+    assert made.heard(step, 105.5) == [step, Recovered(0, 0.5, 0.0)]
+    made.heard(Started("server 0/1", 9), 106.0)
+    covered(made, 1)
+    _, reseat = made.heard(lost("server 0/0"), 107.0)
+    assert reseat == Reseat("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]])
+
+
+def test_both_copies_lost_is_a_new_start() -> None:
+    made = covered(machine(), 0)
+    made.heard(lost("server 0/1"), 105.0)
+    words = made.heard(lost("server 0/0"), 105.1)
+    assert any(isinstance(word, Renew) for word in words)
+    made.renewed()
+    words = made.heard(lost("server 0/1"), 110.0)
+    assert any(isinstance(word, Renew) for word in words), "what was complete in the former life is not in this one"
+
+
+def test_who_only_listens_ends_with_those_who_speak() -> None:
+    made = covered(machine(), 0)
+    made.heard(lost("server 0/1"), 105.0)
+    for who in WORKERS:
+        made.heard(Finished(who, 1, 8, 0.0, 0, 0, 0), 106.0)
+    end = Finished("server 0/0", 0, 0, 0.0, 0, 0, 0)
+    assert made.heard(end, 106.0) == [end, Dismiss("server 0/1")]

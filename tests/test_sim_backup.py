@@ -1,0 +1,333 @@
+"""Backup workers on the simulated road: who is late is fixed, and whose gradients make a step is known beforehand."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from simulation import STORM, Seat, Town, job, parameters, total, trace
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from topotrain.job import Grads, Reduce
+from topotrain.message import Apply
+from topotrain.position import STATIC
+from topotrain.reduction import canonical_mean
+from topotrain.topology import Address, Role
+from topotrain.wire.simulated import Weather
+
+pytestmark = pytest.mark.simulated
+
+SMALL = parameters(5, 70)
+TWICE = Weather(delay=(0.0005, 0.004), late=0.03, duplicate=1.0, reorder=0.3)
+
+
+def group(workers: int, spare: int, shards: int = 2, **more):
+    return job(1, workers, shards, backup=spare, per_worker_batch=True, grads=Grads.kHidden, **more)
+
+
+@dataclass
+class Told:
+    """What a test has noted: whose batch (worker, number) counted in which step, and what was shown at the end."""
+
+    counted: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    late: list[tuple[int, int]] = field(default_factory=list)  # (worker, step)
+    end: dict[tuple[int, int], tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
+
+
+def run(
+    town: Town,
+    batches: Callable[[int], int],
+    takes: Callable[[int, int], float],
+    gradient: Callable[[int, int, int], list[torch.Tensor]],
+    epochs: int = 1,
+) -> Told:
+    """Every worker does so many batches an epoch; takes(worker, attempt): seconds for a step."""
+    told = Told()
+
+    def script(seat: Seat) -> None:
+        seat.visible = False
+        me, attempt = seat.me.index, 0
+        seat.open(3.0)
+        for epoch in range(epochs):
+            number, stream = 0, (epoch << 32) | STATIC | me
+            while number < batches(me):
+                town.sim.sleep(takes(me, attempt))
+                attempt += 1
+                step = seat.steps
+                outcome = seat.step(gradient(epoch, me, number), marks=(stream, number, number))
+                if outcome.late:
+                    told.late.append((me, step))
+                    assert outcome.next > step
+                    seat.steps = outcome.next
+                else:
+                    told.counted.setdefault(step, set()).add((me, epoch * batches(me) + number))
+                    number += 1
+            seat.steps = seat.door.catch_up(epoch).next
+            told.end[epoch, me] = seat.steps, seat.values()
+        seat.finish()
+
+    town.play(script)
+    return told
+
+
+def ones(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
+    """Whole numbers, of other cells for each batch: sums are exact, and say which batches are in them."""
+    parts = [torch.zeros(p.shape) for p in SMALL]
+    parts[0][worker] = 1 << 4 * number
+    parts[1][worker * 8 + number] = 1.0 + epoch
+    return parts
+
+
+def check(town: Town, told: Told, workers: int, batches: Callable[[int], int], epochs: int = 1) -> None:
+    """Every batch counted once, on every shard; all were shown the same at the end of each epoch."""
+    every = [(w, e * batches(w) + n) for e in range(epochs) for w in range(workers) for n in range(batches(w))]
+    assert sorted(pair for pairs in told.counted.values() for pair in pairs) == sorted(every)
+    wanted = total([ones(e, w, n) for e in range(epochs) for w in range(workers) for n in range(batches(w))])
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(town.values(), wanted, strict=True))
+    for epoch in range(epochs):
+        first = told.end[epoch, 0]
+        for worker in range(1, workers):
+            step, values = told.end[epoch, worker]
+            assert step == first[0]
+            assert all(torch.equal(a, b) for a, b in zip(values, first[1], strict=True))
+
+
+# --- the sets, by hand ------------------------------------------------------------------------------------------
+
+
+def test_the_late_ones_batch_counts_in_a_later_step():
+    """Worker 2 takes five times as long for its first step. It is done with it (5 s) when the others have done 4."""
+    town = Town(group(3, 1), schema=SMALL)
+    told = run(town, lambda w: 6, lambda w, attempt: 5.0 + w / 100 if (w, attempt) == (2, 0) else 1.0 + w / 100, ones)
+    check(town, told, 3, lambda w: 6)
+    assert told.late[0] == (2, 0)
+    assert [sorted(w for w, _ in told.counted[step]) for step in range(4)] == [[0, 1]] * 4
+    # A step ends with the second of two; who begins in the middle of one is late for it, and then in time.
+    assert (2, 0) in told.counted[min(step for step, pairs in told.counted.items() if 2 in dict(pairs))]
+    last = max(told.counted)
+    assert {w for w, _ in told.counted[last]} == {2}, "it has batches left when the others have none"
+
+
+def numbers(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
+    dice = torch.Generator().manual_seed(1000 * epoch + 10 * worker + number)
+    return [torch.randn(p.shape, generator=dice) for p in SMALL]
+
+
+@pytest.mark.parametrize("reduce", [Reduce.kMean, Reduce.kSum])
+def test_a_step_is_the_mean_over_exactly_those_who_contributed(reduce):
+    """Four workers, of which a step does without one; the reference knows only whose turn it was to be late."""
+    slow = {0: 3, 1: 1, 2: 0, 3: 2}  # step -> worker whose work for it takes too long by a little
+
+    def takes(worker: int, attempt: int) -> float:
+        return 1.3 if slow.get(attempt) == worker else 1.0
+
+    town = Town(group(4, 1, reduce=reduce), schema=SMALL, rate=0.125)
+    told = run(town, lambda w: 4, takes, numbers)
+    assert [step for _, step in told.late[:1]] == [0] and told.late[0][0] == 3
+    tree = town.topology.sum_tree(0)
+    values = [torch.full((p.count,), 3.0) for p in SMALL]
+    for step in sorted(told.counted):
+        members = dict(sorted(told.counted[step]))
+        for index, value in enumerate(values):
+            mean = torch.zeros_like(value)
+            parts = {w: (1.0, numbers(0, w, n)[index]) for w, n in members.items()}
+            canonical_mean(parts, tree, mean, lambda k, like=mean: torch.empty_like(like), reduce is Reduce.kMean)
+            value.add_(mean, alpha=-0.125)
+    assert all(torch.equal(a, b) for a, b in zip(town.values(), values, strict=True))
+
+
+def test_without_lateness_a_group_with_backup_does_what_one_without_does():
+    found = []
+    for spare in (0, 1):
+        town = Town(group(3, spare) if spare else job(1, 3, 2, grads=Grads.kHidden), schema=SMALL, rate=0.125)
+
+        def script(seat: Seat) -> None:
+            seat.visible = False
+            seat.open(3.0)
+            for number in range(4):
+                seat.town.sim.sleep(1.0 if seat.me.index < 2 else 0.9)  # it is never the last
+                marks = (STATIC | seat.me.index * (seat.town.job.cluster.backup > 0), number, number)
+                seat.step(numbers(0, seat.me.index, number), marks=marks)
+            seat.finish()
+
+        decided = trace(town, Apply)
+        town.play(script)
+        if spare and any(len(m.members) < 3 for *_, m in decided):
+            continue  # the last two came at one moment, and the road was slower for one of them
+        found.append(town.values())
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+
+
+# --- every lateness of a small scope -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "spare", "attempts"), [(2, 1, 2), (3, 1, 1), (3, 2, 1)])
+def test_every_batch_counts_once_whoever_is_late_when(workers, spare, attempts):
+    """Each of the first attempts of each worker is in time, late, or very late: all combinations."""
+    paces = (1.0, 1.6, 4.1)
+    outcomes = set()
+    for choice in itertools.product(paces, repeat=workers * attempts):
+        town = Town(group(workers, spare), schema=SMALL)
+
+        def takes(worker: int, attempt: int, choice=choice) -> float:
+            return (choice[worker * attempts + attempt] if attempt < attempts else 1.0) + worker / 50
+
+        told = run(town, lambda w: 2, takes, ones)
+        check(town, told, workers, lambda w: 2)
+        outcomes.add(tuple(told.late))
+    assert len(outcomes) > 5, "many different ones must have been late, or this test shows nothing"
+
+
+@pytest.mark.parametrize("weather", [STORM, TWICE])
+def test_a_bad_road_changes_who_is_late_and_nothing_else(weather):
+    for seed in range(20):
+        workers = 2 + seed % 3
+        town = Town(group(workers, 1 + seed % (workers - 1), 1 + seed % 3), seed, weather, SMALL)
+
+        def batches(worker: int, seed=seed) -> int:
+            return 2 + (seed + worker) % 2
+
+        told = run(town, batches, lambda *_, town=town: town.random.uniform(0.0, 0.05), ones, epochs=2)
+        check(town, told, workers, batches, epochs=2)
+        assert town.server(0, 0).version == len(told.counted)
+
+
+# --- who is waited for ---------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_never_comes_is_not_waited_for():
+    town = Town(group(3, 1), schema=SMALL)
+    town.wire.crash(Address(Role.WORKER, 0, 1))
+    done = []
+
+    def script(seat: Seat) -> None:
+        seat.visible = False
+        seat.open(3.0)
+        for number in range(3):
+            seat.step(ones(0, seat.me.index, number), marks=(STATIC | seat.me.index, number, number))
+        done.append(seat.me.index)
+
+    town.play(script, [me for me in town.workers if me.index != 1])
+    assert sorted(done) == [0, 2]
+    wanted = total([ones(0, w, n) for w in (0, 2) for n in range(3)])
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(town.values(), wanted, strict=True))
+
+
+def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
+    """Worker 0 leaves the loop after one batch, worker 1 ends its script; worker 2 does all of its own."""
+    town = Town(group(3, 1), schema=SMALL)
+    ends = {}
+
+    def script(seat: Seat) -> None:
+        seat.visible = False
+        seat.open(3.0)
+        me, number = seat.me.index, 0
+        while number < (1, 2, 5)[me]:
+            town.sim.sleep(1.0 + me)
+            outcome = seat.step(ones(0, me, number), marks=(STATIC | me, number, number))
+            seat.steps = outcome.next if outcome.late else seat.steps
+            number += not outcome.late
+        if me == 0:
+            seat.door.through(0)
+            town.sim.sleep(50.0)
+        elif me == 2:
+            seat.door.catch_up(0)
+        ends[me] = town.sim.now
+        seat.finish()
+
+    town.play(script)
+    assert ends[2] < 40.0, "worker 0 had said that it is through"
+    wanted = total([ones(0, w, n) for w in range(3) for n in range((1, 2, 5)[w])])
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(town.values(), wanted, strict=True))
+
+
+# --- the real thing ------------------------------------------------------------------------------------------------
+
+
+class Cells(nn.Module):
+    def __init__(self, cells: int) -> None:
+        super().__init__()
+        self.cells = nn.Parameter(torch.zeros(cells))
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return -self.cells[numbers].sum()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_loader_gives_again_what_came_too_late(streamed):
+    """A ledger on real workers: 23 samples in batches of 2, so that the last round has not a batch for everybody."""
+
+    class Flow(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(23))
+
+    town = Town(group(3, 1), schema=parameters(23))
+    models, late, given = {}, [], []
+
+    def script(seat: Seat) -> None:
+        me = seat.me
+        model = models[me.index] = Cells(23)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        worker = town.worker(me, model, optimizer)
+        data = DataLoader(Flow() if streamed else TensorDataset(torch.arange(23)), batch_size=2)
+        loader = town.loader(worker, data, "broadcast")
+        for epoch in range(2):
+            for batch in loader:
+                numbers = batch if streamed else batch[0]
+                given.append((epoch, me.index, tuple(numbers.tolist())))
+                optimizer.zero_grad()
+                model(numbers).backward()
+                town.sim.sleep(1.0 + (2.5 if me.index == 1 else 0.0))
+                optimizer.step()
+        late.append(worker.tally.late)
+        assert worker.tally.samples == sum(
+            len(set(n)) for n in {g[::2] for g in given if g[1] == me.index} for n in [n[1]]
+        )
+        worker.finish()
+
+    town.play(script)
+    assert torch.equal(town.values()[0], torch.full((23,), 2.0))
+    assert sum(late) == len(given) - len(set(given)) > 0
+
+
+def test_a_batch_that_the_script_has_changed_cannot_be_given_again():
+    town = Town(group(2, 1), schema=parameters(8))
+
+    def script(seat: Seat) -> None:
+        model = Cells(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        worker = town.worker(seat.me, model, optimizer)
+        loader = town.loader(worker, DataLoader(TensorDataset(torch.arange(8)), batch_size=2), "broadcast")
+        for (numbers,) in loader:
+            optimizer.zero_grad()
+            model(numbers.remainder_(8)).backward()
+            town.sim.sleep(1.0 + seat.me.index)
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="changed a batch of its loader in place"):
+        town.play(script)
+
+
+@pytest.mark.parametrize("how", ["two backwards", "two batches", "clipped"])
+def test_what_could_not_be_done_again_is_refused(how):
+    town = Town(group(2, 1), schema=parameters(8))
+
+    def script(seat: Seat) -> None:
+        model = Cells(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        worker = town.worker(seat.me, model, optimizer)
+        batches = iter(town.loader(worker, DataLoader(TensorDataset(torch.arange(8)), batch_size=2), "broadcast"))
+        (numbers,) = next(batches)
+        if how == "two batches":
+            next(batches)
+        if how == "clipped":
+            worker.clip(1.0, 2.0)
+        model(numbers).backward()
+        if how == "two backwards":
+            model(numbers).backward()
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"cluster\.backup = 1"):
+        town.play(script)

@@ -1,0 +1,452 @@
+"""The servers of one process where every server has two copies: those that speak here, and those that listen.
+
+Rule: who speaks is not decided here. Whoever sees all processes of the job (the launcher) says who has which seat
+(`seats`), and here that is done: a copy that listened speaks, and is published where its peers look for it; a server
+whose second copy is gone stops waiting for it, and looks for the fresh one. A lost connection alone proves nothing, so
+a server that has lost its second copy says nothing more until it is told that nobody is there; if nobody tells it
+within GRACE_S seconds, it ends its process, and is replaced itself.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from topotrain.checkpointwriter import Aside, Writer
+from topotrain.gateway import make_server
+from topotrain.message import Dismissed, Message, ProtocolError
+from topotrain.replication import Copy, Lead, Out, Shadow
+from topotrain.roads import Place, Roads
+from topotrain.seats import Standing
+from topotrain.server import Server
+from topotrain.shard import Allocate
+from topotrain.spans import Recorder
+from topotrain.topology import Address, Role
+from topotrain.transfer import portray, restore
+from topotrain.wire import WireError
+
+GRACE_S = 15.0
+_END_S = 5.0
+"""How long the end of a dead server's connection may take to be heard."""
+
+Trouble = Callable[[], None]
+"""Called inside `except` on the thread that handled a message: this process cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What the launcher tells a server process, and is told.
+
+    standing: who has which seat when the process begins. taken: given, once, what to call with what it is later.
+    covered: told (server, second copies that there have been) when a server's second copy has everything. despair:
+    ends the process, which is then replaced; given why.
+    """
+
+    standing: Mapping[int, Standing]
+    taken: Callable[[Callable[[Mapping[int, Standing]], None]], None]
+    covered: Callable[[Address, int], None]
+    despair: Callable[[str], None]
+
+
+def shadow_of(server: Address) -> Address:
+    """The address of a server's second copy."""
+    return Address(Role.SHADOW, server.group, server.index)
+
+
+class Speaker:
+    """A copy that speaks, at its server's address: one event at a time.
+
+    Args:
+        lead: the copy.
+        roads: its roads.
+        change: notified when something may be over.
+        trouble: see Trouble.
+        covered: told when the second copy has everything, with the number of second copies that there have been.
+        despair: see Seat.
+    """
+
+    def __init__(
+        self,
+        lead: Lead,
+        roads: Roads,
+        change: threading.Condition,
+        trouble: Trouble,
+        covered: Callable[[int], None],
+        despair: Callable[[str], None],
+    ) -> None:
+        self.lead, self.server = lead, lead.copy.server
+        self.shadows = 0
+        self.aside: Aside | None = None
+        self._despair = despair
+        self._roads, self._change, self._trouble, self._covered = roads, change, trouble, covered
+        self._lock = threading.Lock()
+        self._told_covered = self._dismissed = False
+        self._alarm: threading.Timer | None = None
+
+    # --- the resident's side -------------------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """As `wire.Resident.place`."""
+        with self._lock:
+            return self.server.place(sender, message, viewable)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """As `wire.Resident.handle`."""
+
+        def hear() -> Out:
+            return self.lead.hear(sender, message)
+
+        fault = self._do(hear)
+        if fault is not None:
+            raise fault
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """As `wire.Resident.lost`."""
+        if peer == self.lead.shadow:
+            if not self._roads.leads(self.lead.me, peer):  # else a fresh one is there already
+                self._missing()
+        elif peer.role is Role.SERVER:
+            if not self._roads.leads(self.lead.me, peer):  # else there is another way already
+                with self._lock:
+                    self.lead.parted(peer)
+        else:
+            self._do(lambda: self.lead.lost(peer) if peer in self.lead.up else [])
+
+    def poke(self) -> None:
+        """There is something to hear from this host."""
+        self._do(list)
+
+    # --- what the launcher has said ------------------------------------------------------------------------------
+
+    def do(self, what: Callable[[Lead], Out]) -> None:
+        """Have the copy do something."""
+        self._do(lambda: what(self.lead))
+
+    def alone(self, shadows: int) -> None:
+        """The second copy is gone; the next one is the so-manieth."""
+        self._calm()
+        self._told_covered = False
+        self.shadows = shadows
+        self.do(lambda lead: lead.alone())
+
+    def join(self, shadows: int) -> None:
+        """There is a way to the so-manieth second copy, which may be gone, too, by now."""
+        self.do(lambda lead: lead.join() if shadows == self.shadows else [])
+
+    def _missing(self) -> None:
+        """The way to the second copy has ended."""
+        with self._lock:
+            waits = self.lead.joined and not self._dismissed and self._alarm is None
+            if waits:
+                why = f"{self.lead.me} has lost its second copy, and nobody knows of its end"
+                self._alarm = threading.Timer(GRACE_S, self._despair, (why,))
+                self._alarm.daemon = True
+                self._alarm.start()
+        self._look()
+
+    def _calm(self) -> None:
+        with self._lock:
+            if self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _do(self, what: Callable[[], Out]) -> ProtocolError | None:
+        try:
+            with self._lock:
+                self.lead.fault = None
+                self._say(what())
+                fault = self.lead.fault
+                self._hear()
+        except ProtocolError:
+            raise
+        except Exception:
+            self._trouble()
+            raise
+        self._look()
+        return fault
+
+    def _hear(self) -> None:
+        if self.aside is not None:
+            for message in self.aside.heard():
+                self._say(self.lead.hear(self.lead.me, message))
+
+    def _say(self, out: Out) -> None:
+        for to, message in out:
+            with suppress(WireError):  # whose end will be heard of
+                self._roads.send(self.lead.me, to, message)
+
+    def _look(self) -> None:
+        if self.lead.covered and not self._told_covered:
+            self._told_covered = True
+            self._covered(self.shadows)
+        if self.server.done:
+            with self._change:
+                self._change.notify_all()
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to do."""
+        return self.server.done and self.lead.clear
+
+    def dismiss(self) -> None:
+        """Nothing is left to do for the second copy, either."""
+        with self._lock:
+            self._dismissed = True
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._say([(self.lead.shadow, Dismissed())])
+
+
+class Listener:
+    """A copy that listens, at the address of its server's shadow.
+
+    Args:
+        server: whose it is.
+        shadow: the copy.
+        roads, change, trouble: as for Speaker.
+    """
+
+    def __init__(
+        self, server: Address, shadow: Shadow, roads: Roads, change: threading.Condition, trouble: Trouble
+    ) -> None:
+        self._server, self._me, self._shadow = server, shadow_of(server), shadow
+        self._roads, self._change, self._trouble = roads, change, trouble
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """As `wire.Resident.place`."""
+        with self._lock:
+            return self._shadow.place(message)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """As `wire.Resident.handle`."""
+        if sender != self._server:
+            raise ProtocolError(f"{self._me} listens to {self._server} alone")
+        try:
+            with self._lock:
+                self._answer(self._shadow.receipt(message))
+                self._answer(self._shadow.hear(message))
+        except ProtocolError:
+            raise
+        except Exception:
+            self._trouble()
+            raise
+        if self._shadow.over:
+            with self._change:
+                self._change.notify_all()
+
+    def _answer(self, message: Message | None) -> None:
+        if message is not None:
+            with suppress(WireError):
+                self._roads.send(self._me, self._server, message)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """As `wire.Resident.lost`."""
+        self._ended.set()
+
+    def succeed(self) -> Copy:
+        """The process of the server is gone: what is here is the server now. Raises RuntimeError if it is not all."""
+        self._ended.wait(_END_S)  # what it said last is heard first; it is of use, though nobody depends on it
+        with self._lock:
+            copy, self._shadow.copy = self._shadow.copy, None
+            self._shadow.over = True
+        if copy is None:
+            raise RuntimeError(f"{self._me} has to speak, and knows nothing")
+        return copy
+
+    @property
+    def done(self) -> bool:
+        """It has been told that nothing is left to do."""
+        return self._shadow.over
+
+
+class CopiedServers:
+    """The copies of servers in one process; see `host.Servers`, whose place it takes.
+
+    Args:
+        place, roads, allocate, trouble, recorder, writer: as there.
+        me: the server whose seat this process has.
+        seat: see there.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        roads: Roads,
+        allocate: Allocate,
+        me: Address,
+        trouble: Trouble,
+        recorder: Callable[[Address, tuple[int, ...]], Recorder],
+        writer: Writer | None,
+        seat: Seat,
+    ) -> None:
+        self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
+        self._trouble, self._recorder, self._writer = trouble, recorder, writer
+        self._standing, self._covered = dict(seat.standing), seat.covered
+        self._despair = seat.despair
+        self._change = threading.Condition()
+        self._servers = place.topology.servers(me.group)
+        self._speakers: dict[Address, Speaker] = {}
+        self._listeners: dict[Address, Listener] = {}
+        self._orders: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+
+    # --- the beginning -------------------------------------------------------------------------------------------
+
+    def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
+        """Take the seat; `serving` is told the URLs once the server can be reached, or would be."""
+        urls: tuple[str, ...] = ()
+        for server in self._servers:
+            where = self._standing[server.index]
+            if where.shadow == self._me.index:
+                urls = self._listen(server, where)
+        if self._standing[self._me.index].lead == self._me.index:
+            urls = self._begin(self._me)
+        threading.Thread(target=self._obey, name="seats", daemon=True).start()
+        serving(self._me, urls)
+
+    def _begin(self, me: Address) -> tuple[str, ...]:
+        """The first process of a server: it speaks from the start."""
+        copy = Copy(partial(self._make, me))
+        if self._writer is not None:
+            speaker = self._speaker(copy)
+            speaker.aside = self._writer.follow(me, copy.server.snapshots, speaker.poke)
+        else:
+            speaker = self._speaker(copy)
+        urls = self._roads.attach(me, speaker)
+        self._roads.publish("door", me, urls)
+        if me.index:
+            coordinator = self._servers[0]
+            self._roads.connect(me, coordinator, "door")
+            speaker.do(lambda lead: lead.connected(coordinator))
+        self._follow(speaker, self._standing[me.index])
+        self._roads.publish("server", me, urls)
+        return urls
+
+    def _listen(self, server: Address, where: Standing) -> tuple[str, ...]:
+        shadow = Shadow(partial(self._make_shadow, server), restore)
+        listener = Listener(server, shadow, self._roads, self._change, self._trouble)
+        self._listeners[server] = listener
+        urls = self._roads.attach(shadow_of(server), listener)
+        self._roads.publish(f"shadow-{where.shadows}", server, urls)
+        return urls
+
+    def _make(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
+        place = self._place
+        server = make_server(me, place.job, place.topology, self._allocate, place.shared, deliver, place.resumed)
+        server.spans = self._recorder(me, server.groups)
+        return server
+
+    def _make_shadow(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
+        """What is to be written, the process writes that speaks; but both must think that it is."""
+        server = self._make(me, deliver)
+        server.snapshots.follow(lambda work: None)
+        return server
+
+    def _speaker(self, copy: Copy) -> Speaker:
+        lead = Lead(copy, portray)
+        tell = partial(self._covered, lead.me)
+        self._speakers[lead.me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, tell, self._despair)
+        return speaker
+
+    # --- changes of seats ----------------------------------------------------------------------------------------
+
+    def arrange(self, standing: Mapping[int, Standing]) -> None:
+        """Who has which seat from now on; may be called on any thread."""
+        self._orders.put(standing)
+
+    def _obey(self) -> None:
+        """On a thread of its own, whose threads take tiny numbers for zero as servers do."""
+        while True:
+            standing = self._orders.get()
+            try:
+                self._rearrange(standing)
+            except Exception:
+                self._trouble()
+                raise
+
+    def _rearrange(self, new: Mapping[int, Standing]) -> None:
+        old, self._standing = self._standing, dict(new)
+        risen = [s for s in self._servers if new[s.index].lead == self._me.index and s not in self._speakers]
+        for server in self._servers:
+            speaker = self._speakers.get(server)
+            follower = new[server.index]
+            if speaker is not None and (old[server.index].shadows != follower.shadows or follower.shadow < 0):
+                speaker.alone(follower.shadows)
+        for server in risen:
+            self._rise(server, new[server.index])
+        for server, speaker in self._speakers.items():
+            where, before = new[server.index], old[server.index]
+            if where.shadow >= 0 and (server in risen or before.shadows != where.shadows):
+                self._apart(partial(self._follow, speaker, where), server)
+        self._meet(old, new, risen)
+
+    def _rise(self, server: Address, where: Standing) -> None:
+        """What listened speaks."""
+        copy = self._listeners.pop(server).succeed()
+        speaker = self._speaker(copy)
+        speaker.shadows = where.shadows
+        if self._writer is not None:
+            speaker.aside = self._writer.follow(server, copy.server.snapshots, speaker.poke, from_another=True)
+        urls = self._roads.attach(server, speaker)
+        speaker.do(lambda lead: lead.orphaned())
+        self._roads.publish("server", server, urls)
+        self._roads.publish(f"server-{where.moves}", server, urls)
+
+    def _meet(self, old: Mapping[int, Standing], new: Mapping[int, Standing], risen: list[Address]) -> None:
+        """The other servers call on the coordinator, whichever side has moved."""
+        coordinator = self._servers[0]
+        moved = old[0].moves != new[0].moves
+        for server, speaker in self._speakers.items():
+            if server != coordinator and (moved or server in risen):
+                if coordinator in self._speakers:
+                    self._roads.connect_inside(server, coordinator)
+                    speaker.do(lambda lead: lead.reconnected(coordinator))
+                else:
+                    self._apart(partial(self._call, speaker, new[0].moves), server)
+
+    def _call(self, speaker: Speaker, moves: int) -> None:
+        coordinator = self._servers[0]
+        self._roads.connect(speaker.lead.me, coordinator, f"server-{moves}" if moves else "server", anew=True)
+        speaker.do(lambda lead: lead.reconnected(coordinator))
+
+    def _follow(self, speaker: Speaker, where: Standing) -> None:
+        """Find the second copy, and have it follow."""
+        if where.shadow < 0:
+            return
+        me = speaker.lead.me
+        self._roads.connect(me, speaker.lead.shadow, f"shadow-{where.shadows}", anew=True)
+        speaker.join(where.shadows)
+
+    def _apart(self, do: Callable[[], None], server: Address) -> None:
+        """On a thread of its own: it waits for another process, which may die meanwhile."""
+
+        def live() -> None:
+            with suppress(WireError, TimeoutError):
+                do()
+
+        threading.Thread(target=live, name=f"of {server}", daemon=True).start()
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when the job has no more use for this process."""
+        poll_s = self._place.job.cluster.poll_time / 1000
+        dismissed: set[Address] = set()
+        with self._change:
+            while True:
+                speakers = list(self._speakers.values())
+                for speaker in speakers:
+                    if speaker.done and speaker.lead.me not in dismissed:
+                        dismissed.add(speaker.lead.me)
+                        speaker.dismiss()
+                listeners = list(self._listeners.values())
+                if all(s.done for s in speakers) and all(x.done for x in listeners) and (speakers or listeners):
+                    return
+                self._change.wait(poll_s)
