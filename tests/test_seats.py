@@ -56,6 +56,7 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
         (replace(JOB, on_failure=OnFailure.kStop), "on_failure: kContinue"),
         (replace(JOB, apply=Apply.kOnArrival, grads="kHidden"), "apply: kAtStep"),
         (replace(JOB, pull=Pull.kLazy), "pull: kStep"),
+        (replace(JOB, grads="kHidden", per_worker_batch=True, cluster=replace(CLUSTER, backup=1)), "backup: 0"),
         *(
             (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]
             for fields, named in (
@@ -66,7 +67,6 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
                 ({"compression": Compression.kFp16}, "compression: kNone"),
                 ({"link": Link()}, "no link"),
-                ({"backup": 1}, "backup: 0"),
                 ({"algorithm": Algorithm.kRing, "server_worker_separate": False}, "algorithm kAuto"),
             )
         ),

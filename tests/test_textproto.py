@@ -285,7 +285,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     base = args[0] if origin is Annotated else kind
     plain = {
         int: st.integers(0, 9),
-        float: st.floats(0, 1, exclude_max=True) | st.floats(1e-12, 0.9),
+        float: st.floats(0, 1, exclude_max=True) | st.floats(1e-12, 0.9) | st.floats(1, 9),
         str: st.text(max_size=9),
         bool: st.booleans(),
     }

@@ -178,10 +178,10 @@ def _unknown(path: str, name: str, descriptor: Any) -> ConfigError:
     homes = [
         m.name for m in pool().FindFileByName(FILE.name).message_types_by_name.values() if name in m.fields_by_name
     ]
-    if close := difflib.get_close_matches(name, known, 1):
-        hint = f"did you mean {close[0]}?"
-    elif homes:
+    if homes:
         hint = f"it is a field of {', '.join(homes)}"
+    elif close := difflib.get_close_matches(name, known, 1):
+        hint = f"did you mean {close[0]}?"
     else:
         hint = f"known are {', '.join(known)}"
     return ConfigError(path, None, f"{descriptor.name} has no such field; {hint}")
