@@ -275,7 +275,7 @@ def opened(talk: Conversation, me: Address, dice: Dice) -> Exchange:
 
 def awaited(door: Exchange, message: m.Message) -> None:
     """What makes the door listen to this answer."""
-    if isinstance(message, m.Values):
+    if isinstance(message, m.Values) and door._is_open:  # before that nobody asks for any
         door._round = message.round
     if isinstance(message, m.Mean | m.Reduced):
         door._backward = (message.step, message.ordinal)
