@@ -315,3 +315,17 @@ def test_where_one_group_is_alone_its_draws_are_made_anew():
     assert book.handle(worker(0), DrawPut(0, 0, False, (1,), (6,))) == []
     ((_, chunk),) = book.handle(worker(0, 1), DrawAsk(0, 0))
     assert isinstance(chunk, DrawPut) and chunk.indices == (6,)
+
+
+def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():
+    book = LeaseBook(1, 3)
+    book.handle(worker(0), DrawPut(0, 0, True, (1,), (5,)))
+    book.restart(0, lambda _: 0, False)
+    assert book.handle(worker(0, 2), DrawAsk(0, 0)) == []  # nobody knows yet where worker (0,0) is
+    put = DrawPut(1, 0, True, (1,), (6,))
+    over = DrawPut(0, 0, True, (), ())
+    assert book.handle(worker(0), put) == [(worker(0, 2), over)]
+    assert book.handle(worker(0, 1), DrawAsk(0, 0)) == [(worker(0, 1), over)]
+    for who in (1, 2):
+        assert book.handle(worker(0, who), DrawAsk(1, 0)) == [(worker(0, who), put)]
+    assert book.kept_chunks == 0

@@ -386,7 +386,7 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
     job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
     assert places_of(job)[0] == [0, 0, 0, 0, 1]
     monkeypatch.setattr(room, "_STACK", 0)
-    bounds = {resource.RLIMIT_DATA: room.ITSELF + 13_000_000}  # values and gradients of three layers, and two to come
+    bounds = {resource.RLIMIT_DATA: room.LIMITED + 13_000_000}  # values and gradients of three layers, and two to come
     monkeypatch.setattr(room, "_limit", bounds.get)
     places, words = places_of(job)
     assert places == [0, 0, 0, 1, 1]
@@ -397,8 +397,8 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
         f"RLIMIT_DATA allows {bounds[resource.RLIMIT_DATA] / 1e6:.1f} MB",
     ):
         assert part in words
-    bounds[resource.RLIMIT_DATA] = room.ITSELF + 4_000_000
-    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 289\.0 MB.*would help"):
+    bounds[resource.RLIMIT_DATA] = room.LIMITED + 4_000_000
+    with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 214\.0 MB.*would help"):
         places_of(job)
 
 

@@ -13,7 +13,7 @@ from topotrain.split.bill import Bill, bill, buffer_bytes, chunks
 from topotrain.split.division import divide
 from topotrain.split.holding import Need
 from topotrain.split.program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
-from topotrain.split.room import ITSELF, Room, check, on_host, room, stacks
+from topotrain.split.room import ITSELF, LIMITED, Room, check, on_host, room, stacks
 from topotrain.split.stretches import stretches, told
 
 BATCH, WHOLE = Layout(Where.BATCH), Layout(Where.WHOLE)
@@ -209,7 +209,7 @@ MB = 1_000_000
 
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None:
     need = Need("worker 0/1", values=60 * MB, activations=70 * MB)
-    own = ITSELF + stacks(0)
+    own = LIMITED + stacks(0)
     check([need], Room())
     check([need], Room(data=own + 130 * MB))
     with pytest.raises(ConfigError) as caught:
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None
 def test_shared_memory_is_no_data_of_the_process_and_counts_once_on_the_host() -> None:
     one = Need("worker 0/0", values=60 * MB, activations=50 * MB, shared=60 * MB)
     other = Need("worker 0/1", activations=50 * MB, seen=60 * MB)
-    check([one, other], Room(data=ITSELF + stacks(0) + 50 * MB))
+    check([one, other], Room(data=LIMITED + stacks(0) + 50 * MB))
     with pytest.raises(ConfigError, match="RLIMIT_AS allows 500"):
         check([one, other], Room(addresses=500 * MB))
     assert on_host([one, other], ITSELF) - on_host([Need("worker 0/0"), Need("worker 0/1")], ITSELF) == 160 * MB

@@ -356,6 +356,12 @@ def _numbers(put: DrawPut) -> int:
     return len(put.sizes) + len(put.indices)
 
 
+def _nothing_of(key: tuple[int, int]) -> DrawPut:
+    """An epoch ends with this chunk, which is empty."""
+    epoch, chunk = key
+    return DrawPut(epoch, chunk, True, (), ())
+
+
 @dataclass(slots=True)
 class _Chunk:
     put: DrawPut | None = None
@@ -364,10 +370,15 @@ class _Chunk:
 
 
 class Draws:
-    """What worker (0,0) drew from the script's own sampler, for `askers` other workers. Kept until all have it."""
+    """What worker (0,0) drew from the script's own sampler, for `askers` other workers. Kept until all have it.
+
+    It draws epoch after epoch. Where its group has started again, the first one that it draws is the one it was in: those
+    before are over, and whoever died before it had begun this one is told that nothing of them is left.
+    """
 
     def __init__(self, askers: int) -> None:
         self._askers = askers
+        self._first: int | None = None
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._drawn = 0
 
@@ -382,11 +393,18 @@ class Draws:
         if self._drawn > _MOST_DRAWN:
             raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
         chunk.put = put
-        return self._serve(key)
+        over: Replies = []
+        if self._first is None:
+            self._first = put.epoch
+            for each in [each for each in self._chunks if each[0] < put.epoch]:
+                over += [(who, _nothing_of(each)) for who in self._chunks.pop(each).held]
+        return over + self._serve(key)
 
     def ask(self, sender: Address, ask: DrawAsk) -> Replies:
         """Answer with the chunk, at once or when it is there."""
         key = (ask.epoch, ask.chunk)
+        if self._first is not None and ask.epoch < self._first:
+            return [(sender, _nothing_of(key))]
         held = self._chunk(key).held
         if sender not in held:
             held.append(sender)

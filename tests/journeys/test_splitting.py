@@ -142,7 +142,8 @@ def test_a_model_larger_than_any_process_may_be(tmp_path: Path) -> None:
     with closing(forkserver.start(tmp_path / "forkserver.log")) as served:
         shop = Shop(tmp_path, served.path)
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, (MOST, MOST))  # what it forks has the same limit
-        command = shop.command(f"nworkers_per_group: {WORKERS} nservers_per_group: {WORKERS}", "deep.py", *sizes)
+        cluster = f"nworkers_per_group: {WORKERS} nservers_per_group: {WORKERS}"
+        command = shop.command(cluster, "deep.py", *sizes, extra="snapshot_s: 0")  # whose copies count, too
         limited = ["prlimit", f"--data={MOST}", *command]
         done = subprocess.run(limited, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

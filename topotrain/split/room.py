@@ -19,7 +19,11 @@ SAFE = 0.85
 
 ITSELF = 285_000_000
 """About what Python and torch take themselves in a process that trains: what it is forked with, and the pages of
-libraries that it reads then. As data, before a model is made, it is as much."""
+libraries that it reads then."""
+
+LIMITED = 210_000_000
+"""How much of that surely counts for the limits of a process: jobs have run where 75 MB more would not have fit, and what
+may fit is not refused."""
 
 COMMON = 240_000_000
 """How much of that the processes of a unit have in common: they are forks of one."""
@@ -105,7 +109,7 @@ def excesses(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSEL
 
 
 def _of_process(need: Need, here: Room, itself: int) -> Iterator[Excess]:
-    own = itself + stacks(need.peers)
+    own = itself - ITSELF + LIMITED + stacks(need.peers)
     bounds = (
         ("RLIMIT_DATA", own, need.private, here.data),
         ("RLIMIT_AS", own + CODE, need.resident, here.addresses),
