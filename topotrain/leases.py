@@ -372,7 +372,7 @@ class _Chunk:
 class Draws:
     """What worker (0,0) drew from the script's own sampler, for `askers` other workers. Kept until all have it.
 
-    It draws epoch after epoch. Where its group has started again, the first one that it draws is the one it was in: those
+    It draws epoch after epoch. Where its group has started again, the first that it draws is the one it was in: those
     before are over, and whoever died before it had begun this one is told that nothing of them is left.
     """
 

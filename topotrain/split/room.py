@@ -22,8 +22,8 @@ ITSELF = 285_000_000
 libraries that it reads then."""
 
 LIMITED = 210_000_000
-"""How much of that surely counts for the limits of a process: jobs have run where 75 MB more would not have fit, and what
-may fit is not refused."""
+"""How much of that surely counts for the limits of a process: jobs have run where 75 MB more would not have fit, and
+what may fit is not refused."""
 
 COMMON = 240_000_000
 """How much of that the processes of a unit have in common: they are forks of one."""
