@@ -4,6 +4,7 @@ import io
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,8 +165,8 @@ def test_a_worker_that_started_again_counts_on() -> None:
     before = report.as_data(Outcome(0, 12.0))
     report(Started("worker 1/0", 999))
     report(Serving("worker 1/0", ("test://",), 999))
-    report(step("worker 1/0", 1))
-    report(step("worker 1/0", 10))
+    report(replace(step("worker 1/0", 1), step=21))  # steps go on, and all else is of this process
+    report(replace(step("worker 1/0", 10), step=30))
     data = report.as_data(Outcome(0, 12.0))
     assert data["steps"] == 30
     assert data["samples"] == before["samples"] + 80

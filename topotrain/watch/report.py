@@ -87,7 +87,10 @@ def _mean(points: Sequence[Point]) -> Point:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """What a resident has done; `stale` is the staleness of all its steps together."""
+    """What a resident has done; `stale` is the staleness of all its steps together.
+
+    steps: those that count, as its newest process has it, which goes on from what was applied before it.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -100,7 +103,8 @@ class _Count:
     def and_then(self, more: "_Count") -> "_Count":
         """What its process did, and after that another one."""
         both = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
-        return _Count(**both | {"staleness_max": max(self.staleness_max, more.staleness_max)})
+        most = max(self.staleness_max, more.staleness_max)
+        return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
 
 
 @dataclass(slots=True)
@@ -128,7 +132,7 @@ class _Tally:
 
     def take(self, event: StepDone | Finished) -> None:
         steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
-        stale = event.staleness_mean * steps
+        stale = event.staleness_mean * max(0, steps - self.before.steps)
         traffic = event.bytes_out, event.bytes_in
         self.own_s, self.late = event.own_s, event.late
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
