@@ -57,9 +57,13 @@ def asked_for(job: Job) -> str:
 
 
 def refuse_elsewhere(job: Job) -> None:
-    """Raise ConfigError where units are started one by one: nobody there could choose one snapshot for all."""
+    """Raise ConfigError where units are started one by one: nobody there could choose one snapshot for all, or start
+    groups later."""
     if job.resume:
         raise ConfigError("resume", True, "needs `topotrain run`, which starts all units of the job from one snapshot")
+    if job.start_groups:
+        accepted = "needs `topotrain run`, through which groups join"
+        raise ConfigError("start_groups", job.start_groups, accepted)
 
 
 def _warn(text: str) -> None:
