@@ -5,11 +5,18 @@ import torch
 from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 
 from topotrain import message as m
+from topotrain import snapshotting
 from topotrain.job import Agreement, Apply, Grads
 from topotrain.position import STATIC, Position
 from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
 from topotrain.statetable import StateError, from_rows, merge, to_rows
 from topotrain.topology import Address, Role
+
+
+@pytest.fixture
+def across(monkeypatch):
+    """Several server groups take snapshots, which they do in no job yet."""
+    monkeypatch.setattr(snapshotting, "refusal", snapshotting.impossible)
 
 
 class Archive:
@@ -168,13 +175,18 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"groups": 2, "nserver_groups": 2, "agreement": Agreement.kRingAverage}, "kRingAverage"),
+        ({"groups": 2, "nserver_groups": 2}, "several server groups"),
         ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
     ],
 )
 def test_jobs_without_a_common_moment_take_none(fields, words):
     town = Town(job(**fields), 1, VIEWS)
     assert words in town.server(0, 0).snapshots.refusal
+
+
+def test_averages_on_a_ring_have_no_one_model_before_the_end(across):
+    town = Town(job(2, nserver_groups=2, agreement=Agreement.kRingAverage), 1, VIEWS)
+    assert "kRingAverage" in town.server(0, 0).snapshots.refusal
 
 
 # --- positions ---------------------------------------------------------------------------------------------------
@@ -417,7 +429,7 @@ DOUBLE = parameters(150, 256, 90, dtype="float64")
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
 @pytest.mark.parametrize(("groups", "server_groups", "shards", "freq"), [(2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)])
 def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
-    weather, groups, server_groups, shards, freq
+    across, weather, groups, server_groups, shards, freq
 ):
     taken = 0
     for seed in range(12):
@@ -450,7 +462,7 @@ def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
     assert taken >= 12
 
 
-def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
+def test_a_snapshot_of_several_server_groups_is_read_by_any_layout(across):
     """What each server writes is what the file wants: each element once, state once."""
     town = Town(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
     archive = Archive(town)

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.journey
 
 SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
-HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 EXTRA = "snapshot_s: 0.1"
 
 
@@ -124,13 +123,11 @@ def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, clu
     [
         (SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"),
         (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
-        (HOGWILD, HOGWILD),
-        (HOGWILD, SYNC),
     ],
-    ids=["synchronous", "downpour", "hogwild", "no longer hogwild"],
+    ids=["synchronous", "downpour"],
 )
 def test_every_sample_once_on_another_layout(shop: Shop, before: str, after: str) -> None:
-    workspace = killed(shop, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 12 if before == HOGWILD else 30)
+    workspace = killed(shop, before, "ledger", "snapshot_s: 0.1 reduce: kSum")
     found = latest(workspace)
     assert found is not None
     conf = shop.folder / "other.conf"
