@@ -3,7 +3,8 @@
 Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
 peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
 a wrong setting, ends the job at once. A process that stays frozen is ended, and is as lost as a dead one. Who has told
-that it finished is missed by nobody.
+that it finished is missed by nobody. Over several units the first one decides for all: the others tell it what they
+hear (`following`), and a unit that is not heard of any more is lost with all who lived in it.
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
 A group that has used that up is given up, where others can read what it leaves; so is one that leaves (`attendance`).
@@ -38,8 +39,8 @@ from topotrain.regrouping import absent_groups, leave_refusal, refusal
 from topotrain.seats import Seats
 from topotrain.topology import Topology
 
-CAUSE_S = 1.0
-"""How long an error that may follow from a death waits for one to be told."""
+CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
+"""How long an error that may follow from a death waits for one to be told; over several units, for one to be silent."""
 _WHOLE = -1  # counts with the groups
 
 
@@ -49,7 +50,8 @@ class Terms:
 
     groups: the worker groups that can do so alone. whole: all processes of the job are ours, so that it can start again
     as a whole. limit: how often within WINDOW_S, each group and the whole job for itself. refusals: group -> why it
-    cannot leave and come, "": it can. absent: groups that are not there at the start.
+    cannot leave and come, "": it can. absent: groups that are not there at the start. cause_s: how long an error that
+    may follow from a death waits for one to be told. door: groups may be asked to leave and come.
     """
 
     groups: frozenset[int]
@@ -57,6 +59,8 @@ class Terms:
     limit: int
     refusals: Mapping[int, str] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
+    cause_s: float = CAUSE_S
+    door: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,8 @@ class _Told:
     bounds: dict[bool, str] = field(default_factory=dict)
     """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
     frozen: Patience = field(default_factory=Patience)
+    gone: set[int] = field(default_factory=set)
+    """Units."""
 
 
 class Recovery:
@@ -140,10 +146,19 @@ class Recovery:
         terms: see there.
         began: when the job started, by the clock whose time it is told.
         twice: every server has two copies.
+        near: the workers of whom every step is told; None: all. Of the others only while somebody waits (`listens`).
     """
 
-    def __init__(self, topology: Topology, terms: Terms, began: float, twice: bool = False) -> None:
-        self._terms, self._began = terms, began
+    def __init__(
+        self,
+        topology: Topology,
+        terms: Terms,
+        began: float,
+        twice: bool = False,
+        near: frozenset[str] | None = None,
+    ) -> None:
+        self._terms, self._began, self._near = terms, began, near
+        self._living_in = {unit.rank: frozenset(map(str, (*unit.workers, *unit.servers))) for unit in topology.units}
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
@@ -174,6 +189,16 @@ class Recovery:
         """Every process has ended, and none is to start again."""
         told = self._told
         return not (self._over or told.up or told.leaving or told.held)
+
+    @property
+    def suspects(self) -> bool:
+        """Somebody has said what may follow from a loss that was not told yet."""
+        return bool(self._told.held)
+
+    @property
+    def listens(self) -> bool:
+        """Somebody has not made a step since an incident, so that every step matters."""
+        return bool(self._waits)
 
     def renewed(self) -> None:
         """The whole job starts again."""
@@ -276,8 +301,30 @@ class Recovery:
         if self.attendance.going(self._group_of.get(failed.who)):
             return self._dismiss(self._group_of[failed.who])
         self._told.held.append(failed)
-        self._due = self._due or now + CAUSE_S
+        self._due = self._due or now + self._terms.cause_s
         return []
+
+    def vanished(self, rank: int, lost: Failed, now: float) -> list[Word]:
+        """What follows when a unit is not heard of any more, with all who live there."""
+        told, gone = self._told, self._living_in[rank]
+        if self._over or rank in told.gone:
+            return []
+        told.gone.add(rank)
+        told.up -= gone
+        told.leaving -= gone
+        for who in gone:
+            told.frozen.forget(who)
+        if gone <= told.finished or self._all_finished():
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        groups = {self._group_of[who] for who in gone if who in self._group_of and who not in told.finished}
+        groups -= self.attendance.away
+        rest = set(self._group_of.values()) - self.attendance.away - groups
+        if gone - self._group_of.keys() or not rest or not all(self.attendance.elastic(group) for group in groups):
+            return self._renew(lost, now) if True not in told.bounds else self._give_up(self._unrepeated(lost))
+        found: list[Word] = []
+        for group in sorted(groups):
+            found += self._emptied(group, now) if self.attendance.going(group) else self._lose(group, lost, now)
+        return found
 
     def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
         """Somebody is lost. alone: its group may start again without the others."""
@@ -299,7 +346,7 @@ class Recovery:
             return self._regroup(group, lost, now)
         if self._terms.whole and True not in self._told.bounds:
             return self._renew(lost, now)
-        return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
+        return self._give_up(self._unrepeated(lost))
 
     def _lost_server(self, lost: Failed, now: float) -> list[Word]:
         """A server with two copies is missed until the workers' processes have ended, and not only their scripts."""
@@ -328,7 +375,7 @@ class Recovery:
         told.held = [held for held in told.held if held.who not in self._seat_of]
         self._due = self._due if told.held else None
         self._fresh += 1
-        self._waits.append(_Wait(self._incidents, None, now))
+        self._await(None, now)
         incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
         return [incident, Reseat(lost.who, self._fresh, _what(lost), seats.to_data())]
 
@@ -349,7 +396,7 @@ class Recovery:
         self._allowance.count(group, _what(lost), now)
         answers = self._not_now(group)
         incarnation = self._again(group)
-        self._waits.append(_Wait(self._incidents, group, now))
+        self._await(group, now)
         incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
         return [incident, Regroup(group, incarnation, _what(lost)), *answers]
 
@@ -380,7 +427,7 @@ class Recovery:
         self._over, self._due = True, None
         for wait in self._waits:
             wait.group = None
-        self._waits.append(_Wait(self._incidents, None, now))
+        self._await(None, now)
         return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
 
     def _give_up(self, *failures: Failed) -> list[Word]:
@@ -423,7 +470,8 @@ class Recovery:
             return self._emptied(group, now)
         if (event.wish, part.state) == (LOSE, State.LOST):
             if event.text and part.lost is not None:
-                return self._give_up(part.lost)
+                alone = part.lost.who in self._group_of  # else its unit is gone, for which another may come
+                return self._give_up(part.lost) if alone else self._renew(part.lost, now)
             part.agreed = True
             return self._emptied(group, now)
         return []
@@ -436,7 +484,8 @@ class Recovery:
         self.attendance.put(group, Part(State.LOST, how="is given up", lost=lost))
         self._forget(group)
         self._waits = [wait for wait in self._waits if wait.group != group]
-        action = f"the job goes on without group {group}, which `topotrain join` can bring back"
+        back = ", which `topotrain join` can bring back" if self._terms.door else ""
+        action = f"the job goes on without group {group}{back}"
         return [self._incident(lost, action, now), *self._dismiss(group), Ask(LOSE, group), *answers]
 
     def _emptied(self, group: int | None, now: float) -> list[Word]:
@@ -470,6 +519,9 @@ class Recovery:
         number, self._incidents = self._incidents, self._incidents + 1
         return Incident(number, lost.who, _what(lost), action, now - self._began)
 
+    def _unrepeated(self, lost: Failed) -> Failed:
+        return replace(lost, text=lost.text + self._why_not(lost))
+
     def _why_not(self, lost: Failed) -> str:
         """Why nothing starts again, where the user wants it."""
         if lost.kind != "died" or not self._terms.limit:
@@ -487,6 +539,12 @@ class Recovery:
         return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
     # --- how long it took
+
+    def _await(self, group: int | None, now: float) -> None:
+        """From the incident that comes next, somebody is waited for."""
+        self._waits.append(_Wait(self._incidents, group, now))
+        for who in self._told.stepped.keys() - (self._near or self._group_of.keys()):
+            del self._told.stepped[who]  # an old word, since not all of them are told here
 
     def _stepped(self, who: str, now: float) -> list[Word]:
         """Somebody has made a step: those who waited for it have recovered."""
@@ -522,13 +580,16 @@ def _no(wish: Wish, error: str) -> Answer:
     return Answer(wish.verb, wish.group, "", error)
 
 
-def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recovery | None:
+def recovery(
+    job: Job, topology: Topology, whole: bool, began: float, near: frozenset[str] | None = None
+) -> Recovery | None:
     """What decides for the units of `topology`; None where a death is to end the job. The rest as in `Terms`.
 
-    A group can start again alone if the layout lets it, and all its workers are here.
+    A group can start again alone if the layout lets it, and all its workers are here. near: where others start the
+    units, the workers of this one.
     """
     seats.check(job, topology)
-    if job.cluster.replicas > 1 and not whole:
+    if job.cluster.replicas > 1 and (not whole or near is not None):
         raise ConfigError("cluster.replicas", job.cluster.replicas, "needs a launcher that starts all units of the job")
     if job.on_failure is not OnFailure.kContinue:
         return None
@@ -537,4 +598,7 @@ def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recover
     alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and not refusal(job, topology, g))
     refusals = {g: leave_refusal(job, topology, g) for g in sorted(groups)} if whole else {}
     absent = absent_groups(job, topology) if whole else frozenset()
-    return Recovery(topology, Terms(alone, whole, job.restarts, refusals, absent), began, job.cluster.replicas > 1)
+    terms = Terms(alone, whole, job.restarts, refusals, absent)
+    if near is not None:
+        terms = replace(terms, cause_s=FAR_CAUSE_S, door=False)
+    return Recovery(topology, terms, began, job.cluster.replicas > 1, near)
