@@ -136,8 +136,7 @@ class Hall:
             old = self.word  # of an earlier start, if we have to look again
             if not self.run.compare_and_set(f"host/{self.rank}", None, me.dumped()):
                 self._check_twin()
-                if self.run.get("hosts") is not None and self.run.get("end") is None:
-                    self._return(me)
+                if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
                     return
             elif self.shared.get("run") == self.word.encode():
                 self.pulse = Pulse(self.run, self.rank).start()
@@ -145,13 +144,21 @@ class Hall:
             else:  # an earlier start, of which all was forgotten between our looking and our coming
                 self.run.delete(f"host/{self.rank}")
 
-    def _return(self, me: Introduction) -> None:
-        """This unit was lost while the job ran: unit 0 is told that there is one again, if that lives itself.
+    def _return(self, me: Introduction) -> bool:
+        """This unit was lost while the job ran: unit 0 is told that there is one again, and has a word for it, later.
 
-        Until it has answered there is no pulse: of a start in which nobody lives, no sign of life must be seen.
+        False: another start has begun. Until unit 0 has answered there is no pulse: of a start in which nobody lives no
+        sign of life must be seen. Raises Over, StoreError.
         """
-        self.returns = True
         self.run.set(f"back/{self.rank}", me.dumped())
+        what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
+        try:
+            self._await(self.run, f"down/{self.rank}.{me.word}", what)
+        except Restarted:
+            return False
+        self.returns = True
+        self.pulse = Pulse(self.run, self.rank).start()
+        return True
 
     def _open(self) -> None:
         known = self._patiently(lambda: self.shared.get("run"), "the store")
@@ -195,13 +202,6 @@ class Hall:
         """For `Post`. By unit 0: after `gather`."""
         assert self.me is not None
         return {0: self.me.word} if self.rank else {unit.rank: unit.word for unit in self.known if unit.rank}
-
-    def await_place(self) -> None:
-        """By a unit that was started again: until unit 0 has a word for it. Raises Over, StoreError."""
-        if self.returns and self.me is not None:
-            what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
-            self._await(self.run, f"down/{self.rank}.{self.me.word}", what)
-            self.pulse = Pulse(self.run, self.rank).start()
 
     # --- agreeing
 

@@ -124,9 +124,7 @@ class Part:
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
                 origin = Origin(workspace)
                 if rank:
-                    hosts = hall.learn()
-                    hall.await_place()
-                    return _Met(job, hosts, workspace, origin)
+                    return _Met(job, hall.learn(), workspace, origin)
                 hosts = hall.gather(self._shown(served), served is not None)
                 self._register(root, hall.id, job, hosts)
                 return _Met(job, hosts, workspace, origin)
