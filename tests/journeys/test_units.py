@@ -1,4 +1,4 @@
-"""Units started one by one lose processes, and one of them all of its own: the job goes on, and each sample counts once."""
+"""Units started one by one lose processes, or a whole unit: the job goes on, and each sample counts once."""
 
 import json
 import os

@@ -137,11 +137,6 @@ class Post:
             self._lines[rank] = _Line(rank, word, Ends())
             self._lock.notify_all()
 
-    def hang_up(self, rank: int) -> None:
-        """Nothing more is to be said to that unit."""
-        with self._lock:
-            self._lines.pop(rank, None)
-
     def close(self) -> None:
         """Neither write nor read any more."""
         with self._lock:

@@ -600,5 +600,5 @@ def recovery(
     absent = absent_groups(job, topology) if whole else frozenset()
     terms = Terms(alone, whole, job.restarts, refusals, absent)
     if near is not None:
-        terms = replace(terms, cause_s=FAR_CAUSE_S, door=False)
+        terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
     return Recovery(topology, terms, began, job.cluster.replicas > 1, near)
