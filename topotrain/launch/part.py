@@ -4,7 +4,6 @@ Rule: every unit ends with the same code and the same cause. The folder of its r
 """
 
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -16,21 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
-from topotrain.events import Event, Notice, Saved, to_json
+from topotrain.events import Event, Notice
 from topotrain.job import ConfigError, Job, OnFailure
 from topotrain.launch import OnEvent, Outcome, Place
 from topotrain.launch.asked import Signals, signals
-from topotrain.launch.children import Calls, Life
+from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
-from topotrain.launch.following import Following
-from topotrain.launch.grace import LEADER, hint
+from topotrain.launch.course import Course, Met
+from topotrain.launch.grace import LEADER
 from topotrain.launch.introduction import End, Hosts, Over, with_job
 from topotrain.launch.kept import Kept
-from topotrain.launch.letters import shortened
 from topotrain.launch.lives import Origin
 from topotrain.launch.meeting import Hall, Restarted, forget, forget_lives, outlast
-from topotrain.launch.muster import Begun, Muster, await_begin, begin_anew, check_found, muster
-from topotrain.launch.recovery import Recovery, recovery
+from topotrain.launch.muster import Begun
 from topotrain.launch.running import DECIDE_S, Grounds, Run
 from topotrain.launch.tables import DEFAULT_ID, Start
 from topotrain.launch.tool import Interrupted, interruptible
@@ -113,7 +110,7 @@ class Part:
 
     # --- before
 
-    def _meet(self, hall: Hall, root: Store, served: Served | None, stack: ExitStack) -> "_Met":
+    def _meet(self, hall: Hall, root: Store, served: Served | None, stack: ExitStack) -> Met:
         rank = self.start.rank
         while True:
             try:
@@ -124,10 +121,10 @@ class Part:
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
                 origin = Origin(workspace)
                 if rank:
-                    return _Met(job, hall.learn(), workspace, origin)
+                    return Met(job, hall.learn(), workspace, origin)
                 hosts = hall.gather(self._shown(served), served is not None)
                 self._register(root, hall.id, job, hosts)
-                return _Met(job, hosts, workspace, origin)
+                return Met(job, hosts, workspace, origin)
             except Restarted:
                 hall.close()
 
@@ -155,7 +152,7 @@ class Part:
 
     # --- meanwhile
 
-    def _run(self, hall: Hall, root: Store, met: "_Met", secret: bytes) -> Ended:
+    def _run(self, hall: Hall, root: Store, met: Met, secret: bytes) -> Ended:
         rank, job, hosts = self.start.rank, met.job, met.hosts
         topology = layout(job.cluster, hosts.numbers)
         here = replace(topology, units=(topology.units[rank],))
@@ -179,7 +176,7 @@ class Part:
             if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
                 hear(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
-            course = _Course(hall, met, company, heard, hear)
+            course = Course(hall, met, company, heard, hear)
             outcome, again = Outcome(0, 0.0), True
             try:
                 begun, goes_on = course.first(), course.recovery(topology, began)
@@ -236,74 +233,6 @@ class Part:
             else:
                 forget(hall.run)
                 hall.shared.delete("run")
-
-
-@dataclass(frozen=True, slots=True)
-class _Met:
-    """What the units have agreed on before they begin. origin: of the job's snapshots, as it was before that."""
-
-    job: Job
-    hosts: Hosts
-    workspace: Path
-    origin: Origin
-
-
-@dataclass(slots=True)
-class _Course:
-    """The lives of the job, one after the other, as this unit decides about them or follows."""
-
-    hall: Hall
-    met: _Met
-    company: Company
-    heard: Signals
-    on_event: OnEvent
-    saved: Saved | None = None
-
-    def first(self) -> Begun | None:
-        """The life that this unit begins with; None: there is none any more."""
-        if not self.hall.returns:
-            return Begun(Life(), self.met.hosts)
-        return await_begin((), self.company, self.heard, 0, self.met.workspace)
-
-    def recovery(self, topology: Topology, began: float) -> Recovery | None:
-        """What decides for all units, in unit 0. Raises ConfigError."""
-        near = frozenset(map(str, topology.units[0].workers))
-        return None if self.hall.rank else recovery(self.met.job, topology, whole=True, began=began, near=near)
-
-    def follows(self, here: Topology, begun: Begun) -> Following | None:
-        """What leaves it to unit 0, in the others; None where nothing is to start again."""
-        post, life = self.company.post, begun.life.number
-        if post is None:
-            return None
-
-        def say(event: Event) -> None:
-            post.say(0, {"life": life, "event": shortened(json.loads(to_json(event)))})
-
-        return Following([str(who) for unit in here.units for who in (*unit.workers, *unit.servers)], say)
-
-    def next(self, goes_on: Recovery | None, run: Run, begun: Begun) -> Begun | None:
-        """What follows when the job starts again as a whole; None: it ends instead. Raises ConfigError."""
-        number, self.saved = begun.life.number, run.saved or self.saved
-        if goes_on is None:
-            assert self.company.post is not None
-            self.company.post.say(0, {"life": number, "ready": True})
-            return await_begin(run.unread, self.company, self.heard, number, self.met.workspace)
-        goes_on.renewed()
-        topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
-        vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
-        made = Muster(number, range(1, len(topology.units)), vacant, self.hall.patience)
-        more = hint(self.saved, self.met.job.workspace)
-        if not muster(made, run.unread, self.company, self.heard, self._tell, f"; {more}" if more else ""):
-            return None
-        hosts = self.hall.regather(made.back, begun.hosts)
-        resume = self.met.origin.newest(self._tell)
-        check_found(resume, self.saved, self.met.job)
-        life = Life(number + 1, resume, goes_on.attendance.away)
-        begin_anew(self.company, made, hosts, life)
-        return Begun(life, hosts)
-
-    def _tell(self, text: str) -> None:
-        self.on_event(Notice("launcher", text))
 
 
 def _of(job: Job, hosts: Hosts, rank: int) -> Topology:
