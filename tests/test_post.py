@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from topotrain.events import Failed, Saved
+from topotrain.job import ConfigError, Job
 from topotrain.launch import company as company_module
 from topotrain.launch import post as post_module
+from topotrain.launch.asked import Signals, signals
+from topotrain.launch.children import Life
 from topotrain.launch.company import Company, Stores
 from topotrain.launch.introduction import Hosts, Introduction
 from topotrain.launch.letters import Words
+from topotrain.launch.muster import Begun, Muster, await_begin, begin_anew, check_found, muster
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
 from topotrain.rendezvous import Store, open_store, serve_store, within
 from topotrain.rendezvous.registry import Registry
@@ -163,8 +168,6 @@ def company(store: Store, rank: int = 0) -> Company:
 
 
 def hear(raw: bytes) -> Introduction:
-    from topotrain.job import ConfigError
-
     unit = Introduction.loaded(raw)
     if unit.proof != "right":
         raise ConfigError("secret", None, "is another one")
@@ -219,3 +222,85 @@ def test_unit_0_is_not_to_be_done_without(opened: Callable[[], Store], monkeypat
         assert end.unit == 0
     finally:
         made.close()
+
+
+# --- the next life ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Company, Company]]:
+    """Units 0 and 1."""
+    made = [company(open_store((tmp_path / "store").as_uri()), rank) for rank in (0, 1)]
+    yield made[0], made[1]
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def quiet() -> Iterator[Signals]:
+    """No signal comes."""
+    with signals() as heard:
+        yield heard
+
+
+def snapshot(workspace: Path, number: int, text: str = "{}") -> Path:
+    path = workspace / "manifests" / f"{number:06d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text(text)
+    return path
+
+
+def test_all_begin_the_next_life_from_the_same_snapshot(
+    two: tuple[Company, Company], tmp_path: Path, quiet: Signals
+) -> None:
+    first, second = two
+    hosts = Hosts((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
+    made, told = Muster(4, [1], (), 60.0), list[str]()
+    assert first.post is not None
+    assert second.post is not None
+    second.post.say(0, {"life": 4, "ready": True})
+    assert muster(made, (), first, quiet, told.append, "")
+    path = snapshot(tmp_path / "w", 3)
+    begin_anew(first, made, hosts, Life(5, str(path), frozenset({2})))
+    begun = await_begin((), second, quiet, 4, tmp_path / "w")
+    assert begun == Begun(Life(5, str(path), frozenset({2})), hosts)
+    assert told == []
+
+
+@pytest.mark.parametrize("other", [None, '{"another": 1}'])
+def test_a_snapshot_that_a_unit_does_not_see_is_told(
+    two: tuple[Company, Company], tmp_path: Path, quiet: Signals, other: str | None
+) -> None:
+    first, second = two
+    begin_anew(first, Muster(0, [1], (), 60.0), Hosts((), (), ()), Life(1, str(snapshot(tmp_path / "w", 3))))
+    if other is not None:
+        snapshot(tmp_path / "else", 3, other)
+    with pytest.raises(ConfigError, match=r"has no snapshot 000003 as unit 0 sees it.*one workspace that all of them"):
+        await_begin((), second, quiet, 0, tmp_path / "else")
+    with pytest.raises(ConfigError, match="has no snapshot, though server 0/0 has taken number 7"):
+        check_found("", Saved("server 0/0", 7, 70, "p", "time"), Job())
+    check_found("", None, Job())
+
+
+def test_a_unit_that_does_not_come_back_ends_the_job(
+    two: tuple[Company, Company], tmp_path: Path, quiet: Signals
+) -> None:
+    first, second = two
+    told = list[str]()
+    lost = Vanished(1, Failed("unit 1", "died", "?", ""))
+    assert not muster(Muster(0, [1], (), 0.1), [lost], first, quiet, told.append, "; go on with it")
+    assert told == ["unit 1 is gone: the job waits 0.1 s for another `topotrain unit --rank 1`"]
+    end = second.wait(DEADLINE_S)
+    assert end is not None
+    assert end.failed is not None
+    assert end.failed.text.endswith("none was started in its place; go on with it")
+    assert await_begin((), second, quiet, 0, tmp_path) is None
+
+
+def test_a_unit_that_the_others_do_without_ends(two: tuple[Company, Company], tmp_path: Path, quiet: Signals) -> None:
+    first, second = two
+    assert first.post is not None
+    first.post.say(1, {"life": 0, "outcast": True})
+    assert await_begin((), second, quiet, 0, tmp_path) is None
+    assert second.end is not None
+    assert second.end.text == "unit 1 on h1 was not heard of for too long; the job goes on without it"
