@@ -55,7 +55,7 @@ def residents(cluster: Cluster) -> list[list[str]]:
 def machine(cluster: Cluster, restarts: int = 3) -> Recovery:
     """One in unit 0, all of whose processes, here and elsewhere, are up."""
     near = frozenset(map(str, layout(cluster).units[0].workers))
-    made = recovery(Job(cluster=cluster, restarts=restarts), layout(cluster), True, BEGAN, near)
+    made = recovery(Job(cluster=cluster, restarts=restarts), layout(cluster), BEGAN, near)
     assert made is not None
     tell(made, BEGAN, *(Started(who, 1) for unit in residents(cluster) for who in unit))
     return made
@@ -189,7 +189,7 @@ def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends
 def test_second_copies_still_need_one_launcher() -> None:
     cluster = replace(SANDBLASTER, nservers_per_group=2, replicas=2)
     with pytest.raises(ConfigError, match="replicas"):
-        recovery(Job(cluster=cluster), layout(cluster), True, BEGAN, frozenset())
+        recovery(Job(cluster=cluster), layout(cluster), BEGAN, frozenset())
 
 
 # --- units that follow ----------------------------------------------------------------------------------------------

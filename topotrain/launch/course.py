@@ -55,7 +55,7 @@ class Course:
     def recovery(self, topology: Topology, began: float) -> Recovery | None:
         """What decides for all units, in unit 0. Raises ConfigError."""
         near = frozenset(map(str, topology.units[0].workers))
-        return None if self.hall.rank else recovery(self.met.job, topology, whole=True, began=began, near=near)
+        return None if self.hall.rank else recovery(self.met.job, topology, began, near)
 
     def follows(self, here: Topology, begun: Begun) -> Following | None:
         """What leaves it to unit 0, in the others; None where nothing is to start again."""

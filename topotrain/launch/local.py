@@ -49,7 +49,7 @@ class LocalLauncher(Launcher):
         """
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
-            goes_on = recovery(job, topology, whole=True, began=began)
+            goes_on = recovery(job, topology, began)
             with closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
                 grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
                 life, origin = Life(0, self.resume, absent_groups(job, topology)), Origin(workspace, self.resume)

@@ -48,14 +48,13 @@ _WHOLE = -1  # counts with the groups
 class Terms:
     """What may start again here.
 
-    groups: the worker groups that can do so alone. whole: all processes of the job are ours, so that it can start again
-    as a whole. limit: how often within WINDOW_S, each group and the whole job for itself. refusals: group -> why it
-    cannot leave and come, "": it can. absent: groups that are not there at the start. cause_s: how long an error that
-    may follow from a death waits for one to be told. door: groups may be asked to leave and come.
+    groups: the worker groups that can do so alone. limit: how often within WINDOW_S, each group and the whole job for
+    itself. refusals: group -> why it cannot leave and come, "": it can. absent: groups that are not there at the start.
+    cause_s: how long an error that may follow from a death waits for one to be told. door: groups may be asked to leave
+    and come.
     """
 
     groups: frozenset[int]
-    whole: bool
     limit: int
     refusals: Mapping[int, str] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
@@ -139,10 +138,10 @@ class _Told:
 
 
 class Recovery:
-    """Decides for some units of a job, over all its lives.
+    """Decides for a job, over all its lives.
 
     Args:
-        topology: of the layout, the units that run here.
+        topology: of the whole job, whatever runs here of it.
         terms: see there.
         began: when the job started, by the clock whose time it is told.
         twice: every server has two copies.
@@ -163,7 +162,6 @@ class Recovery:
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
         self._group_of = {str(worker): worker.group for worker in workers}
-        self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = Seats(len(servers)) if twice else None
@@ -282,9 +280,9 @@ class Recovery:
         again = any(wait.group == self._group_of.get(cause.who, _WHOLE) for wait in self._waits)
         if self._arriving(self._group_of.get(cause.who, _WHOLE)):
             return self._lost(cause, now)
-        if self._terms.whole and (cause.kind == "peer" or again):
+        if cause.kind == "peer" or again:
             return self._lost(cause, now, alone=not again)
-        return self._give_up(*held)  # where others have a say, the peer that is lost may be theirs
+        return self._give_up(*held)
 
     # --- causes
 
@@ -344,7 +342,7 @@ class Recovery:
         served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
         if alone and served and group is not None and group in self._terms.groups and not self._told.bounds:
             return self._regroup(group, lost, now)
-        if self._terms.whole and True not in self._told.bounds:
+        if True not in self._told.bounds:
             return self._renew(lost, now)
         return self._give_up(self._unrepeated(lost))
 
@@ -520,17 +518,10 @@ class Recovery:
         return Incident(number, lost.who, _what(lost), action, now - self._began)
 
     def _unrepeated(self, lost: Failed) -> Failed:
-        return replace(lost, text=lost.text + self._why_not(lost))
-
-    def _why_not(self, lost: Failed) -> str:
-        """Why nothing starts again, where the user wants it."""
+        """With why nothing starts again, where the user wants it."""
         if lost.kind != "died" or not self._terms.limit:
-            return ""
-        if self._told.bounds:
-            return f"; it does not start again: {self._told.bounds[max(self._told.bounds)]}"
-        if self._group_of.get(lost.who) in self._scattered:
-            return "; it does not start again, since its group has workers on other units"
-        return "; the whole job would have to start again, which only a launcher of all its units can do"
+            return lost
+        return replace(lost, text=f"{lost.text}; it does not start again: {self._told.bounds[True]}")
 
     def _exhausted(self, lost: Failed, key: int) -> Failed:
         """The last straw, with those before it."""
@@ -580,25 +571,20 @@ def _no(wish: Wish, error: str) -> Answer:
     return Answer(wish.verb, wish.group, "", error)
 
 
-def recovery(
-    job: Job, topology: Topology, whole: bool, began: float, near: frozenset[str] | None = None
-) -> Recovery | None:
-    """What decides for the units of `topology`; None where a death is to end the job. The rest as in `Terms`.
+def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> Recovery | None:
+    """What decides for a job; None where a death is to end it. Raises ConfigError.
 
-    A group can start again alone if the layout lets it, and all its workers are here. near: where others start the
-    units, the workers of this one.
+    near: where others start the units, the workers of this one; None: all units have one launcher.
     """
     seats.check(job, topology)
-    if job.cluster.replicas > 1 and (not whole or near is not None):
+    if job.cluster.replicas > 1 and near is not None:
         raise ConfigError("cluster.replicas", job.cluster.replicas, "needs a launcher that starts all units of the job")
     if job.on_failure is not OnFailure.kContinue:
         return None
-    here = {worker for unit in topology.units for worker in unit.workers}
-    groups = {worker.group for worker in here}
-    alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and not refusal(job, topology, g))
-    refusals = {g: leave_refusal(job, topology, g) for g in sorted(groups)} if whole else {}
-    absent = absent_groups(job, topology) if whole else frozenset()
-    terms = Terms(alone, whole, job.restarts, refusals, absent)
+    groups = range(topology.worker_groups)
+    alone = frozenset(group for group in groups if not refusal(job, topology, group))
+    refusals = {group: leave_refusal(job, topology, group) for group in groups}
+    terms = Terms(alone, job.restarts, refusals, absent_groups(job, topology))
     if near is not None:
         terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
     return Recovery(topology, terms, began, job.cluster.replicas > 1, near)
