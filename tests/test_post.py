@@ -303,4 +303,4 @@ def test_a_unit_that_the_others_do_without_ends(two: tuple[Company, Company], tm
     first.post.say(1, {"life": 0, "outcast": True})
     assert await_begin((), second, quiet, 0, tmp_path) is None
     assert second.end is not None
-    assert second.end.text == "unit 1 on h1 was not heard of for too long; the job goes on without it"
+    assert second.end.text == "the job goes on without unit 1 on h1, which was not heard of for too long"

@@ -186,6 +186,14 @@ def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends
     assert give_up.failures[0].text == silent(1).text + "; it does not start again: a loop"
 
 
+def test_no_unit_ends_before_who_lives_there() -> None:
+    made = machine(SANDBLASTER)
+    for rank in range(len(residents(SANDBLASTER))):
+        assert not made.complete
+        tell(made, 105.0, Exited(f"unit {rank}", 1, -9))
+    assert made.complete
+
+
 def test_second_copies_still_need_one_launcher() -> None:
     cluster = replace(SANDBLASTER, nservers_per_group=2, replicas=2)
     with pytest.raises(ConfigError, match="replicas"):

@@ -290,7 +290,7 @@ class Company:
 
     def cast_out(self) -> None:
         """The others go on without this unit, which they have not heard for too long."""
-        text = f"unit {self._rank} on {self._name} was not heard of for too long; the job goes on without it"
+        text = f"the job goes on without unit {self._rank} on {self._name}, which was not heard of for too long"
         self._deliver(End(1, self._rank, self._name, text=text))
 
     def nobody_came(self, rank: int, seconds: float, more: str) -> None:

@@ -157,7 +157,9 @@ class Recovery:
         near: frozenset[str] | None = None,
     ) -> None:
         self._terms, self._began, self._near = terms, began, near
-        self._living_in = {unit.rank: frozenset(map(str, (*unit.workers, *unit.servers))) for unit in topology.units}
+        self._living_in = {
+            f"unit {unit.rank}": frozenset(map(str, (*unit.workers, *unit.servers))) for unit in topology.units
+        }
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
@@ -237,7 +239,7 @@ class Recovery:
                 told.leaving.discard(who)
                 told.up.add(who)
             case Exited(who=who) if who not in told.leaving:
-                told.up.discard(who)
+                told.up -= self._living_in.get(who, frozenset((who,)))  # no unit ends before who lives there
                 return [event, *self._emptied(self._group_of.get(who), now)]
             case Unrepeatable(text=text, job=job):
                 told.bounds[job] = text
@@ -304,7 +306,7 @@ class Recovery:
 
     def vanished(self, rank: int, lost: Failed, now: float) -> list[Word]:
         """What follows when a unit is not heard of any more, with all who live there."""
-        told, gone = self._told, self._living_in[rank]
+        told, gone = self._told, self._living_in[f"unit {rank}"]
         if self._over or rank in told.gone:
             return []
         told.gone.add(rank)

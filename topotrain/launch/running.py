@@ -211,7 +211,7 @@ class Run:
 
     def watch(self) -> Outcome:
         """Until every unit has ended."""
-        while any(unit.process.returncode is None for unit in self._units):
+        while any(unit.process.returncode is None for unit in self._units) or self._is_needed():
             due = [self._alarm[0]] if self._alarm is not None else []
             if self._recovery is not None and self._recovery.due is not None and not self._stopping:
                 due.append(self._recovery.due)
@@ -308,6 +308,10 @@ class Run:
                 self._post.say(rank, {"life": self._life, "command": command, **values})
 
     # Other units
+
+    def _is_needed(self) -> bool:
+        """Other units have something to say to this one, or to hear from it, though its own processes have ended."""
+        return not (self._post is None or self._recovery is None or self._stopping or self._released)
 
     def _await_post(self, post: Post) -> None:
         """A store that is away for long does not keep anybody whose part is done."""
