@@ -35,7 +35,7 @@ from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
-from topotrain.regrouping import absent_groups, leave_refusal, refusal
+from topotrain.regrouping import absent_groups, leave_refusal, refusal, singly
 from topotrain.seats import Seats
 from topotrain.topology import Topology
 
@@ -50,25 +50,30 @@ class Terms:
 
     groups: the worker groups that can do so alone. limit: how often within WINDOW_S, each group and the whole job for
     itself. refusals: group -> why it cannot leave and come, "": it can. absent: groups that are not there at the start.
-    cause_s: how long an error that may follow from a death waits for one to be told. door: groups may be asked to leave
-    and come.
+    singly: a worker starts again without the others of its group. cause_s: how long an error that may follow from a
+    death waits for one to be told. door: groups may be asked to leave and come.
     """
 
     groups: frozenset[int]
     limit: int
     refusals: Mapping[int, str] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
+    singly: bool = False
     cause_s: float = CAUSE_S
     door: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """To do: end what is left of this group, then start its workers with this incarnation. `why` is for their logs."""
+    """To do: end what is left of this group, then start its workers with this incarnation.
+
+    why: for their logs. who: the one worker that is meant; "": all of them.
+    """
 
     group: int
     incarnation: int
     why: str
+    who: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,28 +400,30 @@ class Recovery:
             return self._lose(group, self._exhausted(lost, group), now)
         self._allowance.count(group, _what(lost), now)
         answers = self._not_now(group)
-        incarnation = self._again(group)
+        who = lost.who if self._terms.singly else ""
+        incarnation = self._again(group, who)
         self._await(group, now)
-        incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
-        return [incident, Regroup(group, incarnation, _what(lost)), *answers]
+        what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
+        incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
+        return [incident, Regroup(group, incarnation, _what(lost), who), *answers]
 
-    def _again(self, group: int) -> int:
-        """The workers of a group are about to start; returns their incarnation."""
+    def _again(self, group: int, who: str = "") -> int:
+        """The workers of a group, or one of them, are about to start; returns their incarnation."""
         told = self._told
-        members = self._forget(group)
+        members = self._forget({who} if who else self._members(group))
         told.leaving |= members
         told.up |= members
         told.finished -= members
         told.incarnations[group] = told.incarnations.get(group, 0) + 1
         return told.incarnations[group]
 
-    def _forget(self, group: int) -> set[str]:
-        """What was heard of the workers of a group counts no more; returns them."""
-        told, members = self._told, self._members(group)
+    def _forget(self, members: set[str]) -> set[str]:
+        """What was heard of these workers counts no more; returns them."""
+        told = self._told
         for who in members:
             told.stepped.pop(who, None)
             told.frozen.forget(who)
-        told.held = [held for held in told.held if self._group_of.get(held.who, group) != group]
+        told.held = [held for held in told.held if held.who in self._group_of and held.who not in members]
         self._due = self._due if told.held else None
         return members
 
@@ -482,7 +489,7 @@ class Recovery:
             return self._give_up(lost)
         answers = self._not_now(group)
         self.attendance.put(group, Part(State.LOST, how="is given up", lost=lost))
-        self._forget(group)
+        self._forget(self._members(group))
         self._waits = [wait for wait in self._waits if wait.group != group]
         back = ", which `topotrain join` can bring back" if self._terms.door else ""
         action = f"the job goes on without group {group}{back}"
@@ -498,7 +505,7 @@ class Recovery:
         if members <= self._told.finished:
             self.attendance.put(group, Part())
             return [_no(Wish(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
-        self._forget(group)
+        self._forget(self._members(group))
         how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
         self.attendance.put(group, Part(State.AWAY))
         left = Left(group, how, now - self._began)
@@ -586,7 +593,7 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
     groups = range(topology.worker_groups)
     alone = frozenset(group for group in groups if not refusal(job, topology, group))
     refusals = {group: leave_refusal(job, topology, group) for group in groups}
-    terms = Terms(alone, job.restarts, refusals, absent_groups(job, topology))
+    terms = Terms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))
     if near is not None:
         terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
     return Recovery(topology, terms, began, job.cluster.replicas > 1, near)

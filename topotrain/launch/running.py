@@ -405,7 +405,8 @@ class Run:
 
     def _regroup(self, word: Regroup) -> None:
         ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
-        self._send("restart", ranks, group=word.group, incarnation=word.incarnation, why=word.why)
+        values = {"group": word.group, "incarnation": word.incarnation, "why": word.why, "who": word.who}
+        self._send("restart", ranks, **values)
 
     def _renew(self) -> None:
         """End everything at once; who called `watch` starts the job again."""
