@@ -40,17 +40,7 @@ Send = Callable[[Address, Message], None]
 
 
 def refusal(job: Job, topology: Topology) -> str:
-    """Why no snapshot is taken of a job; empty: they are."""
-    if topology.server_groups > 1:
-        return "several server groups could wait for each other at the end"
-    return impossible(job, topology)
-
-
-def impossible(job: Job, topology: Topology) -> str:
-    """Why there can be no snapshot of a job; empty: there can.
-
-    Of several server groups one is taken in tests only: in a job they have been seen to wait for each other at its end.
-    """
+    """Why no snapshot can be taken of a job; empty: they can."""
     if topology.server_groups > 1 and not topology.synced:
         return "its groups go their own ways"
     if topology.synced and job.cluster.agreement is Agreement.kRingAverage:
