@@ -7,17 +7,20 @@ in a snapshot of all batches that it says it has, and all others are 0.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from topotrain import message as m
+from topotrain.archive import Archive, Kept, passes_of
+from topotrain.deposits import EPOCH
 from topotrain.exchange import Exchange, PeerLost
 from topotrain.faults import WEATHERS, Fault, Schedule, What
 from topotrain.feeds import STATIC, Leases
+from topotrain.host import peers
 from topotrain.job import Job
 from topotrain.rehearsal import Seat, Town, parameters
-from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.runs import left
 from topotrain.topology import Address, Role
 from topotrain.wire import Resident
 from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
@@ -31,13 +34,18 @@ class Killed(BaseException):
     """The process of this worker is gone; no `except Exception` of a script may swallow it."""
 
 
+class _Crashed(BaseException):
+    """All processes of the job are gone."""
+
+
 @dataclass(eq=False)
 class Life:
-    """One process of a worker. `said`: messages that it has sent."""
+    """One process of a worker. `said`: messages that it has sent. `came`: the servers have let it in."""
 
     me: Address
     incarnation: int
     said: int = 0
+    came: bool = False
     over: bool = False  # dead, or its script has ended
     dead: bool = False
 
@@ -100,60 +108,6 @@ class Road(SimulatedWire):
         self._residents[me] = resident
 
 
-class Archive:
-    """The hosts' disks: keep what a snapshot consists of, and compare it with what it says it is."""
-
-    def __init__(self, trial: "Trial") -> None:
-        self._trial = trial
-        self._values: dict[int, dict[str, torch.Tensor]] = {}
-        self._over = 0  # epochs before it were read to their end by the snapshot before: none lists them any more
-        self.published = 0
-        for me, house in trial.houses.items():
-            house.server.snapshots.follow(lambda what, me=me: self._work(me, what))  # type: ignore[misc]
-
-    def ask(self) -> None:
-        """A host's clock says that it is time."""
-        me = Address(Role.SERVER, 0, 0)
-        self._trial.wire.awake(lambda: self._trial.houses[me].handle(me, m.SnapshotAsk()), me)
-
-    def _work(self, me: Address, what: Write | Publish | Drop) -> None:
-        if isinstance(what, Drop):
-            raise Wrong(f"snapshot {what.number} came to nothing: {what.why}")
-        if isinstance(what, Publish):
-            self._check(what)
-            self._answer(me, texts(what.number, PUBLISHED, {}))
-            return
-        for slab in what.frozen.values:
-            counts = {p.name: p.count for p in self._trial.map.parameters}
-            kept = self._values.setdefault(what.number, {})
-            whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
-            whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-        self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
-
-    def _answer(self, me: Address, said: list[m.SnapshotPart]) -> None:
-        def say() -> None:
-            for part in said:
-                self._trial.houses[me].handle(me, part)
-
-        sim = self._trial.sim
-        sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._trial.wire.awake(say, me))
-
-    def _check(self, what: Publish) -> None:
-        self.published += 1
-        trial, workers = self._trial, self._trial.topology.workers_per_group
-        cells = torch.zeros(trial.batches * trial.epochs * workers)
-        cells[: self._over * trial.batches * workers] = 1.0
-        self._over = max(self._over, what.facts["first_epoch"] or 0)
-        for epoch, runs in what.facts["epochs"]:
-            for first, last in runs:
-                last = min(last, trial.batches)  # the last unit of a pass may name more than there are
-                cells[(epoch * trial.batches + first) * workers : (epoch * trial.batches + last) * workers] = 1.0
-        for name, found in self._values.pop(what.number).items():
-            if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
-                has = [cell for cell in range(cells.numel()) if found[cell]]
-                raise Wrong(f"snapshot {what.number} says it has {what.facts['epochs']}, and {name} has cells {has}")
-
-
 class Trial(Town):
     """A town whose processes are tormented.
 
@@ -161,9 +115,17 @@ class Trial(Town):
         job, seed: as for `Town`.
         schedule: what happens; with it the name of a weather.
         weather: instead of the schedule's.
+        before: this is another start of that job, all of which has died.
     """
 
-    def __init__(self, job: Job, seed: int, schedule: Schedule, weather: Weather | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        seed: int,
+        schedule: Schedule,
+        weather: Weather | None = None,
+        before: "Trial | None" = None,
+    ) -> None:
         self.lives: dict[Address, Life] = {}
         self.batches, self.epochs, self.mode, self.tells = (
             schedule.batches,
@@ -180,9 +142,35 @@ class Trial(Town):
         self.deaths: list[tuple[float, int]] = []
         self.final: list[torch.Tensor] = []
         self.log: list[tuple[float, Fault]] = []  # what has befallen it, and when
+        self.crashed = False
+        self._published = 0  # by starts before this one
+        self._schedule, self._weather = schedule, weather
+        self._kept = None if before is None or before.archive is None else before.archive.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
-        super().__init__(job, seed, weather or WEATHERS[schedule.weather], parameters(cells, max(cells, 150), 256))
-        self.archive = None if self.server(0, 0).snapshots.refusal else Archive(self)
+        schema = parameters(cells, max(cells, 150), 256)
+        super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
+        if before is not None:
+            self._follow(before)
+        self.archive = None if self.server(0, 0).snapshots.refusal else Archive(self, self, self._kept)
+        self._open()
+
+    def _follow(self, before: "Trial") -> None:
+        """Take over what is no process's: time, chance, and the account of what happened."""
+        self.sim.now = before.sim.now
+        self.sim.random.setstate(before.sim.random.getstate())
+        self.random.setstate(before.random.getstate())
+        self.kills, self.log, self.commits = before.kills, before.log, before.commits
+        self.births, self.deaths, self._published = before.births, before.deaths, before.snapshots
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots that were published, and compared with what they say they are."""
+        return self._published + (0 if self.archive is None else self.archive.published)
+
+    def again(self) -> "Trial":
+        """The next start of the job, after a crash: from its newest snapshot, or from its beginning."""
+        rest = replace(self._schedule, faults=tuple(self._faults))
+        return Trial(self.job, self.sim.seed, rest, self._weather, self)
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -206,6 +194,19 @@ class Trial(Town):
         for server in {*door.servers, door.desk}:
             self.wire.connect(me, server, "")
         return door
+
+    def _open(self) -> None:
+        """Processes do not come up at once: a server calls on its peers when both are there, then workers are let in."""
+        there = {me: self.sim.now + self.sim.random.uniform(0.0, 0.03) for me in self.houses}
+        self._opens = dict(there)
+        for me in self.houses:
+            for peer in peers(me, self.topology):
+                time = max(there[me], there[peer])
+                self._opens[me] = max(self._opens[me], time)
+                self.sim.at(time, lambda me=me, peer=peer: self.wire.connect(me, peer, ""))  # type: ignore[misc]
+
+    def _meet_servers(self) -> None:
+        """Servers find each other as they open."""
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 
@@ -232,9 +233,17 @@ class Trial(Town):
             self._cut(fault)
         elif fault.what is What.PAUSE:
             self._pause(fault)
+        elif fault.what is What.CRASH:
+            raise _Crashed
         elif self.archive is not None:
             for _ in range(3):
                 self.archive.ask()
+
+    def _tick(self) -> None:
+        """The clock of the host of server (0,0)."""
+        if self.archive is not None and not all(life.over for life in self.lives.values()):
+            self.archive.ask()
+            self.sim.at(self.sim.now + self._schedule.every, self._tick)
 
     def kill(self, group: int, away: float) -> None:
         """All processes of a group are gone, and come back after a while, unless their scripts have ended."""
@@ -282,7 +291,7 @@ class Trial(Town):
         """The end of a connection comes to a server."""
         if self.road.cut.get((life.me, server)) is not life and self.lives[life.me] is life:
             self.road.cut[life.me, server] = life
-            if self.tells:
+            if self.tells and life.came:
                 house = self.houses[server]
                 self.wire.awake(lambda: house.send(house.server.lost(life.me)), server)
 
@@ -299,6 +308,11 @@ class Trial(Town):
 
         def live() -> None:
             try:
+                opens = max(self._opens[server] for server in {*door.servers, door.desk})
+                self.sim.sleep(max(0.0, opens - self.sim.now))
+                if life.over:
+                    raise Killed
+                life.came = True
                 if life.incarnation:
                     door.come_back()
                 self.script(Seat(self, me))
@@ -311,14 +325,21 @@ class Trial(Town):
         self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
 
     def run(self) -> "Trial":
-        """From the start to the end. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
+        """From the start to the end, or to a crash. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
         for me in self.workers:
             self._start(me)
+        if self._schedule.every:
+            self.sim.at(self.sim.now + self._schedule.every, self._tick)
         for fault in list(self._faults):
             if fault.at >= 0:
                 self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
         torments = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
-        self.sim.run(LONG + torments)
+        try:
+            self.sim.run(self.sim.now + LONG + torments)
+        except _Crashed:
+            self.crashed = True
+        if self.crashed:
+            return self
         for me, house in self.houses.items():
             if house.server.undecided:
                 raise Wrong(f"{me} still waits for votes about {house.server.undecided} steps, and all is over")
@@ -331,18 +352,27 @@ class Trial(Town):
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         witness = Witness(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
         seat.open(0.0)
-        for epoch in range(self.epochs):
+        snapshot = 0  # that this worker's state is wanted for
+        for epoch in range(0 if self._kept is None else self._kept.first, self.epochs):
+            begins = True
             for stream, seq, number in self._batches(seat, epoch):
+                if begins:
+                    seat.door.deposit(EPOCH, passes_of(epoch))
+                if snapshot:
+                    seat.door.deposit(snapshot, passes_of(epoch))
+                begins = False
                 seat.sleep(0.0, 0.004)
                 if life.over:
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                seat.step(self._gradient(seat, batch), marks=(stream, seq, seq))
+                snapshot = seat.step(self._gradient(seat, batch), marks=(stream, seq, seq)).snapshot
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did(range(batch * workers, (batch + 1) * workers))
                     witness.look(seat.values())
+        if snapshot:
+            seat.door.deposit(snapshot, passes_of(self.epochs))
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
@@ -351,16 +381,17 @@ class Trial(Town):
 
     def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door
+        units = list(left(range(self.batches), () if self._kept is None else self._kept.runs(epoch)))
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
-            mine = range(self.batches)[group :: self.topology.worker_groups]
+            mine = units[group :: self.topology.worker_groups]
             for seq in range(door.applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = Leases(door, epoch, self.batches, 0)
+        leases = Leases(door, epoch, len(units), 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
-            yield place.stream, place.seq, place.number
+            yield place.stream, place.seq, units[place.number]
             leases.passed = place.ordinal + place.last
 
     def _gradient(self, seat: Seat, batch: int) -> list[torch.Tensor]:
