@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from topotrain import message as m
+from topotrain import snapshotbook
 from topotrain.consistency import ApplyOrder, DecisionLog
+from topotrain.crosscut import CrossCut
 from topotrain.exchange import Exchange
 from topotrain.faults import Fault, Schedule, What
 from topotrain.job import Cluster, ConfigError, Job, Placement
@@ -242,6 +244,54 @@ def unasked_values(patch):
     patch.setattr(Exchange, "place", any_round(Exchange.place))
 
 
+def begun_alone(patch):
+    """A group that goes on from a snapshot has its values, and does not wait for those of group 0."""
+    resume = Server._resume
+
+    def at_once(self, model, source, sender):
+        done = resume(self, model, source, sender)
+        self._initialised = {bucket.id for bucket in model.buckets}
+        return done
+
+    patch.setattr(Server, "_resume", at_once)
+
+
+def final_values_counted(patch):
+    """A snapshot takes for an update of a group's own whatever has changed in its values."""
+
+    def remainders(self):
+        for bucket, master in self._masters.items():
+            since = self._sent[bucket] if bucket in self._waiting else self._snap[bucket]
+            yield master, bucket, self._round[bucket], self._view(bucket) - since
+
+    patch.setattr(MasterAgreement, "remainders", remainders)
+
+
+def announced_again(patch):
+    """A snapshot that is announced twice is frozen twice."""
+    patch.setattr(Snapshots, "announce", lambda self, number: setattr(self, "_announced", number))
+
+
+def nothing_held(patch):
+    """What a group adds behind its cut is taken by a master that is before its own."""
+    patch.setattr(Snapshots, "early", lambda self, message: False)
+
+
+def late_left_out(patch):
+    """What was on its way at the cut is in nobody's part of it."""
+    patch.setattr(CrossCut, "late", lambda self, message, body: None)
+
+
+def complete_too_soon(patch):
+    """A master does not wait for what was on its way."""
+    patch.setattr(CrossCut, "complete", property(lambda self: self._sent.keys() == self._wanted))
+
+
+def over_for_all(patch):
+    """An epoch of which nobody has read anything for a while is over."""
+    patch.setattr(snapshotbook, "STATIC", 0)
+
+
 MUTANTS = [
     (twice, "downpour of pairs", 5),
     (without_one, "downpour on three shards", 0),
@@ -250,10 +300,17 @@ MUTANTS = [
     (nobody_is_awaited, "downpour", 7),
     (frozen_late, "downpour on three shards", 14),
     (silent_leases, "downpour", 7),
-    (in_any_order, "downpour on three shards", 20),
+    (in_any_order, "downpour on three shards", 71),
     (decided_forgotten, "downpour of pairs", 6),
     (beginning_again, "downpour of pairs", 6),
     (unasked_values, "downpour of pairs", 6),
+    (begun_alone, "hogwild of three", 0),
+    (final_values_counted, "hogwild of pairs", 0),
+    (announced_again, "hogwild", 0),
+    (nothing_held, "hogwild of three", 0),
+    (late_left_out, "hogwild of three", 0),
+    (complete_too_soon, "hogwild of three", 0),
+    (over_for_all, "downpour", 0),
 ]
 
 

@@ -94,7 +94,8 @@ class Schedule:
         batches, epochs: what is read. mode: "lease" or "static".
         tells: servers hear at once that a process is gone, as from a launcher on the same host.
         faults: what goes wrong.
-        every: seconds between two snapshots; 0: there are some only where a clock jumps.
+        every: seconds between two snapshots; 0: there are some only where a clock jumps, and workers leave no states.
+        opens: servers come up within so many seconds.
     """
 
     weather: str
@@ -104,6 +105,7 @@ class Schedule:
     tells: bool
     faults: tuple[Fault, ...]
     every: float = 0.0
+    opens: float = 0.0
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> Schedule:
@@ -127,7 +129,8 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
         weather = "echo"
     every = dice.choice((0.0, 0.003, 0.01, 0.03))
     crashes = [_crash(dice, groups, workers) for _ in range(dice.choice((0, 1, 1, 2)))] if every else []
-    return Schedule(weather, batches, epochs, mode, tells, (*faults, *crashes), every)
+    opens = dice.choice((0.0, 0.005, 0.03))
+    return Schedule(weather, batches, epochs, mode, tells, (*faults, *crashes), every, opens)
 
 
 def _crash(dice: random.Random, groups: int, workers: int) -> Fault:

@@ -197,13 +197,17 @@ class Trial(Town):
 
     def _open(self) -> None:
         """Processes do not come up at once: a server calls on its peers when both are there, then workers are let in."""
-        there = {me: self.sim.now + self.sim.random.uniform(0.0, 0.03) for me in self.houses}
+        within = self._schedule.opens
+        there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
         self._opens = dict(there)
         for me in self.houses:
             for peer in peers(me, self.topology):
                 time = max(there[me], there[peer])
                 self._opens[me] = max(self._opens[me], time)
-                self.sim.at(time, lambda me=me, peer=peer: self.wire.connect(me, peer, ""))  # type: ignore[misc]
+                if time > self.sim.now:
+                    self.sim.at(time, lambda me=me, peer=peer: self.wire.connect(me, peer, ""))  # type: ignore[misc]
+                else:
+                    self.wire.connect(me, peer, "")
 
     def _meet_servers(self) -> None:
         """Servers find each other as they open."""
@@ -309,7 +313,8 @@ class Trial(Town):
         def live() -> None:
             try:
                 opens = max(self._opens[server] for server in {*door.servers, door.desk})
-                self.sim.sleep(max(0.0, opens - self.sim.now))
+                if opens > self.sim.now:
+                    self.sim.sleep(opens - self.sim.now)
                 if life.over:
                     raise Killed
                 life.came = True
@@ -356,7 +361,7 @@ class Trial(Town):
         for epoch in range(0 if self._kept is None else self._kept.first, self.epochs):
             begins = True
             for stream, seq, number in self._batches(seat, epoch):
-                if begins:
+                if begins and self._schedule.every:
                     seat.door.deposit(EPOCH, passes_of(epoch))
                 if snapshot:
                     seat.door.deposit(snapshot, passes_of(epoch))
