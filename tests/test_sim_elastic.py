@@ -11,10 +11,11 @@ from topotrain import message as m
 from topotrain.consistency import AWAY
 from topotrain.ending import Ending
 from topotrain.faults import CALM, FAR, STORM, VIEWS, Fault, Schedule, What
+from topotrain.lives import Killed
 from topotrain.rehearsal import Seat
 from topotrain.server import Server
 from topotrain.topology import Address, Role
-from topotrain.trial import Killed, Trial
+from topotrain.trial import Trial
 
 pytestmark = pytest.mark.simulated
 

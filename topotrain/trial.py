@@ -6,8 +6,7 @@ in a snapshot of all batches that it says it has, and all others are 0.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -19,93 +18,19 @@ from topotrain.faults import WEATHERS, Fault, Schedule, What
 from topotrain.feeds import STATIC, Leases
 from topotrain.host import peers
 from topotrain.job import Job
+from topotrain.lives import Killed, Life, Patience, Road
 from topotrain.rehearsal import Seat, Town, parameters
 from topotrain.runs import left
 from topotrain.topology import Address, Role
-from topotrain.wire import Resident
-from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
+from topotrain.wire.simulated import SimulatedWire, Weather
 from topotrain.witness import Witness, Wrong
 
 LONG = 10.0
 """Virtual seconds after the last fault, by which the slowest of these jobs is over many times."""
 
 
-class Killed(BaseException):
-    """The process of this worker is gone; no `except Exception` of a script may swallow it."""
-
-
 class _Crashed(BaseException):
     """All processes of the job are gone."""
-
-
-@dataclass(eq=False)
-class Life:
-    """One process of a worker. `said`: messages that it has sent. `came`: the servers have let it in."""
-
-    me: Address
-    incarnation: int
-    said: int = 0
-    came: bool = False
-    over: bool = False  # dead, or its script has ended
-    dead: bool = False
-
-
-class Patience:
-    """How a mortal waits (`exchange.Waiter`)."""
-
-    def __init__(self, life: Life, sim: Simulation) -> None:
-        self._life, self._sim = life, sim
-
-    def update(self) -> AbstractContextManager[object]:
-        """Nobody else is running."""
-        return self._sim.update()
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """As `Simulation.wait`; raises Killed when the life is over."""
-        self._sim.wait(lambda: self._life.over or ready())
-        if self._life.over:
-            raise Killed
-
-
-class Road(SimulatedWire):
-    """A road on which a worker's connections end with its process: what was on them is lost, from some byte on."""
-
-    def __init__(self, trial: "Trial", weather: Weather | None) -> None:
-        super().__init__(trial.sim, weather)
-        self._trial = trial
-        self._newest: dict[tuple[Address, Address], float] = {}
-        self.cut: dict[tuple[Address, Address], Life] = {}  # (worker, server) -> the life that is not heard any more
-
-    def _way(self, me: Address, to: Address) -> tuple[Life, tuple[Address, Address]] | None:
-        for worker, server in ((me, to), (to, me)):
-            if worker.role is Role.WORKER:
-                return self._trial.lives[worker], (worker, server)
-        return None
-
-    def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
-        now, uniform = self._simulation.now, self._simulation.random.uniform
-        if isinstance(message, m.Fail):  # nobody does anything wrong here, but dies
-            raise Wrong(f"{me} to {to}: {message.text}")
-        time = now + uniform(*self.weather.delay)
-        if late:
-            time += uniform(0.0, self.weather.late)
-        else:
-            time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
-        if isinstance(message, m.Return):  # here, too, nothing said before a greeting comes after it
-            time = self._last[me, to] = max(time, self._newest.get((me, to), 0.0))
-        self._newest[me, to] = max(time, self._newest.get((me, to), 0.0))
-        then = self._way(me, to)
-
-        def arrive() -> None:
-            now = self._way(me, to)
-            if then is None or (now is not None and now[0] is then[0] and self.cut.get(then[1]) is not then[0]):
-                self._arrive(me, to, message)
-
-        self._simulation.at(time, lambda: self.awake(arrive, me, to))
-
-    def settle(self, me: Address, resident: Resident) -> None:
-        """A process stands in for the one that was there."""
-        self._residents[me] = resident
 
 
 class Trial(Town):
@@ -145,13 +70,15 @@ class Trial(Town):
         self.crashed = False
         self._published = 0  # by starts before this one
         self._schedule, self._weather = schedule, weather
-        self._kept = None if before is None or before.archive is None else before.archive.last
+        self.archive: Archive | None = None
+        self._kept: Kept | None = None if before is None or before.archive is None else before.archive.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
         schema = parameters(cells, max(cells, 150), 256)
         super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
         if before is not None:
             self._follow(before)
-        self.archive = None if self.server(0, 0).snapshots.refusal else Archive(self, self, self._kept)
+        if not self.server(0, 0).snapshots.refusal:
+            self.archive = Archive(self, self, self._kept)
         self._open()
 
     def _follow(self, before: "Trial") -> None:
@@ -175,7 +102,7 @@ class Trial(Town):
     # --- how it is made ------------------------------------------------------------------------------------------
 
     def _wire(self, weather: Weather | None) -> SimulatedWire:
-        self.road = Road(self, weather)
+        self.road = Road(self.sim, self.lives, weather)
         return self.road
 
     def _door(self, me: Address) -> Exchange:
@@ -196,7 +123,7 @@ class Trial(Town):
         return door
 
     def _open(self) -> None:
-        """Processes do not come up at once: a server calls on its peers when both are there, then workers are let in."""
+        """Not all processes come up at once. A server calls on its peers when both are there, then lets workers in."""
         within = self._schedule.opens
         there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
         self._opens = dict(there)
@@ -330,7 +257,7 @@ class Trial(Town):
         self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
 
     def run(self) -> "Trial":
-        """From the start to the end, or to a crash. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
+        """Until the end, or until a crash. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
         for me in self.workers:
             self._start(me)
         if self._schedule.every:
