@@ -67,7 +67,7 @@ class Elastic(Trial):
         self.done.append(move)
         if move.verb == "join":
             self.absent.discard(move.group)
-            self._bear(move.group)
+            self._bear(self.topology.workers(move.group))
             return
         self.leaving.add(move.group)
         lives = self._lives(move.group)
@@ -111,13 +111,13 @@ class Elastic(Trial):
             self._emptied(life.me.group)
         raise Killed
 
-    def kill(self, group, away):
+    def kill(self, group, away, index=0):
         if group not in self.absent | self.leaving:
-            super().kill(group, away)
+            super().kill(group, away, index)
 
-    def _bear(self, group):
-        if group not in self.absent | self.leaving:
-            super()._bear(group)
+    def _bear(self, fellows):
+        if fellows[0].group not in self.absent | self.leaving:
+            super()._bear(fellows)
 
     def _start(self, me):
         if me.group not in self.absent:
@@ -138,7 +138,8 @@ class Elastic(Trial):
                 seat.sleep(0.0, 0.004)
                 if life.over:
                     raise Killed
-                outcome = seat.step(self._gradient(seat, epoch * self.batches + number), marks=(stream, seq, seq))
+                cell = (epoch * self.batches + number) * self.topology.workers_per_group + seat.me.index
+                outcome = seat.step(self._gradient(cell), marks=(stream, seq, seq))
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                 if outcome.leaves:

@@ -26,7 +26,8 @@ _DESK = Address(Role.SERVER, 0, 0)
 class Kept:
     """A snapshot that was published, in memory: what the job starts from when all of it has died (`snapshot.Source`).
 
-    passes: the first pass over the data that some worker had not come to the end of, as the workers left it.
+    passes: the first pass over the data that some worker had not come to the end of, as the workers left it; None:
+    nobody has left anything.
     """
 
     number: int
@@ -35,7 +36,7 @@ class Kept:
     parameters: tuple[Parameter, ...]
     optimizer: str
     first_epoch: int | None
-    passes: int
+    passes: int | None
     _steps: Mapping[int, int]
     _runs: Mapping[int, Runs]
     _values: Mapping[str, torch.Tensor]
@@ -49,7 +50,8 @@ class Kept:
     @property
     def first(self) -> int:
         """Epochs before this one are over; see `front.earlier.find`."""
-        return self.passes if self.first_epoch is None else min(self.passes, self.first_epoch)
+        known = [epoch for epoch in (self.passes, self.first_epoch) if epoch is not None]
+        return min(known or self._runs, default=0)
 
     def runs(self, epoch: int) -> Runs:
         """Runs [first, last) of an epoch's batches that are in the values."""
@@ -78,6 +80,11 @@ class Ledger(Protocol):
 
     @property
     def epochs(self) -> int: ...
+
+    @property
+    def singly(self) -> bool:
+        """A batch is one worker's, and not divided among those of a group."""
+        ...
 
 
 class Archive:
@@ -145,20 +152,20 @@ class Archive:
             self._town.schema.parameters,
             self._town.schema.optimizer,
             first,
-            min(passes, default=0),
+            min(passes, default=None),
             dict(facts["steps"]),
             runs,
             values,
         )
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
-        batches, each = self._ledger.batches, self._town.topology.workers_per_group
-        cells = torch.zeros(batches * self._ledger.epochs * each)
-        cells[: self._over * batches * each] = 1.0
+        workers = self._town.topology.workers_per_group
+        of_epoch, each = self._ledger.batches * workers, 1 if self._ledger.singly else workers
+        cells = torch.zeros(of_epoch * self._ledger.epochs)
+        cells[: self._over * of_epoch] = 1.0
         for epoch, listed in runs.items():
-            for first, last in listed:
-                last = min(last, batches)  # the last unit of a pass may name more than there are
-                cells[(epoch * batches + first) * each : (epoch * batches + last) * each] = 1.0
+            for first, last in listed:  # the last unit of a pass may name more than there are
+                cells[epoch * of_epoch :][first * each : min(last * each, of_epoch)] = 1.0
         for name, found in values.items():
             if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
                 has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}

@@ -19,6 +19,7 @@ from topotrain.feeds import STATIC, Leases
 from topotrain.host import peers
 from topotrain.job import Job
 from topotrain.lives import Killed, Life, Patience, Road
+from topotrain.regrouping import singly
 from topotrain.rehearsal import Seat, Town, parameters
 from topotrain.runs import left
 from topotrain.topology import Address, Role
@@ -58,6 +59,7 @@ class Trial(Town):
             schedule.mode,
             schedule.tells,
         )
+        self.singly = singly(job)
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
         self._aways: dict[Life, float] = {}  # of those that lose a connection
@@ -159,7 +161,7 @@ class Trial(Town):
         self._faults.remove(fault)
         self.log.append((self.sim.now, fault))
         if fault.what is What.KILL:
-            self.kill(fault.group, fault.away)
+            self.kill(fault.group, fault.away, fault.index)
         elif fault.what is What.CUT:
             self._cut(fault)
         elif fault.what is What.PAUSE:
@@ -176,21 +178,25 @@ class Trial(Town):
             self.archive.ask()
             self.sim.at(self.sim.now + self._schedule.every, self._tick)
 
-    def kill(self, group: int, away: float) -> None:
-        """All processes of a group are gone, and come back after a while, unless their scripts have ended."""
-        if not all(self.lives[me].over for me in self.topology.workers(group)):
-            self._kill(group, away)
+    def kill(self, group: int, away: float, index: int = 0) -> None:
+        """All processes of a group, or one, are gone, and come back after a while, unless their scripts have ended."""
+        if not all(self.lives[me].over for me in self._fellows(group, index)):
+            self._kill(self._fellows(group, index), away)
 
-    def _kill(self, group: int, away: float) -> None:
+    def _fellows(self, group: int, index: int) -> tuple[Address, ...]:
+        """Who lives and dies with this worker."""
+        return (Address(Role.WORKER, group, index),) if self.singly else self.topology.workers(group)
+
+    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
         self.kills += 1
-        self.deaths.append((self.sim.now, group))
-        for me in self.topology.workers(group):
+        self.deaths.append((self.sim.now, fellows[0].group))
+        for me in fellows:
             life, door = self.lives[me], self.doors[me]
             self.wire.resume(me)
             for server in sorted({*door.servers, door.desk}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
             life.over = life.dead = True
-        self.sim.at(self.sim.now + away, lambda: self._bear(group))
+        self.sim.at(self.sim.now + away, lambda: self._bear(fellows))
 
     def _cut(self, fault: Fault) -> None:
         worker = Address(Role.WORKER, fault.group, fault.index)
@@ -201,7 +207,7 @@ class Trial(Town):
 
         def notice() -> None:
             if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
-                self._kill(fault.group, fault.away)  # its last words are lost, and so it has failed
+                self._kill(self._fellows(*worker[1:]), fault.away)  # its last words are lost, and so it has failed
             door.lost(server, "the connection was cut")
 
         self._aways[life] = fault.away
@@ -226,9 +232,9 @@ class Trial(Town):
                 house = self.houses[server]
                 self.wire.awake(lambda: house.send(house.server.lost(life.me)), server)
 
-    def _bear(self, group: int) -> None:
-        self.births.append((self.sim.now, group))
-        for me in self.topology.workers(group):
+    def _bear(self, fellows: tuple[Address, ...]) -> None:
+        self.births.append((self.sim.now, fellows[0].group))
+        for me in fellows:
             for server in sorted({*self.doors[me].servers, self.doors[me].desk}):
                 self._end(self.lives[me], server)  # its connection is replaced, if its end was not noticed before
             self.doors[me] = self._door(me)
@@ -252,7 +258,7 @@ class Trial(Town):
             except Killed:
                 pass
             except PeerLost:
-                self.kill(me.group, self._aways[life])
+                self.kill(me.group, self._aways[life], me.index)
 
         self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
 
@@ -283,9 +289,14 @@ class Trial(Town):
         """Read all that there is, one step for each batch."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         witness = Witness(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
+        seat.visible = seat.visible and not self.singly
         seat.open(0.0)
+        if self.singly:
+            self._train_singly(seat, witness)
+            self._end_well(seat)
+            return
         snapshot = 0  # that this worker's state is wanted for
-        for epoch in range(0 if self._kept is None else self._kept.first, self.epochs):
+        for epoch in self._epochs:
             begins = True
             for stream, seq, number in self._batches(seat, epoch):
                 if begins and self._schedule.every:
@@ -298,13 +309,50 @@ class Trial(Town):
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                snapshot = seat.step(self._gradient(seat, batch), marks=(stream, seq, seq)).snapshot
+                snapshot = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq)).snapshot
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did(range(batch * workers, (batch + 1) * workers))
                     witness.look(seat.values())
         if snapshot:
             seat.door.deposit(snapshot, passes_of(self.epochs))
+        self._end_well(seat)
+
+    def _train_singly(self, seat: Seat, witness: Witness) -> None:
+        """With backup workers each does its own batches, some of them again, and joins the others after each epoch."""
+        life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
+        if life.incarnation:
+            seat.steps = seat.door.catch_up().next
+        for epoch in self._epochs:
+            stream = (epoch << 32) | STATIC | me
+            mine = self._unread(epoch, self.batches * workers)[me::workers]
+            number = seat.door.applied(stream)
+            while number < len(mine):
+                seat.sleep(0.0, 0.004)
+                if life.over:
+                    raise Killed
+                cell = epoch * self.batches * workers + mine[number]
+                witness.look(seat.values())
+                outcome = seat.step(self._gradient(cell), marks=(stream, number, number))
+                if outcome.late:
+                    seat.steps = outcome.next
+                elif not life.over:
+                    number += 1
+                    self.commits.setdefault(seat.me.group, []).append(self.sim.now)
+                    witness.did([cell])
+                    witness.look(seat.values())
+            seat.steps = seat.door.catch_up(epoch).next
+
+    @property
+    def _epochs(self) -> range:
+        """Those that are not over."""
+        return range(0 if self._kept is None else self._kept.first, self.epochs)
+
+    def _unread(self, epoch: int, batches: int) -> list[int]:
+        """What an earlier start has left of so many."""
+        return list(left(range(batches), () if self._kept is None else self._kept.runs(epoch)))
+
+    def _end_well(self, seat: Seat) -> None:
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
@@ -313,7 +361,7 @@ class Trial(Town):
 
     def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door
-        units = list(left(range(self.batches), () if self._kept is None else self._kept.runs(epoch)))
+        units = self._unread(epoch, self.batches)
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
             mine = units[group :: self.topology.worker_groups]
@@ -326,11 +374,10 @@ class Trial(Town):
             yield place.stream, place.seq, units[place.number]
             leases.passed = place.ordinal + place.last
 
-    def _gradient(self, seat: Seat, batch: int) -> list[torch.Tensor]:
-        workers = self.topology.workers_per_group
+    def _gradient(self, cell: int) -> list[torch.Tensor]:
         found = [torch.zeros(p.shape) for p in self.map.parameters]
         for part in found:
-            part[batch * workers + seat.me.index] = -1.0
+            part[cell] = -1.0
         return found
 
     def wrong(self) -> list[tuple[int, int, float]]:
