@@ -11,10 +11,11 @@ from topotrain import message as m
 from topotrain.consistency import AWAY
 from topotrain.ending import Ending
 from topotrain.faults import CALM, FAR, STORM, VIEWS, Fault, Schedule, What
+from topotrain.lives import Killed
 from topotrain.rehearsal import Seat
 from topotrain.server import Server
 from topotrain.topology import Address, Role
-from topotrain.trial import Killed, Trial
+from topotrain.trial import Trial
 
 pytestmark = pytest.mark.simulated
 
@@ -66,7 +67,7 @@ class Elastic(Trial):
         self.done.append(move)
         if move.verb == "join":
             self.absent.discard(move.group)
-            self._bear(move.group)
+            self._bear(self.topology.workers(move.group))
             return
         self.leaving.add(move.group)
         lives = self._lives(move.group)
@@ -110,13 +111,13 @@ class Elastic(Trial):
             self._emptied(life.me.group)
         raise Killed
 
-    def kill(self, group, away):
+    def kill(self, group, away, index=0):
         if group not in self.absent | self.leaving:
-            super().kill(group, away)
+            super().kill(group, away, index)
 
-    def _bear(self, group):
-        if group not in self.absent | self.leaving:
-            super()._bear(group)
+    def _bear(self, fellows):
+        if fellows[0].group not in self.absent | self.leaving:
+            super()._bear(fellows)
 
     def _start(self, me):
         if me.group not in self.absent:
@@ -137,7 +138,8 @@ class Elastic(Trial):
                 seat.sleep(0.0, 0.004)
                 if life.over:
                     raise Killed
-                outcome = seat.step(self._gradient(seat, epoch * self.batches + number), marks=(stream, seq, seq))
+                cell = (epoch * self.batches + number) * self.topology.workers_per_group + seat.me.index
+                outcome = seat.step(self._gradient(cell), marks=(stream, seq, seq))
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                 if outcome.leaves:

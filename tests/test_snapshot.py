@@ -5,18 +5,11 @@ import torch
 from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 
 from topotrain import message as m
-from topotrain import snapshotting
 from topotrain.job import Agreement, Apply, Grads
 from topotrain.position import STATIC, Position
-from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.snapshotbook import CUT, PUBLISHED, WRITTEN, Drop, Publish, Write, texts
 from topotrain.statetable import StateError, from_rows, merge, to_rows
 from topotrain.topology import Address, Role
-
-
-@pytest.fixture
-def across(monkeypatch):
-    """Several server groups take snapshots, which they do in no job yet."""
-    monkeypatch.setattr(snapshotting, "refusal", snapshotting.impossible)
 
 
 class Archive:
@@ -175,18 +168,13 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"groups": 2, "nserver_groups": 2}, "several server groups"),
+        ({"groups": 2, "nserver_groups": 2, "agreement": Agreement.kRingAverage}, "kRingAverage"),
         ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
     ],
 )
 def test_jobs_without_a_common_moment_take_none(fields, words):
     town = Town(job(**fields), 1, VIEWS)
     assert words in town.server(0, 0).snapshots.refusal
-
-
-def test_averages_on_a_ring_have_no_one_model_before_the_end(across):
-    town = Town(job(2, nserver_groups=2, agreement=Agreement.kRingAverage), 1, VIEWS)
-    assert "kRingAverage" in town.server(0, 0).snapshots.refusal
 
 
 # --- positions ---------------------------------------------------------------------------------------------------
@@ -429,7 +417,7 @@ DOUBLE = parameters(150, 256, 90, dtype="float64")
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
 @pytest.mark.parametrize(("groups", "server_groups", "shards", "freq"), [(2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)])
 def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
-    across, weather, groups, server_groups, shards, freq
+    weather, groups, server_groups, shards, freq
 ):
     taken = 0
     for seed in range(12):
@@ -462,7 +450,7 @@ def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
     assert taken >= 12
 
 
-def test_a_snapshot_of_several_server_groups_is_read_by_any_layout(across):
+def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
     """What each server writes is what the file wants: each element once, state once."""
     town = Town(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
     archive = Archive(town)
@@ -494,3 +482,97 @@ def test_a_snapshot_of_several_server_groups_is_read_by_any_layout(across):
         runs = sorted(written[parameter.name])
         assert [lo for lo, _ in runs] == [0, *[hi for _, hi in runs[:-1]]] and runs[-1][1] == parameter.count
     assert all(server.group == 0 for server in states)
+
+
+def at_rest(seat: Seat, archive: Archive, moment: float) -> None:
+    """Everybody makes three steps; a snapshot is asked for when all is over."""
+    seat.open()
+    for _ in range(3):
+        seat.step(seat.numbers())
+    seat.finish()
+    if seat.me.group == 0:
+        seat.door.final_values()
+        seat.sleep(moment, moment)
+        archive.ask()
+
+
+def test_a_snapshot_at_the_end_has_a_masters_final_values_once():
+    town = Town(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(town)
+    town.play(lambda seat: at_rest(seat, archive, 1.0))
+    ((published),) = archive.published
+    found = [archive.values[published.number][p.name] for p in town.map.parameters]
+    assert same(found, town.values())
+
+
+def test_an_announcement_that_is_said_again_freezes_nobody_again():
+    town = Town(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(town)
+    heard: list[int] = []
+
+    def repeat(sender: Address, to: Address, message: m.Message) -> None:
+        if isinstance(message, m.SnapshotPart) and message.stage == CUT and not heard:
+            heard.append(message.number)
+            town.sim.at(town.sim.now + 0.5, lambda: town.houses[to].handle(sender, message))
+
+    town.wire.observers.append(repeat)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            archive.ask()
+        for _ in range(4):
+            seat.step(seat.numbers())
+            seat.sleep(0.3, 0.3)
+        seat.finish()
+
+    frozen: list[tuple[Address, int]] = []
+    for me, house in town.houses.items():
+        snapshots = house.server.snapshots
+        freeze = snapshots.freeze
+
+        def noted(*args, me=me, snapshots=snapshots, freeze=freeze) -> None:
+            if snapshots._due:
+                frozen.append((me, snapshots._due))
+            freeze(*args)
+
+        snapshots.freeze = noted
+    town.play(script)
+    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in town.houses)
+
+
+@pytest.mark.parametrize("broken", [0, 1], ids=["group 0", "group 1"])
+def test_what_one_of_several_groups_cannot_freeze_ends_that_snapshot_and_nothing_else(broken):
+    town = Town(job(2, 1, 1, nserver_groups=2), 1, VIEWS, DOUBLE)
+    archive = Archive(town)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        if seat.me.group == 0:
+            archive.ask()
+        for step in range(6):
+            seat.step(seat.numbers())
+            if step == 0 and seat.me.group == broken:
+                snapshots = town.server(broken, 0).snapshots
+                snapshots._freezer = Broken(snapshots._freezer)
+            seat.sleep(0.1, 0.1)
+            if seat.me.group == 0 and step == 3:
+                archive.ask()
+        seat.finish()
+
+    town.play(script)
+    assert len(archive.published) + len(archive.dropped) == 2
+    assert [drop.why for drop in archive.dropped] == ["state of no known form"]
+
+
+class Broken:
+    """Freezes nothing, the first time."""
+
+    def __init__(self, freezer) -> None:
+        self.freezer, self.turns = freezer, 0
+
+    def freeze(self):
+        self.turns += 1
+        if self.turns == 1:
+            raise StateError("state of no known form")
+        return self.freezer.freeze()

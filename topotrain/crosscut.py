@@ -34,12 +34,15 @@ class CrossCut:
         self._sent: dict[tuple[int, int], int] = {}  # (group, bucket) -> the last exchange before the group froze
         self._frozen: Frozen | None = None
 
-    def begin(self, number: int, frozen: Frozen) -> Iterator[tuple[int, Remainder]]:
-        """The shard is frozen; what to tell the masters: (server group, message)."""
-        self._frozen = frozen
-        self._sent = {}
+    def remainders(self, number: int) -> Iterator[tuple[int, Remainder]]:
+        """This is the moment; what to tell the masters, which wait for it: (server group, message)."""
         for master, bucket, sync, body in self._agreement.remainders():
             yield master, Remainder(number, bucket, sync, body=body)
+
+    def begin(self, frozen: Frozen) -> None:
+        """The shard is frozen; what the others had added by then is to come."""
+        self._frozen = frozen
+        self._sent = {}
 
     def late(self, message: Delta, body: torch.Tensor) -> None:
         """The group that sent this had not frozen when it did; the shard has taken it after it froze."""

@@ -29,12 +29,16 @@ _ECHOES = 0.3
 
 
 class What(str, Enum):
-    """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps."""
+    """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps.
+
+    CRASH: a server dies, and so all of the job starts again from its newest snapshot.
+    """
 
     KILL = "kill"
     CUT = "cut"
     PAUSE = "pause"
     CLOCK = "clock"
+    CRASH = "crash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Fault:
             when = f"at {kind} {self.after + 1} of {worker} of incarnation {self.incarnation}"
         if self.what is What.CLOCK:
             return f"{when}: the clock of the host of server (0,0) jumps"
+        if self.what is What.CRASH:
+            return f"{when}: the whole job dies, and starts again from its newest snapshot"
         if self.what is What.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
@@ -88,6 +94,8 @@ class Schedule:
         batches, epochs: what is read. mode: "lease" or "static".
         tells: servers hear at once that a process is gone, as from a launcher on the same host.
         faults: what goes wrong.
+        every: seconds between two snapshots; 0: there are some only where a clock jumps, and workers leave no states.
+        opens: servers come up within so many seconds.
     """
 
     weather: str
@@ -96,6 +104,8 @@ class Schedule:
     mode: str
     tells: bool
     faults: tuple[Fault, ...]
+    every: float = 0.0
+    opens: float = 0.0
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> Schedule:
@@ -117,7 +127,18 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
         faults = [_one(dice, dice.choice(kinds), groups, workers, shards) for _ in range(dice.randint(1, 4))]
     if weather == "storm" and dice.random() < _ECHOES:
         weather = "echo"
-    return Schedule(weather, batches, epochs, mode, tells, tuple(faults))
+    every = dice.choice((0.0, 0.003, 0.01, 0.03))
+    crashes = [_crash(dice, groups, workers) for _ in range(dice.choice((0, 1, 1, 2)))] if every else []
+    opens = dice.choice((0.0, 0.005, 0.03))
+    return Schedule(weather, batches, epochs, mode, tells, (*faults, *crashes), every, opens)
+
+
+def _crash(dice: random.Random, groups: int, workers: int) -> Fault:
+    """A job has died by now and then, and often in the middle of what a worker says in one go."""
+    group, index = dice.randrange(groups), dice.randrange(workers)
+    if dice.random() < 0.5:
+        return Fault(group, index=index, at=dice.uniform(0.005, 0.12), away=0.0, what=What.CRASH)
+    return Fault(group, 0, index, dice.randint(0, 60), away=0.0, what=What.CRASH)
 
 
 def _one(dice: random.Random, what: What, groups: int, workers: int, shards: int) -> Fault:

@@ -151,8 +151,11 @@ class MasterAgreement:
     def remainders(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         """Of each bucket that another group masters: (master, bucket, last exchange, what was added since that)."""
         for bucket, master in self._masters.items():
+            current = self._view(bucket)
             since = self._sent[bucket] if bucket in self._waiting else self._snap[bucket]
-            yield master, bucket, self._round[bucket], self._view(bucket) - since
+            if not self._updates[bucket]:  # nothing; at the end of a job a master's final value may have come instead
+                since = current
+            yield master, bucket, self._round[bucket], current - since
 
     def drain(self) -> Out:
         self._draining = True

@@ -60,18 +60,20 @@ class Opening:
             self._parts.pop(worker, None)
 
     def describe(self, sender: Address, schema: Schema) -> bool:
-        """Take a description; whether it is the first. Raises ProtocolError for a model that cannot be."""
-        if self.schema is not None:
-            return False
-        try:
-            self._map = slice_map_for(schema.parameters, self._topology)
-        except ValueError as error:  # the worker has cut the same before it said so
-            raise m.ProtocolError(f"a model that cannot be: {error}") from error
-        self.schema, self._who_first = schema, self._who(sender)
-        if self._me.index == 0 and self.buffers:
+        """Take a description; whether the model may be complete now. Raises ProtocolError for one that cannot be."""
+        first = self.schema is None
+        if first or self._map is None:
+            try:
+                self._map = slice_map_for(schema.parameters, self._topology)
+            except ValueError as error:  # the worker has cut the same before it said so
+                raise m.ProtocolError(f"a model that cannot be: {error}") from error
+            self.schema, self._who_first = schema, self._who(sender)
+            self._look_through()
+        # A worker of ours has called on all of our servers; another group may know the model before they are there.
+        if self._me.index == 0 and self.buffers and not self._whole and sender.role is Role.WORKER:
             self._give_out(self._map)
-        self._look_through()
-        return True
+            return True
+        return first
 
     def difference(self, sender: Address, schema: Schema) -> str:
         """Between the first description and this one, in words; "": there is none."""

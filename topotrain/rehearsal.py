@@ -7,6 +7,7 @@ given, and whole numbers add up exactly in any order.
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,8 +22,10 @@ from topotrain.message import Message
 from topotrain.server import Server
 from topotrain.shard import FlatBuffers, Schema
 from topotrain.slices import Parameter, SliceMap, cut
+from topotrain.snapshot import Source
 from topotrain.topology import Address, Role, layout
 from topotrain.update import describe
+from topotrain.wire import WireError
 from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
 
 
@@ -62,7 +65,8 @@ class House:
     def send(self, out: Sequence[tuple[Address, Message]]) -> None:
         """Put the server's answers on their way."""
         for to, message in out:
-            self._wire.send(self.server.me, to, message)
+            with suppress(WireError):  # as a host does: there is nobody yet, or not any more
+                self._wire.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
         """A connection ended."""
@@ -78,10 +82,17 @@ class Town:
         weather: of the road.
         schema: what the model consists of.
         rate: of the SGD that the servers step with.
+        resumed: the snapshot that the job goes on from.
     """
 
     def __init__(
-        self, job: Job, seed: int, weather: Weather | None, schema: tuple[Parameter, ...], rate: float = 1.0
+        self,
+        job: Job,
+        seed: int,
+        weather: Weather | None,
+        schema: tuple[Parameter, ...],
+        rate: float = 1.0,
+        resumed: Source | None = None,
     ) -> None:
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
@@ -92,16 +103,19 @@ class Town:
         self.houses: dict[Address, House] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
-                self.houses[me] = House(Server(me, job, self.topology, zeros), self.wire)
+                self.houses[me] = House(Server(me, job, self.topology, zeros, resumed=resumed), self.wire)
                 self.wire.attach(me, self.houses[me])
-        for me in self.houses:
-            for peer in peers(me, self.topology):
-                self.wire.connect(me, peer, "")
+        self._meet_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.doors = {me: self._door(me) for me in self.workers}
 
     def _wire(self, weather: Weather | None) -> SimulatedWire:
         return SimulatedWire(self.sim, weather)
+
+    def _meet_servers(self) -> None:
+        for me in self.houses:
+            for peer in peers(me, self.topology):
+                self.wire.connect(me, peer, "")
 
     def _door(self, me: Address) -> Exchange:
         door = Exchange(me, self.topology, lambda to, message: self.wire.send(me, to, message), self.sim.waiter())

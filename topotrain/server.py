@@ -298,7 +298,9 @@ class Server:
         except ConfigError as error:
             self._send(sender, m.Fail(str(error), True))
             return False
-        self._initialised = {bucket.id for bucket in model.buckets}
+        if self.me.group == 0:
+            self._initialised = {bucket.id for bucket in model.buckets}
+        # Others wait for the values of group 0, as at any start: these come when every group is there to be spoken to.
         self.version = source.version
         self.clocks.go_on(self._clocks_of(source))
         return True

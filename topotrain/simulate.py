@@ -46,6 +46,7 @@ LAYOUTS: Mapping[str, Job] = {
     "warming up": _job(3, 1, 2, warmup=3),
     "encoded": _job(2, 2, 2, compression=Compression.kFp16),
     "backup workers": _job(1, 3, 2, backup=1),
+    "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -54,7 +55,8 @@ LAYOUTS: Mapping[str, Job] = {
 class Verdict:
     """What came of one rehearsal.
 
-    wrong: what went wrong; empty: nothing. kills: groups that died. snapshots: that were published and compared.
+    wrong: what went wrong; empty: nothing. kills: groups that died. crashes: times that all of the job did.
+    snapshots: that were published and compared.
     messages: that arrived. seconds: virtual. digest: CRC-32 of all that arrived, in its order.
     moments: of each fault of the schedule, in virtual seconds; None: it did not come to it.
     """
@@ -64,6 +66,7 @@ class Verdict:
     schedule: Schedule
     wrong: str
     kills: int
+    crashes: int
     snapshots: int
     messages: int
     seconds: float
@@ -111,19 +114,23 @@ def rehearse(job: Job, name: str, seed: int, schedule: Schedule) -> Verdict:
     """One rehearsal."""
     trial = Trial(job, seed, schedule)
     seen = [0, 0]
+    crashes = 0
 
     def observe(sender: Address, to: Address, message: Message) -> None:
         seen[0] += 1
         said = f"{trial.sim.now!r} {sender} {to} {type(message).__name__}"
         seen[1] = zlib.crc32(said.encode(), seen[1])
 
-    trial.wire.observers.append(observe)
     try:
-        wrong = _text(trial.run().wrong())
+        trial.wire.observers.append(observe)
+        while trial.run().crashed:
+            crashes += 1
+            trial = trial.again()
+            trial.wire.observers.append(observe)
+        wrong = _text(trial.wrong())
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
-    snapshots = trial.archive.published if trial.archive else 0
-    counted = (trial.kills, snapshots, seen[0], round(trial.sim.now, 4), seen[1])
+    counted = (trial.kills, crashes, trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
     befell = {fault: round(moment, 4) for moment, fault in trial.log}
     return Verdict(seed, name, schedule, wrong, *counted, tuple(befell.get(fault) for fault in schedule.faults))
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from topotrain.message import MAX_TEXT, Message, ProtocolError, SnapshotPart
-from topotrain.position import Position
+from topotrain.position import STATIC, Position
 from topotrain.snapshot import Frozen
 from topotrain.statetable import StateError, Table, from_rows, merge, to_rows
 from topotrain.topology import Address
@@ -243,8 +243,11 @@ class Book:
             return
         now.publishing = True
         since = [stream >> 32 for stream, count in counts.items() if count > now.counts.get(stream, 0)]
-        if self._others:  # what those groups have applied since is not known here: where their workers were then
-            since, exact = list(dict(now.facts["reading"]).values()), False
+        reading = dict(now.facts.get("reading", ())).values()  # the epoch in which each group was then, or before it
+        if self._others:  # what those groups have applied since is not known here
+            since, exact = list(reading), False
+        elif len(reading) > 1 and any(stream & STATIC for stream in counts):
+            since += reading  # nobody waits at the end of an epoch for a group that reads its part of it, or has died
         first = min(since, default=None)
         applied = self.position.applied(now.counts)
         if first is not None and exact:

@@ -40,17 +40,7 @@ Send = Callable[[Address, Message], None]
 
 
 def refusal(job: Job, topology: Topology) -> str:
-    """Why no snapshot is taken of a job; empty: they are."""
-    if topology.server_groups > 1:
-        return "several server groups could wait for each other at the end"
-    return impossible(job, topology)
-
-
-def impossible(job: Job, topology: Topology) -> str:
-    """Why there can be no snapshot of a job; empty: there can.
-
-    Of several server groups one is taken in tests only: in a job they have been seen to wait for each other at its end.
-    """
+    """Why no snapshot can be taken of a job; empty: they can."""
     if topology.server_groups > 1 and not topology.synced:
         return "its groups go their own ways"
     if topology.synced and job.cluster.agreement is Agreement.kRingAverage:
@@ -223,8 +213,9 @@ class Snapshots:
     # --- on every shard: what ------------------------------------------------------------------------------------
 
     def announce(self, number: int) -> None:
-        """The log of decisions says that a snapshot is taken behind the next step."""
-        self._announced = number
+        """The log of decisions says that a snapshot is taken behind the next step; once, if it says so twice."""
+        if number > max(self.cut, self._due):
+            self._announced = number
 
     def step(self, group: int, epoch: int = 0) -> int:
         """A step of a group is being carried out: which snapshot its workers are to be told of, 0: none.
@@ -250,6 +241,11 @@ class Snapshots:
         if not self._due:
             return
         number, self._due = self._due, 0
+        self.cut = number
+        if self._across and self._crosscut is None:
+            self._crosscut = CrossCut(model, self._me.group, self._across)
+        for master, message in self._crosscut.remainders(number) if self._crosscut is not None else ():
+            self._send(Address(Role.SERVER, master, self._me.index), message)
         if self._work is None:  # a shard whose host writes nothing; the coordinator is told, and drops the snapshot
             self._say(number, FROZEN, {"error": f"{self._me} writes no snapshots"})
             return
@@ -261,21 +257,17 @@ class Snapshots:
             self._facts = {"facts": {**now, "counts": sorted(counts().items())}}
         if self._freezer is None:
             self._freezer = Freezer(model, self._me.index, self._me.group if self._across else None)
-        self.cut = number
         try:
             frozen = self._freezer.freeze()
         except StateError as error:
             self._say(number, FROZEN, {"error": str(error)})
             return
         self._frozen = {number: frozen}
-        if not self._across:
+        if self._crosscut is None:
             self._say(number, FROZEN, {"rows": to_rows(frozen.table)})
             return
-        if self._crosscut is None:
-            self._crosscut = CrossCut(model, self._me.group, self._across)
         self._due_rows = to_rows(frozen.table)
-        for master, message in self._crosscut.begin(number, frozen):
-            self._send(Address(Role.SERVER, master, self._me.index), message)
+        self._crosscut.begin(frozen)
         self._look()
 
     # --- across several server groups (`crosscut`) ---------------------------------------------------------------

@@ -6,155 +6,32 @@ in a snapshot of all batches that it says it has, and all others are 0.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from topotrain import message as m
+from topotrain.archive import Archive, Kept, passes_of
+from topotrain.deposits import EPOCH
 from topotrain.exchange import Exchange, PeerLost
 from topotrain.faults import WEATHERS, Fault, Schedule, What
 from topotrain.feeds import STATIC, Leases
+from topotrain.host import peers
 from topotrain.job import Job
+from topotrain.lives import Killed, Life, Patience, Road
 from topotrain.regrouping import singly
 from topotrain.rehearsal import Seat, Town, parameters
-from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.runs import left
 from topotrain.topology import Address, Role
-from topotrain.wire import Resident
-from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
+from topotrain.wire.simulated import SimulatedWire, Weather
 from topotrain.witness import Witness, Wrong
 
 LONG = 10.0
 """Virtual seconds after the last fault, by which the slowest of these jobs is over many times."""
 
 
-class Killed(BaseException):
-    """The process of this worker is gone; no `except Exception` of a script may swallow it."""
-
-
-@dataclass(eq=False)
-class Life:
-    """One process of a worker. `said`: messages that it has sent."""
-
-    me: Address
-    incarnation: int
-    said: int = 0
-    over: bool = False  # dead, or its script has ended
-    dead: bool = False
-
-
-class Patience:
-    """How a mortal waits (`exchange.Waiter`)."""
-
-    def __init__(self, life: Life, sim: Simulation) -> None:
-        self._life, self._sim = life, sim
-
-    def update(self) -> AbstractContextManager[object]:
-        """Nobody else is running."""
-        return self._sim.update()
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """As `Simulation.wait`; raises Killed when the life is over."""
-        self._sim.wait(lambda: self._life.over or ready())
-        if self._life.over:
-            raise Killed
-
-
-class Road(SimulatedWire):
-    """A road on which a worker's connections end with its process: what was on them is lost, from some byte on."""
-
-    def __init__(self, trial: "Trial", weather: Weather | None) -> None:
-        super().__init__(trial.sim, weather)
-        self._trial = trial
-        self._newest: dict[tuple[Address, Address], float] = {}
-        self.cut: dict[tuple[Address, Address], Life] = {}  # (worker, server) -> the life that is not heard any more
-
-    def _way(self, me: Address, to: Address) -> tuple[Life, tuple[Address, Address]] | None:
-        for worker, server in ((me, to), (to, me)):
-            if worker.role is Role.WORKER:
-                return self._trial.lives[worker], (worker, server)
-        return None
-
-    def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
-        now, uniform = self._simulation.now, self._simulation.random.uniform
-        if isinstance(message, m.Fail):  # nobody does anything wrong here, but dies
-            raise Wrong(f"{me} to {to}: {message.text}")
-        time = now + uniform(*self.weather.delay)
-        if late:
-            time += uniform(0.0, self.weather.late)
-        else:
-            time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
-        if isinstance(message, m.Return):  # here, too, nothing said before a greeting comes after it
-            time = self._last[me, to] = max(time, self._newest.get((me, to), 0.0))
-        self._newest[me, to] = max(time, self._newest.get((me, to), 0.0))
-        then = self._way(me, to)
-
-        def arrive() -> None:
-            now = self._way(me, to)
-            if then is None or (now is not None and now[0] is then[0] and self.cut.get(then[1]) is not then[0]):
-                self._arrive(me, to, message)
-
-        self._simulation.at(time, lambda: self.awake(arrive, me, to))
-
-    def settle(self, me: Address, resident: Resident) -> None:
-        """A process stands in for the one that was there."""
-        self._residents[me] = resident
-
-
-class Archive:
-    """The hosts' disks: keep what a snapshot consists of, and compare it with what it says it is."""
-
-    def __init__(self, trial: "Trial") -> None:
-        self._trial = trial
-        self._values: dict[int, dict[str, torch.Tensor]] = {}
-        self._over = 0  # epochs before it were read to their end by the snapshot before: none lists them any more
-        self.published = 0
-        for me, house in trial.houses.items():
-            house.server.snapshots.follow(lambda what, me=me: self._work(me, what))  # type: ignore[misc]
-
-    def ask(self) -> None:
-        """A host's clock says that it is time."""
-        me = Address(Role.SERVER, 0, 0)
-        self._trial.wire.awake(lambda: self._trial.houses[me].handle(me, m.SnapshotAsk()), me)
-
-    def _work(self, me: Address, what: Write | Publish | Drop) -> None:
-        if isinstance(what, Drop):
-            raise Wrong(f"snapshot {what.number} came to nothing: {what.why}")
-        if isinstance(what, Publish):
-            self._check(what)
-            self._answer(me, texts(what.number, PUBLISHED, {}))
-            return
-        for slab in what.frozen.values:
-            counts = {p.name: p.count for p in self._trial.map.parameters}
-            kept = self._values.setdefault(what.number, {})
-            whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
-            whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-        self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
-
-    def _answer(self, me: Address, said: list[m.SnapshotPart]) -> None:
-        def say() -> None:
-            for part in said:
-                self._trial.houses[me].handle(me, part)
-
-        sim = self._trial.sim
-        sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._trial.wire.awake(say, me))
-
-    def _check(self, what: Publish) -> None:
-        self.published += 1
-        trial, workers = self._trial, self._trial.topology.workers_per_group
-        epoch_cells = trial.batches * workers
-        each = 1 if trial.singly else workers  # cells of one batch
-        cells = torch.zeros(epoch_cells * trial.epochs)
-        cells[: self._over * epoch_cells] = 1.0
-        self._over = max(self._over, what.facts["first_epoch"] or 0)
-        for epoch, runs in what.facts["epochs"]:
-            for first, last in runs:
-                # The last unit of a pass may name more than there are.
-                cells[epoch * epoch_cells :][first * each : min(last * each, epoch_cells)] = 1.0
-        for name, found in self._values.pop(what.number).items():
-            if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
-                has = [cell for cell in range(cells.numel()) if found[cell]]
-                raise Wrong(f"snapshot {what.number} says it has {what.facts['epochs']}, and {name} has cells {has}")
+class _Crashed(BaseException):
+    """All processes of the job are gone."""
 
 
 class Trial(Town):
@@ -164,9 +41,17 @@ class Trial(Town):
         job, seed: as for `Town`.
         schedule: what happens; with it the name of a weather.
         weather: instead of the schedule's.
+        before: this is another start of that job, all of which has died.
     """
 
-    def __init__(self, job: Job, seed: int, schedule: Schedule, weather: Weather | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        seed: int,
+        schedule: Schedule,
+        weather: Weather | None = None,
+        before: "Trial | None" = None,
+    ) -> None:
         self.lives: dict[Address, Life] = {}
         self.batches, self.epochs, self.mode, self.tells = (
             schedule.batches,
@@ -184,14 +69,42 @@ class Trial(Town):
         self.deaths: list[tuple[float, int]] = []
         self.final: list[torch.Tensor] = []
         self.log: list[tuple[float, Fault]] = []  # what has befallen it, and when
+        self.crashed = False
+        self._published = 0  # by starts before this one
+        self._schedule, self._weather = schedule, weather
+        self.archive: Archive | None = None
+        self._kept: Kept | None = None if before is None or before.archive is None else before.archive.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
-        super().__init__(job, seed, weather or WEATHERS[schedule.weather], parameters(cells, max(cells, 150), 256))
-        self.archive = None if self.server(0, 0).snapshots.refusal else Archive(self)
+        schema = parameters(cells, max(cells, 150), 256)
+        super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
+        if before is not None:
+            self._follow(before)
+        if not self.server(0, 0).snapshots.refusal:
+            self.archive = Archive(self, self, self._kept)
+        self._open()
+
+    def _follow(self, before: "Trial") -> None:
+        """Take over what is no process's: time, chance, and the account of what happened."""
+        self.sim.now = before.sim.now
+        self.sim.random.setstate(before.sim.random.getstate())
+        self.random.setstate(before.random.getstate())
+        self.kills, self.log, self.commits = before.kills, before.log, before.commits
+        self.births, self.deaths, self._published = before.births, before.deaths, before.snapshots
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots that were published, and compared with what they say they are."""
+        return self._published + (0 if self.archive is None else self.archive.published)
+
+    def again(self) -> "Trial":
+        """The next start of the job, after a crash: from its newest snapshot, or from its beginning."""
+        rest = replace(self._schedule, faults=tuple(self._faults))
+        return Trial(self.job, self.sim.seed, rest, self._weather, self)
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
     def _wire(self, weather: Weather | None) -> SimulatedWire:
-        self.road = Road(self, weather)
+        self.road = Road(self.sim, self.lives, weather)
         return self.road
 
     def _door(self, me: Address) -> Exchange:
@@ -210,6 +123,23 @@ class Trial(Town):
         for server in {*door.servers, door.desk}:
             self.wire.connect(me, server, "")
         return door
+
+    def _open(self) -> None:
+        """Not all processes come up at once. A server calls on its peers when both are there, then lets workers in."""
+        within = self._schedule.opens
+        there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
+        self._opens = dict(there)
+        for me in self.houses:
+            for peer in peers(me, self.topology):
+                time = max(there[me], there[peer])
+                self._opens[me] = max(self._opens[me], time)
+                if time > self.sim.now:
+                    self.sim.at(time, lambda me=me, peer=peer: self.wire.connect(me, peer, ""))  # type: ignore[misc]
+                else:
+                    self.wire.connect(me, peer, "")
+
+    def _meet_servers(self) -> None:
+        """Servers find each other as they open."""
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 
@@ -236,9 +166,17 @@ class Trial(Town):
             self._cut(fault)
         elif fault.what is What.PAUSE:
             self._pause(fault)
+        elif fault.what is What.CRASH:
+            raise _Crashed
         elif self.archive is not None:
             for _ in range(3):
                 self.archive.ask()
+
+    def _tick(self) -> None:
+        """The clock of the host of server (0,0)."""
+        if self.archive is not None and not all(life.over for life in self.lives.values()):
+            self.archive.ask()
+            self.sim.at(self.sim.now + self._schedule.every, self._tick)
 
     def kill(self, group: int, away: float, index: int = 0) -> None:
         """All processes of a group, or one, are gone, and come back after a while, unless their scripts have ended."""
@@ -290,7 +228,7 @@ class Trial(Town):
         """The end of a connection comes to a server."""
         if self.road.cut.get((life.me, server)) is not life and self.lives[life.me] is life:
             self.road.cut[life.me, server] = life
-            if self.tells:
+            if self.tells and life.came:
                 house = self.houses[server]
                 self.wire.awake(lambda: house.send(house.server.lost(life.me)), server)
 
@@ -307,6 +245,12 @@ class Trial(Town):
 
         def live() -> None:
             try:
+                opens = max(self._opens[server] for server in {*door.servers, door.desk})
+                if opens > self.sim.now:
+                    self.sim.sleep(opens - self.sim.now)
+                if life.over:
+                    raise Killed
+                life.came = True
                 if life.incarnation:
                     door.come_back()
                 self.script(Seat(self, me))
@@ -319,14 +263,21 @@ class Trial(Town):
         self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
 
     def run(self) -> "Trial":
-        """From the start to the end. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
+        """Until the end, or until a crash. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
         for me in self.workers:
             self._start(me)
+        if self._schedule.every:
+            self.sim.at(self.sim.now + self._schedule.every, self._tick)
         for fault in list(self._faults):
             if fault.at >= 0:
                 self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
         torments = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
-        self.sim.run(LONG + torments)
+        try:
+            self.sim.run(self.sim.now + LONG + torments)
+        except _Crashed:
+            self.crashed = True
+        if self.crashed:
+            return self
         for me, house in self.houses.items():
             if house.server.undecided:
                 raise Wrong(f"{me} still waits for votes about {house.server.undecided} steps, and all is over")
@@ -344,18 +295,27 @@ class Trial(Town):
             self._train_singly(seat, witness)
             self._end_well(seat)
             return
-        for epoch in range(self.epochs):
+        snapshot = 0  # that this worker's state is wanted for
+        for epoch in self._epochs:
+            begins = True
             for stream, seq, number in self._batches(seat, epoch):
+                if begins and self._schedule.every:
+                    seat.door.data.deposit(EPOCH, passes_of(epoch))
+                if snapshot:
+                    seat.door.data.deposit(snapshot, passes_of(epoch))
+                begins = False
                 seat.sleep(0.0, 0.004)
                 if life.over:
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                seat.step(self._gradient(seat, batch), marks=(stream, seq, seq))
+                snapshot = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq)).snapshot
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did(range(batch * workers, (batch + 1) * workers))
                     witness.look(seat.values())
+        if snapshot:
+            seat.door.data.deposit(snapshot, passes_of(self.epochs))
         self._end_well(seat)
 
     def _train_singly(self, seat: Seat, witness: Witness) -> None:
@@ -363,16 +323,17 @@ class Trial(Town):
         life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
         if life.incarnation:
             seat.steps = seat.door.catch_up().next
-        for epoch in range(self.epochs):
+        for epoch in self._epochs:
             stream = (epoch << 32) | STATIC | me
+            mine = self._unread(epoch, self.batches * workers)[me::workers]
             number = seat.door.data.applied(stream)
-            while number < self.batches:
+            while number < len(mine):
                 seat.sleep(0.0, 0.004)
                 if life.over:
                     raise Killed
-                cell = (epoch * self.batches + number) * workers + me
+                cell = epoch * self.batches * workers + mine[number]
                 witness.look(seat.values())
-                outcome = seat.step(self._gradient(seat, cell // workers), marks=(stream, number, number))
+                outcome = seat.step(self._gradient(cell), marks=(stream, number, number))
                 if outcome.late:
                     seat.steps = outcome.next
                 elif not life.over:
@@ -381,6 +342,15 @@ class Trial(Town):
                     witness.did([cell])
                     witness.look(seat.values())
             seat.steps = seat.door.catch_up(epoch).next
+
+    @property
+    def _epochs(self) -> range:
+        """Those that are not over."""
+        return range(0 if self._kept is None else self._kept.first, self.epochs)
+
+    def _unread(self, epoch: int, batches: int) -> list[int]:
+        """What an earlier start has left of so many."""
+        return list(left(range(batches), () if self._kept is None else self._kept.runs(epoch)))
 
     def _end_well(self, seat: Seat) -> None:
         seat.finish()
@@ -391,23 +361,23 @@ class Trial(Town):
 
     def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door
+        units = self._unread(epoch, self.batches)
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
-            mine = range(self.batches)[group :: self.topology.worker_groups]
+            mine = units[group :: self.topology.worker_groups]
             for seq in range(door.data.applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = Leases(door.data, epoch, self.batches, 0)
+        leases = Leases(door.data, epoch, len(units), 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
-            yield place.stream, place.seq, place.number
+            yield place.stream, place.seq, units[place.number]
             leases.passed = place.ordinal + place.last
 
-    def _gradient(self, seat: Seat, batch: int) -> list[torch.Tensor]:
-        workers = self.topology.workers_per_group
+    def _gradient(self, cell: int) -> list[torch.Tensor]:
         found = [torch.zeros(p.shape) for p in self.map.parameters]
         for part in found:
-            part[batch * workers + seat.me.index] = -1.0
+            part[cell] = -1.0
         return found
 
     def wrong(self) -> list[tuple[int, int, float]]:

@@ -20,14 +20,16 @@ pytestmark = pytest.mark.journey
 
 SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
+HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
+HYBRID = "nworker_groups: 4 nserver_groups: 2"
 EXTRA = "snapshot_s: 0.1"
 
 
-def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA) -> Path:
-    """The workspace of a job whose processes were all killed when a worker had taken 30 steps."""
+def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA, at: int = 30) -> Path:
+    """The workspace of a job whose processes were all killed when its main worker had taken so many steps."""
     hold = shop.folder / "hold"
     hold.touch()
-    command = shop.command(cluster, "resuming.py", kind, "--hold", str(hold), extra=extra)
+    command = shop.command(cluster, "resuming.py", kind, "--hold", str(hold), "--at", str(at), extra=extra)
     command = [*client(shop.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
     assert process.stdout is not None
@@ -119,15 +121,17 @@ def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, clu
 
 
 @pytest.mark.parametrize(
-    "after",
+    ("before", "after"),
     [
-        "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true",
-        "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true",
+        (SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"),
+        (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
+        (HOGWILD, HYBRID),
+        (HYBRID, SYNC),
     ],
-    ids=["synchronous", "downpour"],
+    ids=["synchronous", "downpour", "a hybrid", "no longer a hybrid"],
 )
-def test_every_sample_once_on_another_layout(shop: Shop, after: str) -> None:
-    workspace = killed(shop, SYNC, "ledger", "snapshot_s: 0.1 reduce: kSum")
+def test_every_sample_once_on_another_layout(shop: Shop, before: str, after: str) -> None:
+    workspace = killed(shop, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)
     found = latest(workspace)
     assert found is not None
     conf = shop.folder / "other.conf"
@@ -135,3 +139,17 @@ def test_every_sample_once_on_another_layout(shop: Shop, after: str) -> None:
     program = str(Path(__file__).parents[1] / "programs" / "resuming.py")
     cells = resumed(shop, workspace, str(conf), program, "ledger").final["cells"]
     assert torch.equal(cells, torch.full((SAMPLES,), 3.0)), (found.version, cells)
+
+
+def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(shop: Shop) -> None:
+    program = ("resuming.py", "ledger", "--at", "12")
+    code, said, workspace = terminated(shop, HOGWILD, *program, extra="snapshot_s: 0 checkpoint_freq: 5 reduce: kSum")
+    found = latest(workspace)
+    assert code == 143 and found is not None and found.steps(0) >= 12, said
+    assert f"snapshot {found.number} has step {found.steps(0)}: `topotrain run --resume {workspace}`" in said
+    early = workspace / "manifests" / "step-5"
+    counted = load_file(early / "model.safetensors")["cells"]
+    assert 0 < counted.sum() < SAMPLES * 2 and Manifest.open(early).steps(0) == 5
+    for snapshot in (workspace, early):
+        cells = resumed(shop, snapshot).final["cells"]
+        assert torch.equal(cells, torch.full((SAMPLES,), 3.0)), (found.version, cells)
