@@ -1035,11 +1035,13 @@ class Greeting(Message):
 class Resume(Message):
     """On a way that was made anew, both sides' first word: so many of your messages have I heard, ever.
 
-    What was said after those is said again. answer: this one answers the other side's.
+    What was said after those is said again. answer: this one answers the other side's. life: a worker's group has been
+    started so often again; an earlier process in its place said, and heard, other messages.
     """
 
     heard: int
     answer: bool = False
+    life: int = 0
 
 
 @_message(101)
@@ -1076,9 +1078,10 @@ class Forward(Message):
 @_message(103)
 @dataclass(frozen=True, slots=True)
 class Echoed(Message):
-    """Second copy -> server: I have all events up to number `index`."""
+    """Second copy -> server: I have all events up to number `index`. whole: I have just become what you were by then."""
 
     index: int
+    whole: bool = False
 
 
 @_message(104)
@@ -1099,6 +1102,15 @@ class Likeness(Message):
 @dataclass(frozen=True, slots=True)
 class Dismissed(Message):
     """Server -> its second copy: nothing is left to do, for you neither."""
+
+
+@_message(106)
+@dataclass(frozen=True, slots=True)
+class Compared(Message):
+    """Second copy -> server: this, a CRC, is what I have found behind event number `index` (see `comparison`)."""
+
+    index: int
+    mark: int
 
 
 TABLE_ANSWERS = (TableOpen, TableRows, TableStats, TableBarrier, TableIds)

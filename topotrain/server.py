@@ -794,6 +794,10 @@ class Server:
         if not ended:
             self._finished[group] = {}
 
+    def misses(self, worker: Address) -> bool:
+        """Whether its group has left the job, and nobody waits for it."""
+        return worker.role is Role.WORKER and worker.group in self._away
+
     def is_back(self, group: int) -> None:
         """Others may have to wait for the group again; those that warm up begin together."""
         if group in self._away:
