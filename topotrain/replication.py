@@ -179,9 +179,10 @@ class Lead:
         return out
 
     def lost(self, worker: Address) -> Out:
-        """A worker's process is gone."""
+        """A worker's process is gone; what waits to be said to it is not for the one that takes its place."""
         self.up.discard(worker)
         self._told.pop(worker, None)
+        self._held = deque(held for held in self._held if held[1] != worker)
         return self._event(LOST, worker)
 
     def parted(self, server: Address) -> None:
