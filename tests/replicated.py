@@ -188,8 +188,8 @@ class ReplicatedTown(rehearsal.Town):
         self.lifelines[me] = lines
         self.wire.attach(me, lines)
         for server in servers:
+            lines.begin(server)
             self.wire.connect(me, server, "")
-            lines.begun(server)
         return door
 
     def dial(self, lines: Lifelines, me: Address, server: Address, moves: int) -> None:
@@ -197,7 +197,7 @@ class ReplicatedTown(rehearsal.Town):
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
             return
         self.wire.connect(me, server, "")
-        lines.connected(server)
+        lines.connected(server, moves)
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class MortalTown(ReplicatedTown):
         servers = dict.fromkeys((*door.servers, door.desk))
 
         def redial(server: Address, moves: int) -> None:
-            self._soon(0.001, lambda: self._dial(life, lines, server, lines.connected))
+            self._soon(0.001, lambda: self._dial(life, lines, server, lambda it: lines.connected(it, moves)))
 
         def send(to: Address, x: m.Message, wait: bool = False) -> None:
             if not life.dead:
@@ -94,12 +94,9 @@ class MortalTown(ReplicatedTown):
         self.unfound: dict[Life, set[Address]] = getattr(self, "unfound", {})
         self.unfound[life] = set(servers)
 
-        def begun(server: Address) -> None:
-            lines.begun(server)
-            self.unfound[life].discard(server)
-
         for server in servers:
-            self._dial(life, lines, server, begun)
+            lines.begin(server)
+            self._dial(life, lines, server, self.unfound[life].discard)
         return door
 
     def _soon(self, seconds: float, do: Callable[[], None]) -> None:

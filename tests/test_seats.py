@@ -63,7 +63,6 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
                 ({"road": Road.kAuto}, "road: kTcp"),
                 ({"nservers_per_group": 1}, "nservers_per_group"),
                 ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
-                ({"nworker_groups": 2}, "nworker_groups: 1"),
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
                 ({"compression": Compression.kFp16}, "compression: kNone"),
                 ({"link": Link()}, "no link"),

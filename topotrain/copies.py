@@ -120,6 +120,15 @@ class Speaker:
         """There is something to hear from this host."""
         self._do(list)
 
+    def told(self, message: Message) -> None:
+        """As `host.Home`; the second copy is told, too."""
+        self._do(lambda: self.lead.hear(self.lead.me, message))
+
+    def may_change(self, group: int, wish: str) -> str:
+        """As `host.Home`."""
+        with self._lock:
+            return self.server.may_change(group, wish)
+
     # --- what the launcher has said ------------------------------------------------------------------------------
 
     def do(self, what: Callable[[Lead], Out]) -> None:
@@ -274,6 +283,7 @@ class CopiedServers:
         place, roads, allocate, trouble, recorder, writer: as there.
         me: the server whose seat this process has.
         seat: see there.
+        opened: called with this when one more server speaks here.
     """
 
     def __init__(
@@ -286,7 +296,9 @@ class CopiedServers:
         recorder: Callable[[Address, tuple[int, ...]], Recorder],
         writer: Writer | None,
         seat: Seat,
+        opened: "Callable[[CopiedServers], None]" = lambda _: None,
     ) -> None:
+        self._opened = opened
         self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
         self._trouble, self._recorder, self._writer = trouble, recorder, writer
         self._standing, self._covered = dict(seat.standing), seat.covered
@@ -327,6 +339,7 @@ class CopiedServers:
             speaker.do(lambda lead: lead.connected(coordinator))
         self._follow(speaker, self._standing[me.index])
         self._roads.publish("server", me, urls)
+        self._opened(self)
         return urls
 
     def _listen(self, server: Address, where: Standing) -> tuple[str, ...]:
@@ -354,6 +367,10 @@ class CopiedServers:
         tell = partial(self._covered, lead.me)
         self._speakers[lead.me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, tell, self._despair)
         return speaker
+
+    def coordinator(self, group: int) -> Speaker | None:
+        """See `host.Homes`."""
+        return self._speakers.get(self._servers[0])
 
     # --- changes of seats ----------------------------------------------------------------------------------------
 
@@ -398,6 +415,7 @@ class CopiedServers:
         speaker.do(lambda lead: lead.orphaned())
         self._roads.publish("server", server, urls)
         self._roads.publish(f"server-{where.moves}", server, urls)
+        self._opened(self)
 
     def _meet(self, old: Mapping[int, Standing], new: Mapping[int, Standing], risen: list[Address]) -> None:
         """The other servers call on the coordinator, whichever side has moved."""

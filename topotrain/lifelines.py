@@ -134,12 +134,14 @@ class Lifelines:
 
     # --- the ways ------------------------------------------------------------------------------------------------
 
-    def begun(self, server: Address) -> None:
-        """There is a way to a server, the first."""
+    def begin(self, server: Address) -> None:
+        """The first way to a server is about to be made."""
         self._ways[server].up = True
 
-    def connected(self, server: Address) -> None:
-        """There is a way to the server's other process: say how far we are."""
+    def connected(self, server: Address, moves: int) -> None:
+        """There is a way to the server's other process, to which it has moved for the so-manieth time: say how far we
+        are."""
+        self._ways[server].moves = max(moves, self._ways[server].moves)
         with suppress(WireError):
             self._send(server, m.Resume(self._ways[server].line.heard, life=self._life))
 

@@ -90,7 +90,6 @@ def check(job: Job, topology: Topology) -> None:
         (cluster.nserver_groups == 1, "needs nserver_groups: 1"),
         (topology.shards > 1, "needs nservers_per_group of at least 2: a server's second copy is in another's process"),
         (cluster.nservers_per_procs == 1, "needs nservers_per_procs: 1, so that each server has its own process"),
-        (cluster.nworker_groups == 1, "needs nworker_groups: 1, a synchronous job"),
         (not topology.collective, "needs a job whose servers add up the gradients: algorithm kAuto, no engine"),
         (cluster.compression is Compression.kNone, "needs compression: kNone"),
         (cluster.link is None, "takes no link"),

@@ -36,7 +36,7 @@ from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendan
 from topotrain.launch.frozen import Patience
 from topotrain.regrouping import absent_groups, leave_refusal, refusal
 from topotrain.seats import Seats
-from topotrain.topology import Topology
+from topotrain.topology import Address, Topology
 
 CAUSE_S = 1.0
 """How long an error that may follow from a death waits for one to be told."""
@@ -317,6 +317,7 @@ class Recovery:
         key = _WHOLE - 1 - seat
         if not self._allowance.allows(key, now):
             return self._give_up(self._exhausted(lost, key))
+        moved = seats is not None and seats.standing[0].lead == seat
         if seats is None or not seats.lost(seat):
             return self._renew(lost, now)
         self._allowance.count(key, _what(lost), now)
@@ -330,7 +331,20 @@ class Recovery:
         self._fresh += 1
         self._waits.append(_Wait(self._incidents, None, now))
         incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
-        return [incident, Reseat(lost.who, self._fresh, _what(lost), seats.to_data())]
+        reseat = Reseat(lost.who, self._fresh, _what(lost), seats.to_data())
+        again = self._said_again() if moved else []
+        return [incident, reseat, *again]
+
+    def _said_again(self) -> list[Word]:
+        """What the coordinator may have been told in vain: its successor is told, whom nothing of it surprises."""
+        words: list[Word] = [Ask(wish, group) for group, wish in self.attendance.asked()]
+        gone = sorted(group for group in self.attendance.away)
+        return words + [Gone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
+
+    def speaks(self, server: Address) -> Address:
+        """The server in whose process this one speaks."""
+        lead = server.index if self._seats is None else self._seats.standing[server.index].lead
+        return Address(server.role, server.group, lead)
 
     def _needless(self) -> list[Word]:
         """Server processes that only listen, once all that spoke have finished."""

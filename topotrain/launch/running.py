@@ -13,7 +13,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -243,6 +243,8 @@ class Run:
                 case Reseat(who=who, number=number, why=why, seats=seats):
                     for unit in self._units:
                         unit.command("seats", who=who, number=number, why=why, seats=seats)
+                    if self._saving:  # whoever was asked to may be the one that has died
+                        self._tell_server(LEADER, WORDS)
                 case Renew():
                     self._renew()
                 case Ask(wish=wish, group=group):
@@ -277,10 +279,14 @@ class Run:
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
         """Say something to the coordinator of a worker group."""
         server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
-        words = {"command": command, "group": group, **values}
+        self._tell_server(server, {"command": command, "group": group, **values})
+
+    def _tell_server(self, server: Address, words: Mapping[str, Any]) -> None:
+        """Say something to the process in which a server speaks, if it is of ours."""
+        home = server if self._recovery is None else self._recovery.speaks(server)
         for unit in self._units:
-            if unit.rank == self.topology.unit_of(server):
-                unit.command("tell", who=str(server), words=words)
+            if unit.rank == self.topology.unit_of(home):
+                unit.command("tell", who=str(home), words=words)
 
     @property
     def _missing(self) -> set[str]:
@@ -405,9 +411,7 @@ class Run:
         self._alarm = (time.monotonic() + seconds, self._ends_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
         self._on_event(Notice("launcher", text))
-        for unit in self._units:
-            if any(LEADER in here.servers for here in self.topology.units if here.rank == unit.rank):
-                unit.command("tell", who=str(LEADER), words=WORDS)
+        self._tell_server(LEADER, WORDS)
 
     def _ends_now(self) -> None:
         """There is a last snapshot, or none will come in time."""
