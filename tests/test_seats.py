@@ -5,15 +5,17 @@ from itertools import product
 
 import pytest
 
-from topotrain.events import Covered, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.events import Agreed, Covered, Differs, Exited, Finished, Incident, Lost, Recovered, Started, StepDone
 from topotrain.job import Algorithm, Apply, Cluster, Compression, ConfigError, Job, Link, OnFailure, Pull, Road
-from topotrain.launch.recovery import Dismiss, Recovery, Renew, Reseat, Terms, recovery
+from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
+from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Renew, Reseat, Terms, recovery
 from topotrain.seats import Seats, Standing, check, standings
-from topotrain.topology import layout
+from topotrain.topology import Address, Role, layout
 
 CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
 TOPOLOGY = layout(CLUSTER)
+SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
 WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
@@ -120,6 +122,39 @@ def test_both_copies_lost_is_a_new_start() -> None:
     made.renewed()
     words = made.heard(lost("server 0/1"), 110.0)
     assert any(isinstance(word, Renew) for word in words), "what was complete in the former life is not in this one"
+
+
+def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
+    made = covered(machine(), 0)
+    (incident,) = made.heard(Differs("server 0/1", 0), 103.0)
+    assert isinstance(incident, Incident) and "made anew" in incident.action
+    assert any(isinstance(word, Renew) for word in made.heard(lost("server 0/1"), 103.5)), "its copy is of no use"
+    made = covered(machine(), 0)
+    made.heard(Differs("server 0/1", 0), 103.0)
+    made.heard(Covered("server 0/1", 0), 103.2)
+    assert isinstance(made.heard(Differs("server 0/0", 0), 103.3)[0], Incident)
+    (end,) = made.heard(Differs("server 0/1", 0), 104.0)
+    assert isinstance(end, GiveUp) and "differ once more" in end.failures[0].text
+
+
+def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
+    refusals = dict.fromkeys(range(3), "")
+    made = Recovery(SEVERAL, Terms(frozenset(range(3)), True, 3, refusals), 100.0, twice=True)
+    covered(made, 0)
+    assert made.wish(Wish(LEAVE, 1), 101.0) == [Ask(LEAVE, 1)]
+    _, reseat, *words = made.heard(lost("server 0/1"), 102.0)
+    assert isinstance(reseat, Reseat) and words == [], "it has not moved"
+    covered(made, 1)
+    _, reseat, *words = made.heard(lost("server 0/0"), 103.0)
+    assert isinstance(reseat, Reseat) and words == [Ask(LEAVE, 1)]
+    assert made.speaks(Address(Role.SERVER, 0, 0)) == Address(Role.SERVER, 0, 1)
+    made.heard(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
+    left = made.heard(Exited("worker 1/0", 5, 0), 104.0)
+    assert Gone(1, 1) in left
+    made.heard(Started("server 0/1", 9), 104.5)
+    covered(made, 2)
+    _, _, *words = made.heard(lost("server 0/1"), 105.0)
+    assert words == [Gone(1, 1)]
 
 
 def test_who_only_listens_ends_with_those_who_speak() -> None:

@@ -298,7 +298,8 @@ def serve(
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
 
-    opened: called once everybody is let in, and again when one more server is here. seat: where every server has two copies, see `copies`.
+    opened: called once everybody is let in, and again when one more server is here. seat: where every server has two
+    copies, see `copies`.
     """
     memory = Memory()
     roads = Roads(place, memory)

@@ -46,8 +46,8 @@ _STAYS = (m.Push, m.Edit, m.Init)
 class Line:
     """One way between two residents, however often it is made anew, as one end sees it.
 
-    said, heard: messages, ever. kept: the last ones that were said, which the other side may not have for good. life: of
-    a worker at the other end, how often its group had been started again.
+    said, heard: messages, ever. kept: the last ones that were said, which the other side may not have for good. life:
+    how often the group of a worker at the other end had been started again.
     """
 
     said: int = 0

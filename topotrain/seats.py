@@ -41,6 +41,11 @@ class Seats:
         if self.standing[server].shadows == shadows:
             self._covered.add(server)
 
+    def uncovered(self, server: int, shadows: int) -> None:
+        """That one is of no use."""
+        if self.standing[server].shadows == shadows:
+            self._covered.discard(server)
+
     def heirs(self, seat: int) -> set[int]:
         """The seats of the second copies of what speaks in this one."""
         return {where.shadow for where in self.standing.values() if where.lead == seat and where.shadow >= 0}

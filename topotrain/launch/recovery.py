@@ -16,6 +16,7 @@ from topotrain import seats
 from topotrain.events import (
     Agreed,
     Covered,
+    Differs,
     Event,
     Exited,
     Failed,
@@ -152,6 +153,7 @@ class Recovery:
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = Seats(len(servers)) if twice else None
+        self._differed: set[str] = set()  # servers whose copies have differed once
         self._fresh = 0  # server processes that have taken another's seat
         self.attendance = Attendance(terms.refusals, terms.absent)
         self._told = _Told(self._up())
@@ -226,6 +228,8 @@ class Recovery:
                 return [event, *self._stepped(who, now), *self._needless()]
             case Covered(who=who, shadows=shadows) if self._seats is not None:
                 self._seats.covered(self._seat_of[who], shadows)
+            case Differs() if self._seats is not None:
+                return self._unlike(event, self._seats, now)
             case StepDone(who=who):
                 return [event, *self._stepped(who, now)]
             case _:
@@ -345,6 +349,19 @@ class Recovery:
         """The server in whose process this one speaks."""
         lead = server.index if self._seats is None else self._seats.standing[server.index].lead
         return Address(server.role, server.group, lead)
+
+    def _unlike(self, event: Differs, seats: Seats, now: float) -> list[Word]:
+        """The copies of a server have come to differ, which only a fault of memory or of ours can do."""
+        who = event.who
+        seats.uncovered(self._seat_of[who], event.shadows)
+        if self._over:
+            return []
+        if who in self._differed:
+            text = f"{who} and its second copy differ once more, so the values of one of them are wrong"
+            return self._give_up(Failed(who, "internal", f"{text}: look at the memory of their hosts", ""))
+        self._differed.add(who)
+        found = Failed(who, "internal", f"{who} and its second copy differ", "")
+        return [self._incident(found, "the job goes on with the first; the second copy is made anew", now)]
 
     def _needless(self) -> list[Word]:
         """Server processes that only listen, once all that spoke have finished."""

@@ -172,7 +172,7 @@ class Forward(Message):
 @numbered(103)
 @dataclass(frozen=True, slots=True)
 class Echoed(Message):
-    """Second copy -> server: I have all events up to number `index`. whole: I have just become what you were by then."""
+    """Second copy -> server: I have all events up to number `index`. whole: I have become what you were by then."""
 
     index: int
     whole: bool = False
