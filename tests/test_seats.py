@@ -6,10 +6,22 @@ from itertools import product
 import pytest
 
 from topotrain.events import Agreed, Covered, Differs, Exited, Finished, Incident, Lost, Recovered, Started, StepDone
-from topotrain.job import Algorithm, Apply, Cluster, Compression, ConfigError, Job, Link, OnFailure, Pull, Road
+from topotrain.job import (
+    Algorithm,
+    Apply,
+    Cluster,
+    Compression,
+    ConfigError,
+    FailureDomain,
+    Job,
+    Link,
+    OnFailure,
+    Pull,
+    Road,
+)
 from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
 from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Renew, Reseat, Terms, recovery
-from topotrain.seats import Seats, Standing, check, standings
+from topotrain.seats import Seats, Standing, check, domains, standings
 from topotrain.topology import Address, Role, layout
 
 CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
@@ -28,7 +40,7 @@ def whole(seats: Seats) -> Seats:
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes(count: int) -> None:
     for deaths in product(range(count), repeat=3):
-        seats, born = whole(Seats(count)), dict.fromkeys(range(count), 0)
+        seats, born = whole(Seats(range(count))), dict.fromkeys(range(count), 0)
         for number, seat in enumerate(deaths, 1):
             assert seats.lost(seat)
             seats.filled(seat)
@@ -40,11 +52,38 @@ def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes(count: int)
         assert standings(seats.to_data()) == seats.standing
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 2), (1, 0, 0, 0)])
+def test_the_copies_of_a_server_never_come_to_one_host(hosts: tuple[int, ...]) -> None:
+    for deaths in product(range(len(hosts)), repeat=3):
+        seats, born = whole(Seats(hosts)), dict.fromkeys(range(len(hosts)), 0)
+        for number, seat in enumerate(deaths, 1):
+            assert seats.lost(seat)
+            seats.filled(seat)
+            born[seat] = number
+            whole(seats)
+            for where in seats.standing.values():
+                assert where.shadow >= 0 and hosts[where.lead] != hosts[where.shadow]
+                assert born[where.lead] <= born[where.shadow], "nobody would believe an older process"
+
+
+def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> None:
+    """Of these four units the first two have the workers."""
+    several = layout(CLUSTER, (0, 0, 0, 1))
+    assert domains(several) == (0, 1) and domains(TOPOLOGY) == (0, 1)
+    four = replace(CLUSTER, nservers_per_group=4)
+    assert domains(layout(four, (0, 0, 0, 0, 1, 1))) == (0, 0, 1, 1)
+    assert domains(layout(replace(four, failure_domain=FailureDomain.kProcess), (0, 0, 0, 0, 1, 1))) == (0, 1, 2, 3)
+    alone = replace(CLUSTER, failure_domain=FailureDomain.kHost)
+    check(replace(JOB, cluster=alone), layout(alone, (0, 0, 0, 1)))
+    with pytest.raises(ConfigError, match=r"cluster.failure_domain.*two hosts or more.*kProcess"):
+        check(replace(JOB, cluster=alone), layout(alone))
+
+
 def test_a_copy_that_is_not_complete_is_none() -> None:
-    seats = Seats(2)
+    seats = Seats(range(2))
     seats.covered(0, 0)
     assert not seats.lost(1), "nobody has what server 1 was"
-    seats = whole(Seats(2))
+    seats = whole(Seats(range(2)))
     assert seats.lost(1)
     seats.filled(1)
     assert seats.standing == {0: Standing(0, 1, 0, 1), 1: Standing(0, 1, 1, 1)}

@@ -152,7 +152,8 @@ class Recovery:
         self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
-        self._seats = Seats(len(servers)) if twice else None
+        self._domains = seats.domains(topology) if twice else ()
+        self._seats = Seats(self._domains) if twice else None
         self._differed: set[str] = set()  # servers whose copies have differed once
         self._fresh = 0  # server processes that have taken another's seat
         self.attendance = Attendance(terms.refusals, terms.absent)
@@ -181,7 +182,7 @@ class Recovery:
         """The whole job starts again."""
         self.attendance.renewed()
         self._told = _Told(self._up())
-        self._seats = None if self._seats is None else Seats(len(self._seat_of))
+        self._seats = None if self._seats is None else Seats(self._domains)
         self._over, self._due = False, None
 
     @property
