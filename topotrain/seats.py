@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.job import Apply, Compression, ConfigError, FailureDomain, Job, OnFailure, Pull, Road
+from topotrain.job import Compression, ConfigError, FailureDomain, Job, OnFailure, Road
 from topotrain.topology import Topology
 
 
@@ -122,9 +122,6 @@ def check(job: Job, topology: Topology) -> None:
         (not topology.collective, "needs a job whose servers add up the gradients: algorithm kAuto, no engine"),
         (cluster.compression is Compression.kNone, "needs compression: kNone"),
         (cluster.link is None, "takes no link"),
-        (job.apply is Apply.kAtStep, "needs apply: kAtStep"),
-        (job.pull is Pull.kStep, "needs pull: kStep"),
-        (not job.splits, "takes no model that is split over workers"),
         (cluster.backup == 0, "needs backup: 0"),
     ):
         if not fits:
