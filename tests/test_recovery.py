@@ -72,6 +72,23 @@ def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
     ]
 
 
+def test_with_backup_workers_the_dead_one_starts_again_alone() -> None:
+    made = machine(replace(ALL, singly=True))
+    found = made.heard(lost("worker 0/1"), 105.0)
+    what = "worker 0/1 (pid 7) was killed by SIGKILL"
+    action = "it starts again, and its group goes on meanwhile (incarnation 1)"
+    assert found == [Incident(0, "worker 0/1", what, action, 5.0), Regroup(0, 1, what, "worker 0/1")]
+    assert tell(made, 105.2, step("worker 0/0"))[1:] == [Recovered(0, pytest.approx(0.2), 0.0)], "its group steps"
+    tell(made, 105.3, Exited("worker 0/1", 7, -9))
+    assert not made.complete
+    (incident, regroup) = made.heard(lost("worker 0/0"), 105.4)
+    assert isinstance(incident, Incident)
+    assert regroup == Regroup(0, 2, "worker 0/0 (pid 7) was killed by SIGKILL", "worker 0/0")
+    tell(made, 105.5, Started("worker 0/1", 8), Started("worker 0/0", 9))
+    tell(made, 106.0, *(finished(who) for who in WORKERS), *(Exited(who, 1, 0) for who in EVERYBODY))
+    assert made.complete
+
+
 def test_what_the_group_says_while_it_goes_is_no_cause() -> None:
     made = machine()
     tell(made, 105.0, lost("worker 1/0"))

@@ -68,6 +68,8 @@ class Continuing:
         self._latest: Condition | None = None
         self._latest_step = -1
         worker.tally.steps = self._earlier.steps
+        if self._earlier.returned:
+            worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
             self._restore_buffers(self._earlier.condition.buffers)
             for name in here.kept:

@@ -35,7 +35,7 @@ from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
-from topotrain.regrouping import absent_groups, leave_refusal, refusal
+from topotrain.regrouping import absent_groups, leave_refusal, refusal, singly
 from topotrain.seats import Seats
 from topotrain.topology import Address, Topology
 
@@ -50,7 +50,8 @@ class Terms:
 
     groups: the worker groups that can do so alone. whole: all processes of the job are ours, so that it can start again
     as a whole. limit: how often within WINDOW_S, each group and the whole job for itself. refusals: group -> why it
-    cannot leave and come, "": it can. absent: groups that are not there at the start.
+    cannot leave and come, "": it can. absent: groups that are not there at the start. singly: a worker starts again
+    without the others of its group.
     """
 
     groups: frozenset[int]
@@ -58,15 +59,20 @@ class Terms:
     limit: int
     refusals: Mapping[int, str] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
+    singly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """To do: end what is left of this group, then start its workers with this incarnation. `why` is for their logs."""
+    """To do: end what is left of this group, then start its workers with this incarnation.
+
+    why: for their logs. who: the one worker that is meant; "": all of them.
+    """
 
     group: int
     incarnation: int
     why: str
+    who: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,28 +386,30 @@ class Recovery:
             return self._lose(group, self._exhausted(lost, group), now)
         self._allowance.count(group, _what(lost), now)
         answers = self._not_now(group)
-        incarnation = self._again(group)
+        who = lost.who if self._terms.singly else ""
+        incarnation = self._again(group, who)
         self._waits.append(_Wait(self._incidents, group, now))
-        incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
-        return [incident, Regroup(group, incarnation, _what(lost)), *answers]
+        what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
+        incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
+        return [incident, Regroup(group, incarnation, _what(lost), who), *answers]
 
-    def _again(self, group: int) -> int:
-        """The workers of a group are about to start; returns their incarnation."""
+    def _again(self, group: int, who: str = "") -> int:
+        """The workers of a group, or one of them, are about to start; returns their incarnation."""
         told = self._told
-        members = self._forget(group)
+        members = self._forget({who} if who else self._members(group))
         told.leaving |= members
         told.up |= members
         told.finished -= members
         told.incarnations[group] = told.incarnations.get(group, 0) + 1
         return told.incarnations[group]
 
-    def _forget(self, group: int) -> set[str]:
-        """What was heard of the workers of a group counts no more; returns them."""
-        told, members = self._told, self._members(group)
+    def _forget(self, members: set[str]) -> set[str]:
+        """What was heard of these workers counts no more; returns them."""
+        told = self._told
         for who in members:
             told.stepped.pop(who, None)
             told.frozen.forget(who)
-        told.held = [held for held in told.held if self._group_of.get(held.who, group) != group]
+        told.held = [held for held in told.held if held.who in self._group_of and held.who not in members]
         self._due = self._due if told.held else None
         return members
 
@@ -466,7 +474,7 @@ class Recovery:
             return self._give_up(lost)
         answers = self._not_now(group)
         self.attendance.put(group, Part(State.LOST, how="is given up", lost=lost))
-        self._forget(group)
+        self._forget(self._members(group))
         self._waits = [wait for wait in self._waits if wait.group != group]
         action = f"the job goes on without group {group}, which `topotrain join` can bring back"
         return [self._incident(lost, action, now), *self._dismiss(group), Ask(LOSE, group), *answers]
@@ -481,7 +489,7 @@ class Recovery:
         if members <= self._told.finished:
             self.attendance.put(group, Part())
             return [_no(Wish(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
-        self._forget(group)
+        self._forget(self._members(group))
         how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
         self.attendance.put(group, Part(State.AWAY))
         left = Left(group, how, now - self._began)
@@ -569,4 +577,5 @@ def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recover
     alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and not refusal(job, topology, g))
     refusals = {g: leave_refusal(job, topology, g) for g in sorted(groups)} if whole else {}
     absent = absent_groups(job, topology) if whole else frozenset()
-    return Recovery(topology, Terms(alone, whole, job.restarts, refusals, absent), began, job.cluster.replicas > 1)
+    terms = Terms(alone, whole, job.restarts, refusals, absent, singly(job))
+    return Recovery(topology, terms, began, job.cluster.replicas > 1)

@@ -297,7 +297,7 @@ class Run:
         ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
         for unit in self._units:
             if unit.rank in ranks:
-                unit.command("restart", group=word.group, incarnation=word.incarnation, why=word.why)
+                unit.command("restart", group=word.group, incarnation=word.incarnation, why=word.why, who=word.who)
 
     def _renew(self) -> None:
         """End everything at once; who called `watch` starts the job again."""
