@@ -8,7 +8,6 @@ import pytest
 from topotrain.events import Agreed, Covered, Differs, Exited, Finished, Incident, Lost, Recovered, Started, StepDone
 from topotrain.job import (
     Algorithm,
-    Apply,
     Cluster,
     Compression,
     ConfigError,
@@ -16,7 +15,6 @@ from topotrain.job import (
     Job,
     Link,
     OnFailure,
-    Pull,
     Road,
 )
 from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
@@ -95,8 +93,6 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
     ("job", "named"),
     [
         (replace(JOB, on_failure=OnFailure.kStop), "on_failure: kContinue"),
-        (replace(JOB, apply=Apply.kOnArrival, grads="kHidden"), "apply: kAtStep"),
-        (replace(JOB, pull=Pull.kLazy), "pull: kStep"),
         (replace(JOB, grads="kHidden", per_worker_batch=True, cluster=replace(CLUSTER, backup=1)), "backup: 0"),
         *(
             (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class Views:
 
     def wanted(self) -> Iterator[tuple[Where, torch.Tensor]]:
         """All that somebody looks at, each element once."""
-        for (name, space), spans in self._wanted.items():
+        for (name, space), spans in sorted(self._wanted.items()):
             flat = next(flat for _, key, flat in self._held if key == (name, space))
             for lo, hi in _joined(spans):
                 yield Where(name, space, lo, hi, flat.numel()), flat[lo:hi]
