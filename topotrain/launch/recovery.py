@@ -17,6 +17,7 @@ from topotrain import seats
 from topotrain.events import (
     Agreed,
     Covered,
+    Differs,
     Event,
     Exited,
     Failed,
@@ -37,7 +38,7 @@ from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendan
 from topotrain.launch.frozen import Patience
 from topotrain.regrouping import absent_groups, leave_refusal, refusal, singly
 from topotrain.seats import Seats
-from topotrain.topology import Topology
+from topotrain.topology import Address, Topology
 
 CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
 """How long an error that may follow from a death waits for one to be told; over several units, for one to be silent."""
@@ -171,7 +172,9 @@ class Recovery:
         self._group_of = {str(worker): worker.group for worker in workers}
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
-        self._seats = Seats(len(servers)) if twice else None
+        self._domains = seats.domains(topology) if twice else ()
+        self._seats = Seats(self._domains) if twice else None
+        self._differed: set[str] = set()  # servers whose copies have differed once
         self._fresh = 0  # server processes that have taken another's seat
         self.attendance = Attendance(terms.refusals, terms.absent)
         self._told = _Told(self._up())
@@ -209,7 +212,7 @@ class Recovery:
         """The whole job starts again."""
         self.attendance.renewed()
         self._told = _Told(self._up())
-        self._seats = None if self._seats is None else Seats(len(self._seat_of))
+        self._seats = None if self._seats is None else Seats(self._domains)
         self._over, self._due = False, None
 
     @property
@@ -256,6 +259,8 @@ class Recovery:
                 return [event, *self._stepped(who, now), *self._needless()]
             case Covered(who=who, shadows=shadows) if self._seats is not None:
                 self._seats.covered(self._seat_of[who], shadows)
+            case Differs() if self._seats is not None:
+                return self._unlike(event, self._seats, now)
             case StepDone(who=who):
                 return [event, *self._stepped(who, now)]
             case _:
@@ -369,6 +374,7 @@ class Recovery:
         key = _WHOLE - 1 - seat
         if not self._allowance.allows(key, now):
             return self._give_up(self._exhausted(lost, key))
+        moved = seats is not None and seats.standing[0].lead == seat
         if seats is None or not seats.lost(seat):
             return self._renew(lost, now)
         self._allowance.count(key, _what(lost), now)
@@ -382,7 +388,33 @@ class Recovery:
         self._fresh += 1
         self._await(None, now)
         incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
-        return [incident, Reseat(lost.who, self._fresh, _what(lost), seats.to_data())]
+        reseat = Reseat(lost.who, self._fresh, _what(lost), seats.to_data())
+        again = self._said_again() if moved else []
+        return [incident, reseat, *again]
+
+    def _said_again(self) -> list[Word]:
+        """What the coordinator may have been told in vain: its successor is told, whom nothing of it surprises."""
+        words: list[Word] = [Ask(wish, group) for group, wish in self.attendance.asked()]
+        gone = sorted(group for group in self.attendance.away)
+        return words + [Gone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
+
+    def speaks(self, server: Address) -> Address:
+        """The server in whose process this one speaks."""
+        lead = server.index if self._seats is None else self._seats.standing[server.index].lead
+        return Address(server.role, server.group, lead)
+
+    def _unlike(self, event: Differs, seats: Seats, now: float) -> list[Word]:
+        """The copies of a server have come to differ, which only a fault of memory or of ours can do."""
+        who = event.who
+        seats.uncovered(self._seat_of[who], event.shadows)
+        if self._over:
+            return []
+        if who in self._differed:
+            text = f"{who} and its second copy differ once more, so the values of one of them are wrong"
+            return self._give_up(Failed(who, "internal", f"{text}: look at the memory of their hosts", ""))
+        self._differed.add(who)
+        found = Failed(who, "internal", f"{who} and its second copy differ", "")
+        return [self._incident(found, "the job goes on with the first; the second copy is made anew", now)]
 
     def _needless(self) -> list[Word]:
         """Server processes that only listen, once all that spoke have finished."""

@@ -15,7 +15,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -264,6 +264,8 @@ class Run:
                     self._send("dismiss", who=who)  # one of them has it
                 case Reseat(who=who, number=number, why=why, seats=seats):
                     self._send("seats", who=who, number=number, why=why, seats=seats)
+                    if self._saving:  # whoever was asked to may be the one that has died
+                        self._tell_server(LEADER, WORDS)
                 case Renew():
                     self._renew()
                 case Ask(wish=wish, group=group):
@@ -395,8 +397,12 @@ class Run:
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
         """Say something to the coordinator of a worker group."""
         server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
-        words = {"command": command, "group": group, **values}
-        self._send("tell", {self.topology.unit_of(server)}, who=str(server), words=words)
+        self._tell_server(server, {"command": command, "group": group, **values})
+
+    def _tell_server(self, server: Address, words: Mapping[str, Any]) -> None:
+        """Say something to the process in which a server speaks."""
+        home = self._recovery.speaks(server) if isinstance(self._recovery, Recovery) else server
+        self._send("tell", {self.topology.unit_of(home)}, who=str(home), words=dict(words))
 
     @property
     def _missing(self) -> set[str]:
@@ -521,9 +527,8 @@ class Run:
         self._alarm = (time.monotonic() + seconds, self._ends_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
         self._on_event(Notice("launcher", text))
-        for unit in self._units:
-            if any(LEADER in here.servers for here in self.topology.units if here.rank == unit.rank):
-                unit.command("tell", who=str(LEADER), words=WORDS)
+        if self.topology.unit_of(LEADER) in {unit.rank for unit in self._units}:  # else its unit is asked to
+            self._tell_server(LEADER, WORDS)
 
     def _ends_now(self) -> None:
         """There is a last snapshot, or none will come in time."""
