@@ -27,7 +27,7 @@ FLOORS = (
     "tables tablerows tablerules tablemodes tablebook manners opening server gateway views comparison "
     "replication transfer",
     "jitter wire torchdist rendezvous torchurl",
-    "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
+    "waiting deskdoor statedoor exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
     "dice sampling feeds streams repeats data checkpoint roads checkpointwriter lifelines copies host",
     "faults rehearsal witness trial simulate launch plan",
     "watch front cli",

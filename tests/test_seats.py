@@ -116,11 +116,11 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
 
 def test_a_launcher_that_sees_only_some_processes_refuses() -> None:
     with pytest.raises(ConfigError, match="starts all units"):
-        recovery(JOB, TOPOLOGY, whole=False, began=0.0)
+        recovery(JOB, TOPOLOGY, 0.0, near=frozenset())
 
 
 def machine() -> Recovery:
-    made = Recovery(TOPOLOGY, Terms(frozenset({0}), whole=True, limit=3), 100.0, twice=True)
+    made = Recovery(TOPOLOGY, Terms(frozenset({0}), limit=3), 100.0, twice=True)
     for number, who in enumerate((*WORKERS, *SERVERS)):
         made.heard(Started(who, number), 100.0)
     return made
@@ -174,7 +174,7 @@ def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
 
 def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
     refusals = dict.fromkeys(range(3), "")
-    made = Recovery(SEVERAL, Terms(frozenset(range(3)), True, 3, refusals), 100.0, twice=True)
+    made = Recovery(SEVERAL, Terms(frozenset(range(3)), 3, refusals), 100.0, twice=True)
     covered(made, 0)
     assert made.wish(Wish(LEAVE, 1), 101.0) == [Ask(LEAVE, 1)]
     _, reseat, *words = made.heard(lost("server 0/1"), 102.0)

@@ -365,7 +365,7 @@ class Trial(Town):
             seat.steps = seat.door.catch_up().next
         for epoch in range(self.epochs):
             stream = (epoch << 32) | STATIC | me
-            number = seat.door.applied(stream)
+            number = seat.door.data.applied(stream)
             while number < self.batches:
                 seat.sleep(0.0, 0.004)
                 if life.over:
@@ -394,10 +394,10 @@ class Trial(Town):
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
             mine = range(self.batches)[group :: self.topology.worker_groups]
-            for seq in range(door.applied(stream), len(mine)):
+            for seq in range(door.data.applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = Leases(door, epoch, self.batches, 0)
+        leases = Leases(door.data, epoch, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, place.number
