@@ -174,7 +174,7 @@ def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
 
 def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
     refusals = dict.fromkeys(range(3), "")
-    made = Recovery(SEVERAL, Terms(frozenset(range(3)), True, 3, refusals), 100.0, twice=True)
+    made = Recovery(SEVERAL, Terms(frozenset(range(3)), 3, refusals), 100.0, twice=True)
     covered(made, 0)
     assert made.wish(Wish(LEAVE, 1), 101.0) == [Ask(LEAVE, 1)]
     _, reseat, *words = made.heard(lost("server 0/1"), 102.0)

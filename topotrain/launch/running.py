@@ -15,7 +15,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,7 +265,7 @@ class Run:
                 case Reseat(who=who, number=number, why=why, seats=seats):
                     self._send("seats", who=who, number=number, why=why, seats=seats)
                     if self._saving:  # whoever was asked to may be the one that has died
-                        self._tell_server(LEADER, WORDS)
+                        self._ask_to_save()
                 case Renew():
                     self._renew()
                 case Ask(wish=wish, group=group):
@@ -397,12 +397,20 @@ class Run:
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
         """Say something to the coordinator of a worker group."""
         server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
-        self._tell_server(server, {"command": command, "group": group, **values})
+        home = self._home_of(server)
+        words = {"command": command, "group": group, **values}
+        self._send("tell", {self.topology.unit_of(home)}, who=str(home), words=words)
 
-    def _tell_server(self, server: Address, words: Mapping[str, Any]) -> None:
-        """Say something to the process in which a server speaks."""
-        home = self._recovery.speaks(server) if isinstance(self._recovery, Recovery) else server
-        self._send("tell", {self.topology.unit_of(home)}, who=str(home), words=dict(words))
+    def _home_of(self, server: Address) -> Address:
+        """The server in whose process this one speaks."""
+        return self._recovery.speaks(server) if isinstance(self._recovery, Recovery) else server
+
+    def _ask_to_save(self) -> None:
+        """Ask the process in which the first server speaks for a last snapshot, if it is here."""
+        home = self._home_of(LEADER)
+        for unit in self._units:
+            if unit.rank == self.topology.unit_of(home):
+                unit.command("tell", who=str(home), words=WORDS)
 
     @property
     def _missing(self) -> set[str]:
@@ -527,8 +535,7 @@ class Run:
         self._alarm = (time.monotonic() + seconds, self._ends_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
         self._on_event(Notice("launcher", text))
-        if self.topology.unit_of(LEADER) in {unit.rank for unit in self._units}:  # else its unit is asked to
-            self._tell_server(LEADER, WORDS)
+        self._ask_to_save()
 
     def _ends_now(self) -> None:
         """There is a last snapshot, or none will come in time."""
