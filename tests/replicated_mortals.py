@@ -176,7 +176,7 @@ class MortalTown(ReplicatedTown):
         """Read all that there is, one step for each batch."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         seat.open(0.0)
-        leases = Leases(seat.door, 0, self.batches, 0)
+        leases = Leases(seat.door.data, 0, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             seat.sleep(0.0, 0.004)
