@@ -81,6 +81,8 @@ class LeadHouse:
     def lost(self, peer: Address, reason: str) -> None:
         if peer.role is Role.SERVER:
             self.lead.parted(peer)
+        elif peer in self.lead.up and self.process.alive:
+            self.say(self.lead.lost(peer))
 
 
 class ShadowHouse:
@@ -135,7 +137,7 @@ class ReplicatedTown(rehearsal.Town):
         self.sim = Simulation(seed)
         self.wire = TcpLike(self.sim, Weather(snapshots=False))  # a body is what it is when it arrives
         self.random = __import__("random").Random(seed)
-        self.schema, self.map = plan(self.topology.shards)
+        self.schema, self.map = self._plan()
         self.houses = {}
         self.lifelines: dict[Address, Lifelines] = {}
         servers = self.topology.servers(0)
@@ -148,8 +150,11 @@ class ReplicatedTown(rehearsal.Town):
                 self.home[me].leads[me].lead.connected(peer)
         for me in servers:
             self.shadow(me, self.processes[(me.index + 1) % len(servers)])
-        self.workers = list(self.topology.workers(0))
+        self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.doors = {me: self._door(me) for me in self.workers}
+
+    def _plan(self) -> tuple[Schema, SliceMap]:
+        return plan(self.topology.shards)
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
         server = Server(me, self.job, self.topology, rehearsal.zeros, deliver=deliver)
@@ -183,8 +188,8 @@ class ReplicatedTown(rehearsal.Town):
         self.lifelines[me] = lines
         self.wire.attach(me, lines)
         for server in servers:
+            lines.begin(server)
             self.wire.connect(me, server, "")
-            lines.begun(server)
         return door
 
     def dial(self, lines: Lifelines, me: Address, server: Address, moves: int) -> None:
@@ -192,7 +197,7 @@ class ReplicatedTown(rehearsal.Town):
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
             return
         self.wire.connect(me, server, "")
-        lines.connected(server)
+        lines.connected(server, moves)
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 
@@ -236,12 +241,13 @@ class ReplicatedTown(rehearsal.Town):
             assert copy is not None
             house = self.settle_lead(heir, Lead(copy, portray))
             house.say(house.lead.orphaned())
-        for me in dead.leads:
-            for other in (self.home[s].leads[s] for s in self.topology.servers(0)):
-                if other.lead.me != me and 0 in (me.index, other.lead.me.index):
-                    self.wire.connect(other.lead.me, me, "")
-                    other.lead.parted(me)
-                    other.say(other.lead.reconnected(me))
+        coordinator, *others = self.topology.servers(0)
+        for me in others:
+            if me in dead.leads or coordinator in dead.leads:
+                self.wire.connect(me, coordinator, "")
+                self.home[coordinator].leads[coordinator].lead.parted(me)
+                house = self.home[me].leads[me]
+                house.say(house.lead.reconnected(coordinator))
         self.processes[dead.number] = fresh = Process(dead.number)
         for me in (*dead.leads, *dead.shadows):
             self.shadow(me, fresh)

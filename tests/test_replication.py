@@ -8,6 +8,7 @@ from replicated import ReplicatedTown, flats_of
 from simulation import Seat, job
 
 from topotrain import message as m
+from topotrain.job import Apply, Grads
 from topotrain.replication import Copy, Line
 from topotrain.topology import Address, Role
 from topotrain.transfer import portray, restore
@@ -20,14 +21,14 @@ def train(seat: Seat) -> None:
     town: ReplicatedTown = seat.town  # type: ignore[assignment]
     door, main = seat.door, seat.me.index == 0
     seat.open(start=1.0)
-    door.deposit(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
+    door.data.deposit(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
     leases = []
     for step in range(STEPS):
-        leases.append(door.lease(0, step, STEPS, 7, step, False))
+        leases.append(door.data.lease(0, step, STEPS, 7, step, False))
         dice = torch.Generator().manual_seed(100 * step + seat.me.index)
         shapes = [(p.shape, getattr(torch, p.dtype)) for p in town.map.parameters]
         seat.step([torch.randn(shape, generator=dice, dtype=dtype) * 0.3 for shape, dtype in shapes])
-    left = door.deposited()[0]
+    left = door.data.deposited()[0]
     assert left is not None
     seat.finish()
     if main:
@@ -95,6 +96,48 @@ def test_it_can_happen_again(servers: int) -> None:
         check(town, servers)
 
 
+@cache
+def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = False) -> ReplicatedTown:
+    """A job whose gradients nobody sees."""
+    town = ReplicatedTown(job(workers=2, shards=2, grads=Grads.kHidden, apply=apply), 1, kill)
+    town.wire.loses = loses
+
+    def script(seat: Seat) -> None:
+        seat.visible, door = False, seat.door
+        seat.open(start=1.0)
+        for step in range(STEPS):
+            dice = torch.Generator().manual_seed(100 * step + seat.me.index)
+            parts = [torch.randn(p.shape, generator=dice, dtype=getattr(torch, p.dtype)) for p in town.map.parameters]
+            if apply is Apply.kOnArrival:
+                door.rates(b"")
+                door.end_backward(seat.steps, 0, 1.0, seat.push(parts))
+                seat.commit(revisions=())
+            else:
+                seat.step(parts)
+        seat.finish()
+        if seat.me.index == 0:
+            door.final_values()
+            door.final_buffers()
+        town.lifelines[seat.me].leave()
+        town.sim.wait(lambda: town.lifelines[seat.me].left)
+        town.ends[seat.me] = [*seat.values(), *seat.outcomes]
+
+    return town.play(script)
+
+
+@pytest.mark.parametrize("apply", Apply)
+def test_nor_can_anybody_tell_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
+    for process, first in ((0, 5), (1, 12)):
+        for moment in range(first, hidden(apply).ticks[process] + 1, 31):
+            town = hidden(apply, (process, moment), moment % 2 == 0)
+            assert town.deaths == 1
+            for me, seen in hidden(apply).ends.items():
+                assert all(map(equal, town.ends[me], seen)), (moment, me)
+            for index in range(2):
+                first_copy, second_copy = map(flats_of, town.copies(index))
+                assert equal(first_copy, second_copy), moment
+
+
 def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
     line = Line()
     words = [m.Fetch(number) for number in range(4)]
@@ -128,6 +171,36 @@ def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
     again = portray(twin)
     assert again is not None
     assert torch.equal(data, again)
+
+
+def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> None:
+    """The gradients that wait for others, the sums, and what a group was shown, in the places where they lie."""
+    town = ReplicatedTown(job(groups=2, workers=2, shards=2), 1)
+    told: list[tuple[int, bool]] = []
+
+    def look(sender: Address, to: Address, message: m.Message) -> None:
+        me = Address(Role.SERVER, 0, 0)
+        lead = town.home[me].leads[me].lead
+        if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
+            return
+        data, twin = portray(lead.copy), Copy(lambda deliver: town.make(me, deliver))
+        assert data is not None
+        restore(twin, data)
+        again = portray(twin)
+        under_way = sum(len(staging._reductions) for staging in lead.copy.server._known.staging.values())
+        told.append((under_way, again is not None and torch.equal(data, again)))
+
+    town.wire.observers.append(look)
+
+    def script(seat: Seat) -> None:
+        seat.open()
+        for _ in range(2):
+            seat.step(seat.numbers())
+        seat.finish()
+
+    town.play(script)
+    assert all(same for _, same in told)
+    assert {under_way for under_way, _ in told} >= {0, 1, 2}
 
 
 @pytest.mark.parametrize("damage", ["short", "text", "class", "nothing"])

@@ -5,15 +5,27 @@ from itertools import product
 
 import pytest
 
-from topotrain.events import Covered, Finished, Incident, Lost, Recovered, Started, StepDone
-from topotrain.job import Algorithm, Apply, Cluster, Compression, ConfigError, Job, Link, OnFailure, Pull, Road
-from topotrain.launch.recovery import Dismiss, Recovery, Renew, Reseat, Terms, recovery
-from topotrain.seats import Seats, Standing, check, standings
-from topotrain.topology import layout
+from topotrain.events import Agreed, Covered, Differs, Exited, Finished, Incident, Lost, Recovered, Started, StepDone
+from topotrain.job import (
+    Algorithm,
+    Cluster,
+    Compression,
+    ConfigError,
+    FailureDomain,
+    Job,
+    Link,
+    OnFailure,
+    Road,
+)
+from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
+from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Renew, Reseat, Terms, recovery
+from topotrain.seats import Seats, Standing, check, domains, standings
+from topotrain.topology import Address, Role, layout
 
 CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
 TOPOLOGY = layout(CLUSTER)
+SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
 WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
@@ -26,7 +38,7 @@ def whole(seats: Seats) -> Seats:
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes(count: int) -> None:
     for deaths in product(range(count), repeat=3):
-        seats, born = whole(Seats(count)), dict.fromkeys(range(count), 0)
+        seats, born = whole(Seats(range(count))), dict.fromkeys(range(count), 0)
         for number, seat in enumerate(deaths, 1):
             assert seats.lost(seat)
             seats.filled(seat)
@@ -38,11 +50,38 @@ def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes(count: int)
         assert standings(seats.to_data()) == seats.standing
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0, 1), (0, 0, 1, 1), (0, 1, 2), (1, 0, 0, 0)])
+def test_the_copies_of_a_server_never_come_to_one_host(hosts: tuple[int, ...]) -> None:
+    for deaths in product(range(len(hosts)), repeat=3):
+        seats, born = whole(Seats(hosts)), dict.fromkeys(range(len(hosts)), 0)
+        for number, seat in enumerate(deaths, 1):
+            assert seats.lost(seat)
+            seats.filled(seat)
+            born[seat] = number
+            whole(seats)
+            for where in seats.standing.values():
+                assert where.shadow >= 0 and hosts[where.lead] != hosts[where.shadow]
+                assert born[where.lead] <= born[where.shadow], "nobody would believe an older process"
+
+
+def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> None:
+    """Of these four units the first two have the workers."""
+    several = layout(CLUSTER, (0, 0, 0, 1))
+    assert domains(several) == (0, 1) and domains(TOPOLOGY) == (0, 1)
+    four = replace(CLUSTER, nservers_per_group=4)
+    assert domains(layout(four, (0, 0, 0, 0, 1, 1))) == (0, 0, 1, 1)
+    assert domains(layout(replace(four, failure_domain=FailureDomain.kProcess), (0, 0, 0, 0, 1, 1))) == (0, 1, 2, 3)
+    alone = replace(CLUSTER, failure_domain=FailureDomain.kHost)
+    check(replace(JOB, cluster=alone), layout(alone, (0, 0, 0, 1)))
+    with pytest.raises(ConfigError, match=r"cluster.failure_domain.*two hosts or more.*kProcess"):
+        check(replace(JOB, cluster=alone), layout(alone))
+
+
 def test_a_copy_that_is_not_complete_is_none() -> None:
-    seats = Seats(2)
+    seats = Seats(range(2))
     seats.covered(0, 0)
     assert not seats.lost(1), "nobody has what server 1 was"
-    seats = whole(Seats(2))
+    seats = whole(Seats(range(2)))
     assert seats.lost(1)
     seats.filled(1)
     assert seats.standing == {0: Standing(0, 1, 0, 1), 1: Standing(0, 1, 1, 1)}
@@ -54,8 +93,6 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
     ("job", "named"),
     [
         (replace(JOB, on_failure=OnFailure.kStop), "on_failure: kContinue"),
-        (replace(JOB, apply=Apply.kOnArrival, grads="kHidden"), "apply: kAtStep"),
-        (replace(JOB, pull=Pull.kLazy), "pull: kStep"),
         (replace(JOB, grads="kHidden", per_worker_batch=True, cluster=replace(CLUSTER, backup=1)), "backup: 0"),
         *(
             (replace(JOB, cluster=replace(CLUSTER, **fields)), named)  # type: ignore[arg-type]
@@ -63,7 +100,6 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
                 ({"road": Road.kAuto}, "road: kTcp"),
                 ({"nservers_per_group": 1}, "nservers_per_group"),
                 ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
-                ({"nworker_groups": 2}, "nworker_groups: 1"),
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
                 ({"compression": Compression.kFp16}, "compression: kNone"),
                 ({"link": Link()}, "no link"),
@@ -80,11 +116,11 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
 
 def test_a_launcher_that_sees_only_some_processes_refuses() -> None:
     with pytest.raises(ConfigError, match="starts all units"):
-        recovery(JOB, TOPOLOGY, whole=False, began=0.0)
+        recovery(JOB, TOPOLOGY, 0.0, near=frozenset())
 
 
 def machine() -> Recovery:
-    made = Recovery(TOPOLOGY, Terms(frozenset({0}), whole=True, limit=3), 100.0, twice=True)
+    made = Recovery(TOPOLOGY, Terms(frozenset({0}), limit=3), 100.0, twice=True)
     for number, who in enumerate((*WORKERS, *SERVERS)):
         made.heard(Started(who, number), 100.0)
     return made
@@ -121,6 +157,39 @@ def test_both_copies_lost_is_a_new_start() -> None:
     made.renewed()
     words = made.heard(lost("server 0/1"), 110.0)
     assert any(isinstance(word, Renew) for word in words), "what was complete in the former life is not in this one"
+
+
+def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
+    made = covered(machine(), 0)
+    (incident,) = made.heard(Differs("server 0/1", 0), 103.0)
+    assert isinstance(incident, Incident) and "made anew" in incident.action
+    assert any(isinstance(word, Renew) for word in made.heard(lost("server 0/1"), 103.5)), "its copy is of no use"
+    made = covered(machine(), 0)
+    made.heard(Differs("server 0/1", 0), 103.0)
+    made.heard(Covered("server 0/1", 0), 103.2)
+    assert isinstance(made.heard(Differs("server 0/0", 0), 103.3)[0], Incident)
+    (end,) = made.heard(Differs("server 0/1", 0), 104.0)
+    assert isinstance(end, GiveUp) and "differ once more" in end.failures[0].text
+
+
+def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
+    refusals = dict.fromkeys(range(3), "")
+    made = Recovery(SEVERAL, Terms(frozenset(range(3)), True, 3, refusals), 100.0, twice=True)
+    covered(made, 0)
+    assert made.wish(Wish(LEAVE, 1), 101.0) == [Ask(LEAVE, 1)]
+    _, reseat, *words = made.heard(lost("server 0/1"), 102.0)
+    assert isinstance(reseat, Reseat) and words == [], "it has not moved"
+    covered(made, 1)
+    _, reseat, *words = made.heard(lost("server 0/0"), 103.0)
+    assert isinstance(reseat, Reseat) and words == [Ask(LEAVE, 1)]
+    assert made.speaks(Address(Role.SERVER, 0, 0)) == Address(Role.SERVER, 0, 1)
+    made.heard(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
+    left = made.heard(Exited("worker 1/0", 5, 0), 104.0)
+    assert Gone(1, 1) in left
+    made.heard(Started("server 0/1", 9), 104.5)
+    covered(made, 2)
+    _, _, *words = made.heard(lost("server 0/1"), 105.0)
+    assert words == [Gone(1, 1)]
 
 
 def test_who_only_listens_ends_with_those_who_speak() -> None:

@@ -144,7 +144,7 @@ class Elastic(Trial):
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                 if outcome.leaves:
                     self._go(life)
-            if seat.door.leaves:
+            if seat.door.data.leaves:
                 self._go(life)
         seat.finish()
         if seat.me == self.workers[0]:

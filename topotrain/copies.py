@@ -42,13 +42,15 @@ class Seat:
     """What the launcher tells a server process, and is told.
 
     standing: who has which seat when the process begins. taken: given, once, what to call with what it is later.
-    covered: told (server, second copies that there have been) when a server's second copy has everything. despair:
-    ends the process, which is then replaced; given why.
+    covered: told (server, second copies that there have been) when a server's second copy has everything. differs: told
+    the same when that one was found to be another than the first. despair: ends the process, which is then replaced;
+    given why.
     """
 
     standing: Mapping[int, Standing]
     taken: Callable[[Callable[[Mapping[int, Standing]], None]], None]
     covered: Callable[[Address, int], None]
+    differs: Callable[[Address, int], None]
     despair: Callable[[str], None]
 
 
@@ -66,7 +68,7 @@ class Speaker:
         change: notified when something may be over.
         trouble: see Trouble.
         covered: told when the second copy has everything, with the number of second copies that there have been.
-        despair: see Seat.
+        differs, despair: see Seat; this one knows whose.
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class Speaker:
         change: threading.Condition,
         trouble: Trouble,
         covered: Callable[[int], None],
+        differs: Callable[[int], None],
         despair: Callable[[str], None],
     ) -> None:
         self.lead, self.server = lead, lead.copy.server
         self.shadows = 0
         self.aside: Aside | None = None
-        self._despair = despair
+        self._despair, self._differs, self._differed = despair, differs, 0
         self._roads, self._change, self._trouble, self._covered = roads, change, trouble, covered
         self._lock = threading.Lock()
         self._told_covered = self._dismissed = False
@@ -119,6 +122,15 @@ class Speaker:
     def poke(self) -> None:
         """There is something to hear from this host."""
         self._do(list)
+
+    def told(self, message: Message) -> None:
+        """As `host.Home`; the second copy is told, too."""
+        self._do(lambda: self.lead.hear(self.lead.me, message))
+
+    def may_change(self, group: int, wish: str) -> str:
+        """As `host.Home`."""
+        with self._lock:
+            return self.server.may_change(group, wish)
 
     # --- what the launcher has said ------------------------------------------------------------------------------
 
@@ -160,7 +172,9 @@ class Speaker:
         try:
             with self._lock:
                 self.lead.fault = None
-                self._say(what())
+                out = what()
+                self._compare()  # whoever decides about deaths is to know it before anybody hears more
+                self._say(out)
                 fault = self.lead.fault
                 self._hear()
         except ProtocolError:
@@ -170,6 +184,11 @@ class Speaker:
             raise
         self._look()
         return fault
+
+    def _compare(self) -> None:
+        if self.lead.differs > self._differed:
+            self._differed, self._told_covered = self.lead.differs, False
+            self._differs(self.shadows)
 
     def _hear(self) -> None:
         if self.aside is not None:
@@ -274,6 +293,7 @@ class CopiedServers:
         place, roads, allocate, trouble, recorder, writer: as there.
         me: the server whose seat this process has.
         seat: see there.
+        opened: called with this when one more server speaks here.
     """
 
     def __init__(
@@ -286,11 +306,13 @@ class CopiedServers:
         recorder: Callable[[Address, tuple[int, ...]], Recorder],
         writer: Writer | None,
         seat: Seat,
+        opened: "Callable[[CopiedServers], None]" = lambda _: None,
     ) -> None:
+        self._opened = opened
         self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
         self._trouble, self._recorder, self._writer = trouble, recorder, writer
         self._standing, self._covered = dict(seat.standing), seat.covered
-        self._despair = seat.despair
+        self._differs, self._despair = seat.differs, seat.despair
         self._change = threading.Condition()
         self._servers = place.topology.servers(me.group)
         self._speakers: dict[Address, Speaker] = {}
@@ -327,6 +349,7 @@ class CopiedServers:
             speaker.do(lambda lead: lead.connected(coordinator))
         self._follow(speaker, self._standing[me.index])
         self._roads.publish("server", me, urls)
+        self._opened(self)
         return urls
 
     def _listen(self, server: Address, where: Standing) -> tuple[str, ...]:
@@ -351,9 +374,13 @@ class CopiedServers:
 
     def _speaker(self, copy: Copy) -> Speaker:
         lead = Lead(copy, portray)
-        tell = partial(self._covered, lead.me)
-        self._speakers[lead.me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, tell, self._despair)
+        told = (partial(self._covered, lead.me), partial(self._differs, lead.me), self._despair)
+        self._speakers[lead.me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, *told)
         return speaker
+
+    def coordinator(self, group: int) -> Speaker | None:
+        """See `host.Homes`."""
+        return self._speakers.get(self._servers[0])
 
     # --- changes of seats ----------------------------------------------------------------------------------------
 
@@ -398,6 +425,7 @@ class CopiedServers:
         speaker.do(lambda lead: lead.orphaned())
         self._roads.publish("server", server, urls)
         self._roads.publish(f"server-{where.moves}", server, urls)
+        self._opened(self)
 
     def _meet(self, old: Mapping[int, Standing], new: Mapping[int, Standing], risen: list[Address]) -> None:
         """The other servers call on the coordinator, whichever side has moved."""

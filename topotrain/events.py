@@ -268,6 +268,14 @@ class Covered:
 
 
 @dataclass(frozen=True, slots=True)
+class Differs:
+    """The so-manieth second copy of server `who` was found to be another than the first; it is made anew."""
+
+    who: str
+    shadows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Final:
     """The final parameters are in the file `path`; the job took `seconds`."""
 
@@ -309,6 +317,7 @@ Event = (
     | Left
     | Joined
     | Covered
+    | Differs
     | Final
     | Tabled
 )

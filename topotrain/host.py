@@ -69,6 +69,29 @@ class Attendant(Protocol):
         ...
 
 
+class Home(Protocol):
+    """A server, as its launcher speaks to it."""
+
+    @property
+    def server(self) -> Server: ...
+
+    def told(self, message: Message) -> None:
+        """The launcher has something to say to it, which comes in its own name."""
+        ...
+
+    def may_change(self, group: int, wish: str) -> str:
+        """See `Server.may_change`."""
+        ...
+
+
+class Homes(Protocol):
+    """The servers of a process."""
+
+    def coordinator(self, group: int) -> Home | None:
+        """The one that decides for a worker group; None: it is not here (yet)."""
+        ...
+
+
 class _ServerResident:
     """A server at its address: one message at a time, answers in the order in which they were decided."""
 
@@ -250,6 +273,11 @@ class Servers:
             self._roads.publish("server", me, urls[me])
             serving(me, urls[me])
 
+    def coordinator(self, group: int) -> Home | None:
+        """See `Homes`."""
+        found = (r for me, r in self.residents.items() if me.index == 0 and group in r.server.groups)
+        return next(found, None)
+
     def wait(self) -> None:
         """Return when the job has no more use for them."""
         with self._change:
@@ -265,12 +293,13 @@ def serve(
     recorder: Recorders = lambda *_: SILENT,
     attendant: Attendant | None = None,
     writer: Writer | None = None,
-    opened: Callable[[Servers], None] = lambda servers: None,
+    opened: Callable[[Homes], None] = lambda servers: None,
     seat: Seat | None = None,
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
 
-    opened: called once everybody is let in. seat: where every server has two copies, see `copies`.
+    opened: called once everybody is let in, and again when one more server is here. seat: where every server has two
+    copies, see `copies`.
     """
     memory = Memory()
     roads = Roads(place, memory)
@@ -281,7 +310,7 @@ def serve(
                 "cluster.replicas", 2, "needs a launcher that starts all processes of the job on this machine"
             )
         with flushing():
-            copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat)
+            copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)
             seat.taken(copied.arrange)
             copied.open(serving)
             copied.wait()
@@ -408,7 +437,9 @@ class WorkerRoads:
         self.exchange = self._door(place, send, monitor)
         if twice:
             servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
-            self._lines = Lifelines(servers, self.exchange, partial(self._roads.send, me), self._redial, self._noted)
+            life = place.identity.incarnation
+            way = (partial(self._roads.send, me), self._redial, self._noted, life)
+            self._lines = Lifelines(servers, self.exchange, *way)
         self._beside: Servers | None = None
         if pump is not None:
             beside = Address(Role.SERVER, 0, me.index)
@@ -428,10 +459,11 @@ class WorkerRoads:
         for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
             if self._beside is not None and server in self._beside.residents:
                 self._roads.connect_inside(self.me, server)
+            elif self._lines is not None:
+                self._lines.begin(server)
+                self._roads.follow(self.me, server, 0)
             else:
                 self._roads.connect(self.me, server, "server")
-            if self._lines is not None:
-                self._lines.begun(server)
         self.exchange.come_back()
 
     # --- servers with two copies
@@ -451,11 +483,9 @@ class WorkerRoads:
 
         def look() -> None:
             try:
-                self._roads.connect(self.me, server, f"server-{moves}", anew=True)
+                lines.connected(server, self._roads.follow(self.me, server, moves))
             except (WireError, TimeoutError) as error:
                 lines.failed(server, f"its process has died, and no other one took its place: {error}")
-            else:
-                lines.connected(server)
 
         threading.Thread(target=look, name=f"to {server}", daemon=True).start()
 

@@ -54,6 +54,7 @@ class Lifelines:
         redial: redial(server, moves) looks for the server in the process that it has moved to for the so-manieth time,
             on a thread of its own, and then calls `connected`, or `failed`.
         changed: called when something has been taken for good, or a way has ended.
+        life: how often the worker's group has been started again.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Lifelines:
         send: Send,
         redial: Callable[[Address, int], None],
         changed: Callable[[], None] = lambda: None,
+        life: int = 0,
     ) -> None:
         self._ways = {server: _Way() for server in servers}
         self._resident, self._send, self._redial, self._changed = resident, send, redial, changed
-        self._leaving = False
+        self._leaving, self._life = False, life
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
         """Say something; what has no way now is said when there is one."""
@@ -132,14 +134,16 @@ class Lifelines:
 
     # --- the ways ------------------------------------------------------------------------------------------------
 
-    def begun(self, server: Address) -> None:
-        """There is a way to a server, the first."""
+    def begin(self, server: Address) -> None:
+        """The first way to a server is about to be made."""
         self._ways[server].up = True
 
-    def connected(self, server: Address) -> None:
-        """There is a way to the server's other process: say how far we are."""
+    def connected(self, server: Address, moves: int) -> None:
+        """There is a way to the server's other process, to which it has moved for the so-manieth time: say how far we
+        are."""
+        self._ways[server].moves = max(moves, self._ways[server].moves)
         with suppress(WireError):
-            self._send(server, m.Resume(self._ways[server].line.heard))
+            self._send(server, m.Resume(self._ways[server].line.heard, life=self._life))
 
     def failed(self, server: Address, reason: str) -> None:
         """There is no other process."""

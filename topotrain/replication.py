@@ -6,6 +6,9 @@ every event by the first, the `Lead`, and has in the end the same values, bit fo
 confirmed the event that it answers (output commit: Elnozahy et al., 2002): nothing that anybody has ever been told is
 lost with one process.
 
+From time to time both say what they have become (`comparison`). Where that differs, nobody can tell which one is right:
+the job goes on with the one that has spoken, and the other one is made anew.
+
 Between two residents every message is counted on a `Line`, at both ends and in both copies, and kept until the other
 side has it for good. When the way is made anew, to the same server in another process, both say how many they have
 heard, and what is missing is said again: each message is acted upon once, and nobody starts again.
@@ -18,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain import message as m
+from topotrain.comparison import mark
+from topotrain.consistency import AWAY
 from topotrain.server import Server
 from topotrain.topology import Address, Role
 
@@ -28,7 +33,7 @@ Make = Callable[[Callable[[Address, m.Message], None]], Server]
 WORD, LOST, TAKEN, ORPHANED = 0, 1, 2, 3
 """Forward.event: a message came; a worker's process is gone; a peer has heard so many; the server's host is another."""
 
-UNCOUNTED = (m.Resume, m.Taken, m.Forward, m.Echoed, m.Likeness, m.Dismissed)
+UNCOUNTED = (m.Resume, m.Taken, m.Forward, m.Echoed, m.Likeness, m.Dismissed, m.Compared)
 PART = 16 << 20
 """Bytes of a part of a likeness, but for the last."""
 OFTEN = 16
@@ -41,12 +46,14 @@ _STAYS = (m.Push, m.Edit, m.Init)
 class Line:
     """One way between two residents, however often it is made anew, as one end sees it.
 
-    said, heard: messages, ever. kept: the last ones that were said, which the other side may not have for good.
+    said, heard: messages, ever. kept: the last ones that were said, which the other side may not have for good. life:
+    how often the group of a worker at the other end had been started again.
     """
 
     said: int = 0
     heard: int = 0
     kept: "deque[m.Message]" = field(default_factory=deque)
+    life: int = 0
 
     def say(self, message: m.Message) -> None:
         """One more is said."""
@@ -73,6 +80,7 @@ class Copy:
         self.server = make(lambda to, message: self._out.append((to, message)))
         self.lines: dict[Address, Line] = {}
         self.events = 0
+        self._before = 0  # the version of the values, one event ago
 
     def take(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
         """The next event; returns what is to be said, which is counted already.
@@ -81,6 +89,7 @@ class Copy:
             ProtocolError: as `Server.handle`; what there is to say is then the next event's.
         """
         self.events += 1
+        self._before = self.server.version
         if event == TAKEN:
             if who in self.lines:
                 self.lines[who].taken(count)
@@ -91,10 +100,23 @@ class Copy:
             for part in self.server.snapshots.orphaned():
                 self.server.handle(self.server.me, part)
         elif message is not None:
-            if who != self.server.me:
-                self.lines.setdefault(who, Line()).heard += 1
-            self.server.handle(who, message)
+            self._hear(who, message)
         return self.said()
+
+    def _hear(self, who: Address, message: m.Message) -> None:
+        if who != self.server.me:
+            line = self.lines.setdefault(who, Line())
+            line.heard += 1
+            if isinstance(message, m.Return) and line.heard == 1:  # what a process that stands in says first
+                line.life = message.incarnation
+        self.server.handle(who, message)
+        if isinstance(message, m.Away) or (isinstance(message, m.Apply) and message.change == AWAY):
+            for worker in [worker for worker in self.lines if self.server.misses(worker)]:
+                del self.lines[worker]  # nobody will come for what is left there
+
+    def mark(self) -> int | None:
+        """What the copies are to compare behind the last event; None: nothing."""
+        return mark(self.server, self._before)
 
     def said(self) -> Out:
         """What has been said since the last event."""
@@ -129,6 +151,9 @@ class Lead:
         self.joined = False
         self.fault: m.ProtocolError | None = None
         """What was wrong with the last message that was heard."""
+        self.differs = 0
+        """So often a second copy was found to be another one than this; each time it is made anew."""
+        self._marks: dict[int, int] = {}
         self._wanted = False
         self._covered_at = 0
         self._confirmed = 0
@@ -141,9 +166,7 @@ class Lead:
         """A message has come; `fault` says whether its sender must not have said it."""
         self.fault = None
         if sender == self.shadow:
-            if not isinstance(message, m.Echoed):
-                raise m.ProtocolError(f"{sender} says {type(message).__name__}")
-            return self._confirm(message.index)
+            return self._echoed(message)
         if isinstance(message, m.Resume):
             return self._resumed(sender, message)
         out = self._greet(sender)
@@ -156,9 +179,10 @@ class Lead:
         return out
 
     def lost(self, worker: Address) -> Out:
-        """A worker's process is gone."""
+        """A worker's process is gone; what waits to be said to it is not for the one that takes its place."""
         self.up.discard(worker)
         self._told.pop(worker, None)
+        self._held = deque(held for held in self._held if held[1] != worker)
         return self._event(LOST, worker)
 
     def parted(self, server: Address) -> None:
@@ -190,23 +214,37 @@ class Lead:
     def alone(self) -> Out:
         """The second copy's process is gone, as those know who see all processes: nobody is waited for any more."""
         self.covered = self.joined = self._wanted = False
-        return self._confirm(self.copy.events)
+        return self._release(self.copy.events)
 
     def _join_if_quiet(self) -> Out:
         data = self._portray(self.copy) if self._wanted else None
         if data is None:
             return []
         self._wanted, self.joined = False, True
-        index = self._covered_at = self._confirmed = self.copy.events
+        self._marks.clear()
+        index = self._covered_at = self.copy.events
         count = -(-data.numel() // PART)
         return [
             (self.shadow, m.Likeness(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
             for part in range(count)
         ]
 
-    def _confirm(self, index: int) -> Out:
+    def _echoed(self, message: m.Message) -> Out:
+        """What the second copy says. What it has said before it was made anew counts no more."""
+        if isinstance(message, m.Compared):
+            found = self._marks.pop(message.index, None)
+            if found in (None, message.mark) or not self.covered:
+                return []
+            self.differs += 1
+            return self.alone() + self.join()
+        if not isinstance(message, m.Echoed):
+            raise m.ProtocolError(f"{self.shadow} says {type(message).__name__}")
+        if message.whole and message.index == self._covered_at:
+            self.covered = self.joined
+        return self._release(message.index) if self.covered else []
+
+    def _release(self, index: int) -> Out:
         self._confirmed = max(self._confirmed, index)
-        self.covered = self.joined and self._confirmed >= self._covered_at
         out: Out = []
         while self._held and self._held[0][0] <= self._confirmed:
             _, to, message = self._held.popleft()
@@ -224,6 +262,9 @@ class Lead:
             said = self.copy.take(event, who, count, message)
         except m.ProtocolError as error:
             self.fault, said = error, self.copy.said()
+        found = self.copy.mark() if self.joined else None
+        if found is not None:
+            self._marks[self.copy.events] = found
         return out + self._put(said) + (self._join_if_quiet() if self._wanted else [])
 
     def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> m.Forward:
@@ -261,9 +302,12 @@ class Lead:
 
     def _resumed(self, sender: Address, message: m.Resume) -> Out:
         """A peer has made its way here anew. Raises ProtocolError for one that had none."""
-        if sender not in self.copy.lines and message.heard:
+        line, out = self.copy.lines.get(sender), Out()
+        if line is not None and line.life < message.life:  # what it had begun to say has died with the other copy
+            line, out = None, self.lost(sender)
+        if (line is None and message.heard) or (line is not None and line.life > message.life):
             raise m.ProtocolError(f"{sender} goes on where it has never been")
-        out = self._event(TAKEN, sender, message.heard)
+        out += self._event(TAKEN, sender, message.heard)
         self.up.add(sender)
         if not message.answer:
             out.append((sender, m.Resume(self._heard(sender), True)))
@@ -308,6 +352,8 @@ class Shadow:
             left = message.nbytes - message.part * PART
             if left <= 0 or message.part != len(self._parts):
                 raise m.ProtocolError(f"part {message.part} of a likeness of {message.nbytes} bytes")
+            if not message.part:
+                self.copy = None  # it is made anew, for it was not what it should be
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, m.Forward) and self.copy is not None:
             return self.copy.server.place(_who(message), m.decode(message.kind, message.meta), False)
@@ -317,14 +363,14 @@ class Shadow:
         """What may be answered before the message is acted upon."""
         return m.Echoed(message.index) if isinstance(message, m.Forward) and self.copy is not None else None
 
-    def hear(self, message: m.Message) -> m.Echoed | None:
+    def hear(self, message: m.Message) -> m.Echoed | m.Compared | None:
         """Take what the lead says; returns what is to be answered. Raises ProtocolError."""
         if isinstance(message, m.Likeness) and message.body is not None:
             return self._part(message, message.body)
         if isinstance(message, m.Dismissed):
             self.over = True
         elif isinstance(message, m.Forward):
-            self._follow(message)
+            return self._follow(message)
         return None
 
     def _part(self, message: m.Likeness, body: torch.Tensor) -> m.Echoed | None:
@@ -336,9 +382,9 @@ class Shadow:
         self._restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
         copy.events = message.index
         self.copy = copy
-        return m.Echoed(message.index)
+        return m.Echoed(message.index, whole=True)
 
-    def _follow(self, message: m.Forward) -> None:
+    def _follow(self, message: m.Forward) -> m.Compared | None:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
             raise m.ProtocolError(f"event {message.index} does not follow")
@@ -347,6 +393,8 @@ class Shadow:
             copy.take(message.event, _who(message), message.count, inner)
         except m.ProtocolError:  # the lead has turned its sender away, and said the same
             copy.said()
+        found = copy.mark()
+        return None if found is None else m.Compared(message.index, found)
 
 
 def _who(message: m.Forward) -> Address:

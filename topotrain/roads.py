@@ -24,7 +24,8 @@ from topotrain.wire.shm import Memory, ShmWire
 from topotrain.wire.tcp import TcpWire
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
-_LOOK_S = 2.0
+_LOOK_S, _GLANCE_S = 2.0, 0.5
+_NOT_HERE = ("JOB", "FULL")  # the codes of refusals by somebody else, or by one who may have room later
 _ROADS = {"tls": "tcp"}  # the road that takes a scheme of another name
 
 
@@ -131,6 +132,27 @@ class Roads:
                 self._meeting.waiting(peer, str(error))
             time.sleep(spread(pause))  # else all would knock at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def follow(self, me: Address, peer: Address, moves: int) -> int:
+        """Open the way to a server with a second copy, in whichever process it speaks; returns how often it has moved.
+
+        moves: how often it had at least. Where a process is published may be where it has died, and another one is
+        published then. Raises WireError if nobody answers for as long as processes look for each other.
+        """
+        until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
+        while True:
+            try:
+                self._connect(me, peer, f"server-{moves}" if moves else "server", _GLANCE_S, anew=True)
+                return moves
+            except WireError as error:
+                if isinstance(error, Refused) and error.code not in _NOT_HERE:
+                    raise
+                if time.monotonic() + pause > until:
+                    raise WireError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
+            time.sleep(spread(pause))
+            pause = min(2 * pause, _GLANCE_S)
+            if self._store.get(f"server-{moves + 1}/{peer.group}/{peer.index}") is not None:
+                moves += 1
 
     def _connect(self, me: Address, peer: Address, kind: str, seconds: float, anew: bool) -> None:
         try:

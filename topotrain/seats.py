@@ -1,16 +1,17 @@
 """Which process holds which copy of which server, when every server has two (`cluster.replicas`).
 
 Rule: pure. A seat is a place for one server process; the process in it may be another after a death. Server i begins in
-seat i, its second copy in the next one. Copies move only where a process has died: the second copy speaks from then on,
-and the fresh process in the dead one's seat follows whoever has no second copy. So of the two copies of a server the
-one that listens is never in an older process than the one that speaks.
+seat i, its second copy in the next seat, or the next one on another host where a host's loss must not take both. Copies
+move only where a process has died: the second copy speaks from then on, and the fresh process in the dead one's seat
+follows whoever has no second copy. So of the two copies of a server the one that listens is never in an older process
+than the one that speaks, and they stay as far apart as they were.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from topotrain.job import Apply, Compression, ConfigError, Job, OnFailure, Pull, Road
+from topotrain.job import Compression, ConfigError, FailureDomain, Job, OnFailure, Road
 from topotrain.topology import Topology
 
 
@@ -29,17 +30,36 @@ class Seats:
     """All servers of a job.
 
     Args:
-        count: how many there are.
+        domains: the failure domain of each seat; the copies of a server never share one.
+
+    Raises:
+        ValueError: there is one domain only.
     """
 
-    def __init__(self, count: int) -> None:
-        self.standing = {index: Standing(index, (index + 1) % count) for index in range(count)}
+    def __init__(self, domains: Sequence[int]) -> None:
+        if len(set(domains)) < 2:
+            raise ValueError("two copies need two failure domains")
+        self._domains = tuple(domains)
+        self.standing = {index: Standing(index, self._next(index)) for index in range(len(domains))}
         self._covered: set[int] = set()
+
+    def _next(self, seat: int) -> int:
+        count = len(self._domains)
+        others = ((seat + further) % count for further in range(1, count))
+        return next(other for other in others if self._apart(seat, other))
+
+    def _apart(self, one: int, other: int) -> bool:
+        return self._domains[one] != self._domains[other]
 
     def covered(self, server: int, shadows: int) -> None:
         """A server's so-manieth second copy has everything from now on."""
         if self.standing[server].shadows == shadows:
             self._covered.add(server)
+
+    def uncovered(self, server: int, shadows: int) -> None:
+        """That one is of no use."""
+        if self.standing[server].shadows == shadows:
+            self._covered.discard(server)
 
     def heirs(self, seat: int) -> set[int]:
         """The seats of the second copies of what speaks in this one."""
@@ -62,7 +82,7 @@ class Seats:
     def filled(self, seat: int) -> None:
         """A fresh process takes a seat: it follows whoever has no second copy."""
         for server, where in self.standing.items():
-            if where.shadow < 0 and where.lead != seat:
+            if where.shadow < 0 and self._apart(where.lead, seat):
                 self.standing[server] = replace(where, shadow=seat, shadows=where.shadows + 1)
 
     def leads(self) -> set[int]:
@@ -79,6 +99,15 @@ def standings(data: Any) -> Mapping[int, Standing]:
     return {index: Standing(*map(int, row)) for index, row in enumerate(data)}
 
 
+def domains(topology: Topology) -> tuple[int, ...]:
+    """The failure domain of each seat: its host, or itself (`failure_domain`)."""
+    servers = topology.servers(0)
+    hosts = tuple(map(topology.host_of, servers))
+    wanted = topology.cluster.failure_domain
+    by_host = wanted is FailureDomain.kHost or (wanted is FailureDomain.kAuto and len(set(hosts)) > 1)
+    return hosts if by_host else tuple(range(len(servers)))
+
+
 def check(job: Job, topology: Topology) -> None:
     """Raise ConfigError where second copies of the servers are asked for and cannot be kept."""
     cluster = job.cluster
@@ -90,14 +119,13 @@ def check(job: Job, topology: Topology) -> None:
         (cluster.nserver_groups == 1, "needs nserver_groups: 1"),
         (topology.shards > 1, "needs nservers_per_group of at least 2: a server's second copy is in another's process"),
         (cluster.nservers_per_procs == 1, "needs nservers_per_procs: 1, so that each server has its own process"),
-        (cluster.nworker_groups == 1, "needs nworker_groups: 1, a synchronous job"),
         (not topology.collective, "needs a job whose servers add up the gradients: algorithm kAuto, no engine"),
         (cluster.compression is Compression.kNone, "needs compression: kNone"),
         (cluster.link is None, "takes no link"),
-        (job.apply is Apply.kAtStep, "needs apply: kAtStep"),
-        (job.pull is Pull.kStep, "needs pull: kStep"),
-        (not job.splits, "takes no model that is split over workers"),
         (cluster.backup == 0, "needs backup: 0"),
     ):
         if not fits:
             raise ConfigError("cluster.replicas", cluster.replicas, accepted)
+    if len(set(domains(topology))) < 2:
+        accepted = "needs servers on two hosts or more, here all stand on one; kProcess would do with two processes"
+        raise ConfigError("cluster.failure_domain", cluster.failure_domain.value, accepted)

@@ -743,6 +743,10 @@ class Server:
         if not ended:
             self._finished[group] = {}
 
+    def misses(self, worker: Address) -> bool:
+        """Whether its group has left the job, and nobody waits for it."""
+        return worker.role is Role.WORKER and worker.group in self._away
+
     def _replace(self, decision: m.Apply) -> None:
         """One worker has another process. Raises ProtocolError for one that is not ours."""
         if len(decision.members) != 1 or not 0 <= decision.members[0] < self._topology.workers_per_group:

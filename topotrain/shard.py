@@ -198,6 +198,10 @@ class FlatBuffers:
         held = self._flat.get((name, -1))
         return held if held is not None else self._flat.setdefault((name, -1), self._allocate(count, torch.uint8))
 
+    def held(self) -> list[tuple[tuple[str, int], torch.Tensor]]:
+        """All buffers that were made or given, by name and space (-1: over no space)."""
+        return list(self._flat.items())
+
     def put(self, name: str, space: int, flat: torch.Tensor) -> None:
         """Use a given tensor as the buffer of a name, also in place of one that was used before."""
         self._flat[(name, space)] = flat

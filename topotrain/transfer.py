@@ -5,20 +5,34 @@ the few classes that are named here. A fresh server is made as servers are made,
 are filled; what is no data there (functions, the layout, the map of slices) is its own already. A field of a kind that
 is not known here is an error where it is told, so that nobody can forget one.
 
-It is told between two steps, when no gradient is under way: what then lies in buffers nobody will ask for.
+It is told at any moment between two messages, also in the middle of a step: where groups go their own ways there may
+never be another. So what lies in the server's buffers is told as far as somebody may still ask for it: what a gradient
+under way, or a message that may be said again, is a view of.
 """
 
 import json
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 from enum import Enum
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from topotrain import consistency, deposits, ending, finite, leases, membership, readers, snapshotbook, snapshotting
+from topotrain import (
+    consistency,
+    deposits,
+    ending,
+    finite,
+    leases,
+    membership,
+    readers,
+    reduction,
+    snapshotbook,
+    snapshotting,
+)
 from topotrain import message as m
 from topotrain.job import Job
 from topotrain.manners import Manners
@@ -35,6 +49,8 @@ from topotrain.slices import Bucket, SliceMap
 from topotrain.tablebook import TableBook
 from topotrain.topology import Address, Role, Topology
 from topotrain.update import HyperCheck
+from topotrain.views import Views, Where
+from topotrain.windows import VALUES
 
 _ALIGN = 64
 _LENGTH = struct.Struct("<Q")
@@ -57,6 +73,7 @@ _DATA: tuple[type, ...] = (
     Line,
     SchemaParts,
     readers._Held,
+    reduction._Reduction,
     consistency._Vote,
     leases._Run,
     leases._Leaving,
@@ -108,14 +125,10 @@ _OWN: Mapping[str, frozenset[str]] = {
 
 
 def quiet(server: Server) -> bool:
-    """Whether a server can be told now: no gradient, no snapshot and no unheard word is under way."""
+    """Whether a server can be told now: no snapshot, no state of an optimizer and no unheard word is under way."""
     if server._inside or server._opening.early or server.snapshots._frozen or server._tables.used:
         return False
-    model = server._model
-    if model is not None and model.state._loading:
-        return False
-    stagings = () if model is None else model.staging.values()
-    return not any(s._reductions or s.commits or s._edits or s.staged for s in stagings)
+    return server._model is None or not server._model.state._loading
 
 
 def portray(copy: Copy) -> torch.Tensor | None:
@@ -159,9 +172,7 @@ class _Teller:
     def __init__(self, model: Model | None) -> None:
         self._model = model
         self._tensors: list[torch.Tensor] = []
-        self._buckets = (
-            {} if model is None else {model.values(b.id).data_ptr(): b for b in model.buckets if b.hi > b.lo}
-        )
+        self._views = None if model is None else Views(model.flats, frozenset({VALUES}))
 
     def tell(self, value: Any) -> Any:
         kind = type(value)
@@ -195,29 +206,37 @@ class _Teller:
         return {_LETTERS[kind]: [self.tell(item) for item in value]}
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        bucket = self._buckets.get(value.data_ptr())
-        if bucket is not None and value.nbytes == self._values(bucket).nbytes:
-            return {"v": bucket.id}
+        where = None if self._views is None else self._views.find(value)
+        return self._own(value) if where is None else {"v": list(astuple(where))}
+
+    def _own(self, value: torch.Tensor) -> Any:
         self._tensors.append(value.detach())
         return {"x": [len(self._tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]}
-
-    def _values(self, bucket: Bucket) -> torch.Tensor:
-        assert self._model is not None
-        return self._model.values(bucket.id)
 
     def model(self) -> dict[str, Any]:
         """The model: what is shown of it to nobody, too."""
         model = self._model
-        if model is None:
+        if model is None or self._views is None:
             return {"schema": "", "values": [], "updates": []}
-        self._buckets = {}  # here they are told themselves
-        return {
+        told = {
             "schema": model.schema.text(),
-            "values": [self.tell(flat) for flat in _flats(model)],
+            "values": [self._own(flat) for flat in _flats(model)],
             "updates": [self._update(unit) for unit in model.units],
             "staging": self.tell(model.staging),
             "hyper": self.tell(list(map(_settings, model.hyper._good))),
         }
+        for group, staging in model.staging.items():
+            self._want(self._views, group, staging)
+        return {**told, "parts": [[list(astuple(where)), self._own(part)] for where, part in self._views.wanted()]}
+
+    @staticmethod
+    def _want(views: Views, group: int, staging: Staging) -> None:
+        """What the server looks at by its name: the sums of a step that is under way, what a group was shown last."""
+        if staging._reductions or staging.commits or staging.staged:
+            views.want(f"mean {group}")
+            views.want(f"total {group}")
+        if staging._workers > 1:
+            views.want(f"out {group}")
 
     def _update(self, unit: Unit) -> Any:
         state = [[key, name, self._plain(value)] for key, name, value in unit.update.state()]
@@ -323,7 +342,7 @@ class _Reader:
             return m.decode(told[0], bytes.fromhex(told[1]), self.read(told[2]))
         if letter == "v":
             assert self._model is not None
-            return self._model.values(told)
+            return Where(*told).of(self._model.flats)
         if letter == "x":
             return self._tensor(*told)
         raise ValueError(f"what is {letter!r}?")
@@ -362,6 +381,8 @@ class _Reader:
             return
         for flat, told in zip(_flats(model), tree["values"], strict=True):
             flat.copy_(self.read(told))
+        for where, part in tree["parts"]:
+            Where(*where).of(model.flats).copy_(self.read(part))
         for unit, (hyper, state) in zip(model.units, tree["updates"], strict=True):
             for key, name, told in state:
                 value = self.read(told)

@@ -300,9 +300,9 @@ class Trial(Town):
             begins = True
             for stream, seq, number in self._batches(seat, epoch):
                 if begins and self._schedule.every:
-                    seat.door.deposit(EPOCH, passes_of(epoch))
+                    seat.door.data.deposit(EPOCH, passes_of(epoch))
                 if snapshot:
-                    seat.door.deposit(snapshot, passes_of(epoch))
+                    seat.door.data.deposit(snapshot, passes_of(epoch))
                 begins = False
                 seat.sleep(0.0, 0.004)
                 if life.over:
@@ -315,7 +315,7 @@ class Trial(Town):
                     witness.did(range(batch * workers, (batch + 1) * workers))
                     witness.look(seat.values())
         if snapshot:
-            seat.door.deposit(snapshot, passes_of(self.epochs))
+            seat.door.data.deposit(snapshot, passes_of(self.epochs))
         self._end_well(seat)
 
     def _train_singly(self, seat: Seat, witness: Witness) -> None:
@@ -326,7 +326,7 @@ class Trial(Town):
         for epoch in self._epochs:
             stream = (epoch << 32) | STATIC | me
             mine = self._unread(epoch, self.batches * workers)[me::workers]
-            number = seat.door.applied(stream)
+            number = seat.door.data.applied(stream)
             while number < len(mine):
                 seat.sleep(0.0, 0.004)
                 if life.over:
@@ -365,10 +365,10 @@ class Trial(Town):
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
             mine = units[group :: self.topology.worker_groups]
-            for seq in range(door.applied(stream), len(mine)):
+            for seq in range(door.data.applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = Leases(door, epoch, len(units), 0)
+        leases = Leases(door.data, epoch, len(units), 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]

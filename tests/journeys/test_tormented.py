@@ -37,22 +37,23 @@ def marked(mark: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
+    ("cluster", "words", "more"),
     [
-        (DOWNPOUR, ("--at", "start")),
-        (SANDBLASTER, ("--pairs", "0.4")),
-        (ALLREDUCE, ()),
-        (HOGWILD, ("--at", "end")),
+        (DOWNPOUR, ("--at", "start"), ()),
+        (SANDBLASTER, ("--pairs", "0.4"), ()),
+        (ALLREDUCE, (), ()),
+        (HOGWILD, ("--at", "end"), ()),
+        (f"{DOWNPOUR} road: kTcp replicas: 2", (), ("--halves",)),
     ],
-    ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild"],
+    ids=["Downpour", "Sandblaster", "AllReduce", "Distributed Hogwild", "Downpour of split models, two copies"],
 )
 def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(
-    shop: Shop, cluster: str, words: tuple[str, ...]
+    shop: Shop, cluster: str, words: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
     conf, workspace = shop.folder / "job.conf", shop.folder / "job"
     conf.write_text(f'reduce: kSum snapshot_s: 0.2 cluster {{ {cluster} workspace: "{workspace}" }}')
     blows = ["--at", "back", "--kills", str(KILLS), "--for", "60s", "--seed", str(SEED), *words]
-    script = ["--epochs", str(EPOCHS), "--samples", "200", "--step-s", "0.01"]
+    script = ["--epochs", str(EPOCHS), "--samples", "200", "--step-s", "0.01", *more]
     chaos = ["chaos", str(conf), str(PROGRAMS / "ledger.py"), *blows]
     command = [
         *client(shop.warm_at),
@@ -69,8 +70,8 @@ def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(
     done = subprocess.run(command, cwd=shop.folder, env=environ, capture_output=True, text=True, timeout=120)
     again = f"{conf.read_text()}\ntopotrain {shlex.join([*chaos, '--', *script])}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, again
-    cells = load_file(workspace / "final.safetensors")["cells"]
-    assert torch.equal(cells, torch.full_like(cells, EPOCHS)), f"{again}\n{cells}"
+    for name, cells in load_file(workspace / "final.safetensors").items():
+        assert torch.equal(cells, torch.full_like(cells, EPOCHS)), f"{again}\n{name}: {cells}"
     verdict = json.loads(done.stdout)
     assert verdict["killed"] >= KILLS - 2, again
     assert not marked(str(shop.folder)), again

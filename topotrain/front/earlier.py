@@ -110,9 +110,9 @@ def find(here: Context, worker: Worker) -> Earlier:
         first = min(first, past.first_epoch)
     later, alive, taken = None, False, 0
     if returned:
-        taken = worker.exchange.applied(-1)
+        taken = worker.exchange.data.applied(-1)
         steps += taken * here.place.job.cluster.n_push
-        left, since = worker.exchange.deposited()
+        left, since = worker.exchange.data.deposited()
         if left is not None:
             before, own, alive = Condition.from_bytes(_bytes(left)), True, True
             first = before.passes

@@ -2,7 +2,7 @@
 
 Rule: commands come on the channel's own thread, some before there are servers; then they are kept, in their order. A
 wish is looked at by the coordinator of the group's servers, who alone knows what the job has come to, and its answer
-is an event.
+is an event. Where servers have second copies, the coordinator may be about to move here: then they wait for it.
 """
 
 import threading
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from topotrain.events import Agreed, Event
-from topotrain.host import Servers
+from topotrain.host import Homes
 from topotrain.message import Away, Leave
 
 WISHES = ("leave", "lose", "join")
@@ -23,7 +23,7 @@ class Orders:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[Mapping[str, Any]] = []
-        self._servers: Servers | None = None
+        self._servers: Homes | None = None
         self.emit: Callable[[Event], None] = lambda event: None
 
     def hear(self, command: Mapping[str, Any]) -> None:
@@ -31,26 +31,29 @@ class Orders:
         if command.get("command") not in (*WISHES, AWAY):
             return
         with self._lock:
-            if self._servers is None:
-                self._kept.append(command)
-            else:
-                self._do(self._servers, command)
+            self._kept.append(command)
+            self._look()
 
-    def open(self, servers: Servers) -> None:
-        """The servers are there."""
+    def open(self, servers: Homes) -> None:
+        """The servers are there, or one more is."""
         with self._lock:
             self._servers = servers
-            for command in self._kept:
-                self._do(servers, command)
-            self._kept.clear()
+            self._look()
 
-    def _do(self, servers: Servers, command: Mapping[str, Any]) -> None:
+    def _look(self) -> None:
+        kept, self._kept = self._kept, []
+        self._kept = [command for command in kept if not self._done(command)]
+
+    def _done(self, command: Mapping[str, Any]) -> bool:
         wish, group = command["command"], command["group"]
-        me, home = next((me, r) for me, r in servers.residents.items() if me.index == 0 and group in r.server.groups)
+        home = None if self._servers is None else self._servers.coordinator(group)
+        if home is None:
+            return False
         if wish == AWAY:
             home.told(Away(group, command["incarnation"]))
-            return
+            return True
         why = home.may_change(group, wish)
         if wish == "leave" and not why:
             home.told(Leave(group))
-        self.emit(Agreed(str(me), group, wish, why))
+        self.emit(Agreed(str(home.server.me), group, wish, why))
+        return True

@@ -19,7 +19,7 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Failed, Finished, Serving
+from topotrain.events import Covered, Differs, Failed, Finished, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
@@ -103,11 +103,14 @@ def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | No
     def covered(server: Address, shadows: int) -> None:
         control.emit(Covered(str(server), shadows))
 
+    def differs(server: Address, shadows: int) -> None:
+        control.emit(Differs(str(server), shadows))
+
     def despair(why: str) -> None:
         print(why, file=sys.stderr, flush=True)
         os._exit(1)
 
-    return Seat(standings(spec["seats"]), seating.to, covered, despair)
+    return Seat(standings(spec["seats"]), seating.to, covered, differs, despair)
 
 
 class Watchful:
@@ -136,10 +139,8 @@ class Watchful:
 
 
 def _comes_back(place: Place, worker: Address) -> bool:
-    """The worker's unit starts its group again, or tells that it cannot. Of several units none could do so."""
-    job, topology, group = place.job, place.topology, worker.group
-    units = {topology.unit_of(member) for member in topology.workers(group)}
-    return job.on_failure is OnFailure.kContinue and len(units) == 1 and not refusal(job, topology, group)
+    """Its group starts again, or unit 0 says that it cannot."""
+    return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
 
 
 def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:

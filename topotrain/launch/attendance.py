@@ -110,6 +110,11 @@ class Attendance:
         """Whether the job may go on without the group."""
         return not self.refusals.get(group, "it is not here") and any(g != group for g in self._here())
 
+    def asked(self) -> list[tuple[int, str]]:
+        """Groups about which the servers have not answered yet, and what they were asked."""
+        wishes = {State.ASKED: LEAVE, State.COMING: JOIN, State.LOST: LOSE}
+        return [(g, wishes[p.state]) for g, p in sorted(self._parts.items()) if p.state in wishes and not p.agreed]
+
     @property
     def due(self) -> float | None:
         """When the first group that leaves has had its time."""

@@ -41,7 +41,7 @@ from topotrain.launch.asked import stop_signals
 from topotrain.launch.children import Birth, Calls, Child, Home
 from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
 from topotrain.launch.renewal import Renewal
-from topotrain.seats import Seats
+from topotrain.seats import Seats, domains
 from topotrain.topology import Role, Topology
 
 GRACE_S = 1.5
@@ -83,7 +83,7 @@ class Unit:
         self._needed = self._continues
         self._renewal = Renewal()
         twice = home.job.cluster.replicas > 1
-        self._seats = Seats(topology.shards).to_data() if twice else []
+        self._seats = Seats(domains(topology)).to_data() if twice else []
         self._empty: dict[str, tuple[int, str]] = {}  # seats that wait for a fresh process
 
     def run(self) -> int:

@@ -133,11 +133,13 @@ class CaughtUp(Message):
 class Resume(Message):
     """On a way that was made anew, both sides' first word: so many of your messages have I heard, ever.
 
-    What was said after those is said again. answer: this one answers the other side's.
+    What was said after those is said again. answer: this one answers the other side's. life: a worker's group has been
+    started so often again; an earlier process in its place said, and heard, other messages.
     """
 
     heard: int
     answer: bool = False
+    life: int = 0
 
 
 @numbered(101)
@@ -174,9 +176,10 @@ class Forward(Message):
 @numbered(103)
 @dataclass(frozen=True, slots=True)
 class Echoed(Message):
-    """Second copy -> server: I have all events up to number `index`."""
+    """Second copy -> server: I have all events up to number `index`. whole: I have become what you were by then."""
 
     index: int
+    whole: bool = False
 
 
 @numbered(104)
@@ -197,3 +200,12 @@ class Likeness(Message):
 @dataclass(frozen=True, slots=True)
 class Dismissed(Message):
     """Server -> its second copy: nothing is left to do, for you neither."""
+
+
+@numbered(106)
+@dataclass(frozen=True, slots=True)
+class Compared(Message):
+    """Second copy -> server: this, a CRC, is what I have found behind event number `index` (see `comparison`)."""
+
+    index: int
+    mark: int

@@ -1,0 +1,154 @@
+"""Servers with second copies whose processes have addresses of their own, as on several hosts: workers find them.
+
+The code of real processes, in threads of this one. A process that is killed hears and says nothing more from then on,
+and its port is closed.
+"""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arrangement import (
+    Result,
+    WorkerHandle,
+    _Crew,
+    _enlist,
+    _train,
+    building,
+    job_of,
+    reference,
+    usual_loop,
+    vectors,
+    whole,
+)
+
+from topotrain.copies import CopiedServers, Seat
+from topotrain.host import WorkerRoads
+from topotrain.job import Job
+from topotrain.rehearsal import zeros
+from topotrain.rendezvous import open_store
+from topotrain.roads import Place, Roads
+from topotrain.seats import Seats, domains, standings
+from topotrain.spans import SILENT
+from topotrain.topology import Address, Role, layout
+from topotrain.wire.auth import Identity
+from topotrain.wire.shm import Memory, socket_directory
+
+HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
+WAIT_S = 30.0
+
+
+def other_address() -> str:
+    """One of this machine that others reach, or ""."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # nothing is sent
+        return str(probe.getsockname()[0])
+    return ""
+
+
+class Town:
+    """Processes in threads. addresses: of each host."""
+
+    def __init__(self, job: Job, addresses: tuple[str, str], folder: Path) -> None:
+        self.job, self.addresses = job, addresses
+        self.topology = layout(job.cluster, HOSTS)
+        self.seats = Seats(domains(self.topology))
+        self.crew, self.complete = _Crew(), threading.Condition()
+        self.roads: dict[int, Roads] = {}
+        self.processes: dict[int, CopiedServers] = {}
+        self.threads: list[threading.Thread] = []
+        (folder / "store").mkdir(mode=0o700)
+        self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
+        self.urls: list[str] = []
+
+    def place(self, unit: int, number: int = 0) -> Place:
+        identity = Identity(self.job.name, b"7" * 32, number, 0, self.job.digest())
+        host = self.addresses[HOSTS[unit]]
+        return Place(self.job, self.topology, identity, open_store(self.url), self.sockets, host)
+
+    def covered(self, server: Address, shadows: int) -> None:
+        with self.complete:
+            self.seats.covered(server.index, shadows)
+            self.complete.notify_all()
+
+    def begin(self, seat: int, number: int = 0) -> None:
+        me = Address(Role.SERVER, 0, seat)
+        place = self.place(self.topology.unit_of(me), number)
+        self.roads[seat] = roads = Roads(place, Memory())
+        standing = standings(self.seats.to_data())
+        words = Seat(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None)
+        ears = (self.trouble(roads), lambda *_: SILENT, None, words)
+        copied = self.processes[seat] = CopiedServers(place, roads, zeros, me, *ears)
+
+        def live() -> None:
+            with suppress(Exception):
+                copied.open(lambda who, urls: self.urls.extend(urls))
+                copied.wait()
+                roads.close()
+
+        self.threads.append(threading.Thread(target=live, daemon=True))
+        self.threads[-1].start()
+
+    def trouble(self, roads: Roads) -> Any:
+        return lambda: self.crew.trouble() if roads in self.roads.values() else None  # what the dead say counts not
+
+    def kill(self, seat: int, number: int) -> None:
+        """Once all have two copies: this process dies, and a fresh one takes its seat."""
+        everybody = set(self.seats.standing)
+        with self.complete:
+            assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
+        for speaker in self.processes.pop(seat)._speakers.values():
+            speaker._do = lambda what: None  # type: ignore[method-assign]  # else it would tell of its own end
+        wire = self.roads.pop(seat)._tcp
+        assert wire is not None and wire._listener is not None
+        wire._residents.clear()
+        wire._listener.close()
+        for connection in list(wire._connections):
+            connection.cut("killed")
+        assert self.seats.lost(seat)
+        self.seats.filled(seat)
+        for process in self.processes.values():
+            process.arrange(standings(self.seats.to_data()))
+        self.begin(seat, number)
+
+
+def run(job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int]) -> Result:
+    town = Town(job, addresses, folder)
+    for seat in town.seats.standing:
+        town.begin(seat)
+    workers = town.topology.workers(0)
+    with ThreadPoolExecutor(len(workers)) as pool:
+        roads = dict(zip(workers, pool.map(lambda w: WorkerRoads(town.place(w.index), w), workers), strict=True))
+    town.crew.exchanges.update({me: road.exchange for me, road in roads.items()})
+    handles = [
+        _enlist(job, town.topology, me, building(), roads[me].exchange, roads[me].allocate, whole) for me in workers
+    ]
+    barrier, deaths = threading.Barrier(len(workers)), iter(range(1, 100))
+
+    def mortal(handle: WorkerHandle) -> None:
+        for number, batch in enumerate(vectors(8)):
+            barrier.wait(WAIT_S)
+            if number in kills and handle.me.index == 0:
+                town.kill(kills[number], next(deaths))
+            usual_loop([batch])(handle)
+
+    _train(town.crew, handles, mortal, lambda me: roads[me].close(finished=not town.crew.errors))
+    if town.crew.errors:
+        raise town.crew.errors[0]
+    assert all(url.startswith("tcp" if town.addresses[0].startswith("127.") else "tls") for url in town.urls)
+    return Result.of(handles[0].model, workers=handles, traffic=(0, 0))
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_workers_find_a_server_that_has_moved_to_another_host(away: bool, tmp_path: Path) -> None:
+    """Under TLS, too, where this machine has an address that others reach."""
+    here = other_address() if away else "127.0.0.1"
+    if not here or (away and here.startswith("127.")):
+        pytest.skip("this machine has no other address")
+    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    found = run(job, (here, here if away else "127.0.0.2"), tmp_path, {2: 0, 4: 1, 6: 0})
+    assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))
