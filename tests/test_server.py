@@ -208,6 +208,16 @@ def test_an_optimizer_that_cannot_be_built_is_refused():
     assert fail.config and "server 0/0 cannot build the optimizer" in fail.text and "LBFGS" in fail.text
 
 
+def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
+    """Another group may know the model before all servers of ours are there to be shown anything."""
+    hall = Hall(join=False, nworker_groups=4, nserver_groups=2, nservers_per_group=2, server_worker_separate=True)
+    first = Server(server(), hall.job, hall.topology, lambda n, dtype: torch.zeros(n, dtype=dtype), shared=True)
+    said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
+    assert not said and not first.complete()
+    said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]
+    assert {to for to, message in said if isinstance(message, m.Window)} == {server(0, 1), worker()}
+
+
 def test_all_server_groups_start_from_group_0s_values():
     hall = Hall(nworker_groups=2, nserver_groups=2, join=False, holding=(m.Init,))
     hall.join(worker(0))

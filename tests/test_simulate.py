@@ -301,7 +301,7 @@ MUTANTS = [
     (beginning_again, "downpour of pairs", 6),
     (unasked_values, "downpour of pairs", 6),
     (final_values_counted, "hogwild of pairs", 10),
-    (nothing_held, "hogwild of three", 0),
+    (nothing_held, "hogwild of pairs", 59),
     (late_left_out, "hogwild of pairs", 0),
     (complete_too_soon, "hogwild of pairs", 15),
 ]
