@@ -5,7 +5,9 @@ All numbers are small integers, so the sums are exact in float32.
 """
 
 import argparse
+import select
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,28 @@ class Halves(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.second(self.first(rows))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    while not condition():
+        select.select([], [], [], 0.01)
+
+
+def train(samples: int, epochs: int, after: Callable[[int], None]) -> None:
+    """Fill a ledger in batches of four; `after` is told the number of steps so far behind each."""
+    torch.manual_seed(3)
+    model = Ledger(samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(torch.arange(samples)), batch_size=4, shuffle=True)
+    model, optimizer, loader = tt.prepare(model, optimizer, loader)
+    steps = 0
+    for _ in tt.epochs(epochs):
+        for (numbers,) in loader:
+            optimizer.zero_grad()
+            model(numbers).backward()
+            optimizer.step()
+            steps += 1
+            after(steps)
 
 
 if __name__ == "__main__":
