@@ -27,7 +27,7 @@ _DOORS = {
     (OURS + "rendezvous/tcpserver.py", "_host"),
     (OURS + "front/residence.py", "_let_in"),
     (OURS + "checkpoint.py", "open"),
-    (OURS + "message.py", "decode"),
+    (OURS + "message/form.py", "decode"),
 }
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from topotrain import message as m
-from topotrain.message import _KINDS, Message, ProtocolError, decode, encode
+from topotrain.message import KINDS, Message, ProtocolError, decode, encode
 from topotrain.topology import Address, Role
 
 COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", "20000"))
 SEED = int(os.environ.get("TOPOTRAIN_FUZZ_SEED", "20261"))
 
-KINDS = tuple(_KINDS.values())
+KINDS = tuple(KINDS.values())
 NUMBERS = (
     *(-(1 << 63), -(1 << 62), -(1 << 31), -3, -2, -1, 0, 1, 2, 3, 5, 63, 64, 255, 256, 4096, 1 << 16),
     *((1 << 31) - 1, 1 << 31, 1 << 32, (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1),

@@ -24,7 +24,7 @@ FLOORS = (
     "message handling codecs finite compression reduction given collective consistency schedule "
     "update neighbor leases deposits runs position shard encoding windows model snapshot backup readers ending "
     "membership snapshotbook crosscut snapshotting "
-    "tables tablerows tablerules tablemodes tablebook manners server gateway replication transfer",
+    "tables tablerows tablerules tablemodes tablebook manners opening server gateway replication transfer",
     "jitter wire torchdist rendezvous torchurl",
     "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
     "dice sampling feeds streams repeats data checkpoint roads checkpointwriter lifelines copies host",

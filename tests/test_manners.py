@@ -14,7 +14,7 @@ from topotrain.host import _ServerResident
 from topotrain.job import Algorithm, Cluster
 from topotrain.leases import LeaseBook
 from topotrain.manners import Manners, check_bits
-from topotrain.message import _KINDS, ProtocolError
+from topotrain.message import KINDS, ProtocolError
 from topotrain.model import to_power
 from topotrain.replication import UNCOUNTED
 from topotrain.server import _MAX_HELD, Server
@@ -40,7 +40,7 @@ def test_every_message_has_somebody_who_hears_it() -> None:
         for unit in topology.units:
             for me in (*unit.workers, *unit.servers):
                 heard |= Manners(me, topology)._table.keys()
-    assert heard | set(UNCOUNTED) == set(_KINDS.values()), "the rest is between the copies of servers, and their peers"
+    assert heard | set(UNCOUNTED) == set(KINDS.values()), "the rest is between the copies of servers, and their peers"
 
 
 TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}

@@ -145,7 +145,7 @@ def test_a_job_with_tables_cannot_regroup():
 def test_who_is_lost_after_the_end_of_its_script_is_not_missed():
     server = server_of(Job(cluster=APART))
     server._finished[0][1] = 3
-    server._schema = object()  # type: ignore[assignment]
+    server._opening.schema = object()  # type: ignore[assignment]
     server.lost(B)
     assert not server._members.changed
     server.lost(A)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from topotrain import message as m
 
-KINDS = sorted(m._KINDS)
+KINDS = sorted(m.KINDS)
 _VALUES = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
@@ -23,7 +23,7 @@ _INTS = st.lists(_VALUES[int], max_size=10).map(tuple)
 
 @st.composite
 def messages(draw):
-    cls = m._KINDS[draw(st.sampled_from(KINDS))]
+    cls = m.KINDS[draw(st.sampled_from(KINDS))]
     return cls(**{f.name: draw(_VALUES.get(f.type, _INTS)) for f in fields(cls) if f.name != "body"})
 
 

@@ -38,11 +38,12 @@ from topotrain.job import ConfigError, Job, Pull
 from topotrain.leases import LeaseBook
 from topotrain.manners import Manners, check_bits
 from topotrain.membership import Regroup
-from topotrain.model import Model, global_norm, open_model, step_factor
+from topotrain.model import Model, global_norm, step_factor
+from topotrain.opening import Opening
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
-from topotrain.shard import Allocate, Schema, SchemaParts, difference, slice_map_for
-from topotrain.slices import Bucket, SliceMap
+from topotrain.shard import Allocate
+from topotrain.slices import Bucket
 from topotrain.snapshot import Source, restore
 from topotrain.snapshotbook import CUT
 from topotrain.snapshotting import Snapshots, Workers
@@ -86,16 +87,9 @@ class Server:
         self._allocate = allocate
         self.groups = topology.worker_groups_of(me.group)
         self._workers = {group: topology.workers(group) for group in self.groups}
-        self._shared = shared
         self._deliver = deliver
-        self._buffers = windows.buffers_of(topology, me.group) if shared else {}
+        self._opening = Opening(me, job, topology, allocate, shared, self._arrived, self._send)
         self._model: Model | None = None
-        self._schema: Schema | None = None
-        self._map: SliceMap | None = None
-        self._windows: windows.Flats = {}
-        self._early_windows: list[m.Window] = []
-        self._who_first = ""
-        self._parts: dict[Address, SchemaParts] = {}
         self._drawer: list[tuple[Address, m.Message]] = []
         self._initialised: set[int] = set()
         self._ready_groups: set[int] = set()
@@ -107,7 +101,7 @@ class Server:
         private = len(self.groups) == 1 and not topology.synced
         lazy = job.pull is Pull.kLazy
         spare = job.cluster.backup
-        self.readers = Readers(self.groups, topology.workers_per_group, private, self._buffers, lazy, spare > 0)
+        self.readers = Readers(self.groups, topology.workers_per_group, private, self._opening.buffers, lazy, spare > 0)
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
         self._exits = {group: Exits(topology.workers_per_group) for group in self.groups}
@@ -245,56 +239,24 @@ class Server:
     # --- joining -------------------------------------------------------------------------------------------------
 
     def _schema_part(self, sender: Address, message: m.SchemaPart) -> None:
-        schema = self._parts.setdefault(sender, SchemaParts()).take(message)
+        schema = self._opening.part(sender, message)
         if schema is None:
             return
-        del self._parts[sender]
-        who = str(sender)
-        if sender.role is Role.SERVER:  # another server group says which model its workers have
-            who = str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
-        if self._schema is None:
-            try:
-                self._map = slice_map_for(schema.parameters, self._topology)
-            except ValueError as error:  # the worker has cut the same before it said so
-                raise m.ProtocolError(f"a model that cannot be: {error}") from error
-            self._schema, self._who_first = schema, who
-            if self.me.index == 0:
-                self._make_windows(self._map)
-            self._look_through_windows()
+        if self._opening.describe(sender, schema):
             self._open(sender)
-        text = difference(self._schema, schema, self._who_first, who)
+        text = self._opening.difference(sender, schema)
         if text:
             self._send(sender, m.Fail(f"the models of a job's workers must be the same: {text}", True))
         elif sender.role is Role.SERVER:
             self._ready_groups.add(sender.group)
             self._share()
             self._release()
-        elif self.me.index == 0 and sender.group in self._buffers:
-            self._show_buffers(sender)
-
-    def _make_windows(self, slice_map: SliceMap) -> None:
-        """The first server of a group gives out the parameter buffers."""
-        if not self._buffers:
-            return
-        self._whole = windows.make(slice_map, self._topology, self.me.group, self._allocate)
-        self._windows = windows.part(self._whole, slice_map, 0)
-        for server in self._topology.servers(self.me.group)[1:]:
-            for (name, space), flat in windows.part(self._whole, slice_map, server.index).items():
-                self._send(server, m.Window(name, space, body=flat))
-
-    def _show_buffers(self, worker: Address) -> None:
-        for (name, space), flat in self._whole.items():
-            if name == self._buffers[worker.group] and self._holds(worker, space):
-                self._send(worker, m.Window(name, space, body=flat))
-
-    def _holds(self, worker: Address, space: int) -> bool:
-        assert self._map is not None
-        return self._map.spaces[space].on(worker.index)
+        else:
+            self._opening.show(sender)
 
     def _window(self, sender: Address, message: m.Window) -> None:
         if sender.role is Role.SERVER:
-            self._early_windows.append(message)
-            self._look_through_windows()
+            self._opening.window(message)
             self._open(sender)
             return
         if self._model is None:
@@ -305,39 +267,19 @@ class Server:
         flat = windows.seen(message, self._known.map, self.me.index)
         self._known.flats.put(f"{message.name} {sender.index} {sender.group}", message.space, flat)
 
-    def _look_through_windows(self) -> None:
-        if self._map is not None:
-            for message in self._early_windows:
-                self._windows[message.name, message.space] = windows.seen(message, self._map, self.me.index)
-            self._early_windows = []
-
     def _open(self, sender: Address) -> None:
         """Make the model once its description, and the memory that it lives in, are here."""
-        schema, slice_map = self._schema, self._map
-        if self._model is not None or schema is None or slice_map is None:
-            return
-        if self._buffers and not self._windows.keys() >= windows.expected(
-            self._topology, slice_map, self.me.group, self.me.index
-        ):
+        if self._model is not None or not self._opening.complete:
             return
         try:
-            self._model = open_model(
-                self.me,
-                self._job,
-                self._topology,
-                schema,
-                slice_map,
-                self._allocate,
-                self._windows,
-                self._shared,
-                self._arrived,
-            )
+            self._model = self._opening.open()
         except (ValueError, TypeError, ImportError, AttributeError, LookupError, RuntimeError, MemoryError) as error:
             self._send(sender, m.Fail(f"{self.me} cannot build the optimizer: {error}", True))
             return
         if self._resumed is not None and not self._resume(self._model, self._resumed, sender):
             self._model = None
             return
+        schema = self._model.schema
         self._ending.expect_buffers(len(schema.buffers))
         for part in schema.parts() if self.me.group != 0 else ():
             self._send(Address(Role.SERVER, 0, self.me.index), part)
@@ -778,8 +720,8 @@ class Server:
         if group not in self.groups:
             return
         self._drawer = [(sender, held) for sender, held in self._drawer if sender not in self._workers[group]]
+        self._opening.forget(self._workers[group])
         for worker in self._workers[group]:
-            self._parts.pop(worker, None)
             self._hyper_of.pop(worker, None)
         if self._model is not None:
             self._model.staging[group].restart()
@@ -924,21 +866,21 @@ class Server:
 
     def has_finished(self, worker: Address) -> bool:
         """Whether the script of a worker of ours has come to its end."""
-        if self._schema is None:  # a job may have used only tables
+        if self._opening.schema is None:  # a job may have used only tables
             return self._tables.over
         return worker.index in self._finished[worker.group]
 
     @property
     def running(self) -> bool:
         """Whether a script of a worker of ours has not come to its end."""
-        if self._schema is None and self._tables.over:
+        if self._opening.schema is None and self._tables.over:
             return False
         return any(self._runs(group) for group in self.groups)
 
     @property
     def done(self) -> bool:
         """Nothing is left for this server to do."""
-        if self._schema is None:  # a job may have used only tables
+        if self._opening.schema is None:  # a job may have used only tables
             return self._tables.done
         return self._ending.done
 
@@ -1037,10 +979,9 @@ class Server:
 
     def _facts(self) -> dict[str, Any]:
         """What a manifest says of this moment."""
-        assert self._schema is not None
         hyper = {group: text.decode() for group, text in self._hyper.items()}
         clocks = {group: self.clocks.clock(group) for group in self.groups}
-        version: dict[str, Any] = {"version": self.version, "model": self._schema.text()}
+        version: dict[str, Any] = {"version": self.version, "model": self._known.schema.text()}
         if self._topology.synced:
             version["ended"] = [[g, index] for g, finished in self._finished.items() for index in sorted(finished)]
         return {**version, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}

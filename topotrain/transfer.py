@@ -22,14 +22,15 @@ from topotrain import consistency, deposits, ending, finite, leases, membership,
 from topotrain import message as m
 from topotrain.job import Job
 from topotrain.manners import Manners
-from topotrain.model import Model, Unit, open_model
+from topotrain.model import Model, Unit
 from topotrain.neighbor import Alone
+from topotrain.opening import Opening
 from topotrain.position import Position
 from topotrain.reduction import Staging
 from topotrain.replication import Copy, Line
 from topotrain.rhythm import Rhythm
 from topotrain.server import Server
-from topotrain.shard import Schema, SchemaParts, parse_schema, slice_map_for, torch_dtype
+from topotrain.shard import Schema, SchemaParts, parse_schema, torch_dtype
 from topotrain.slices import Bucket, SliceMap
 from topotrain.tablebook import TableBook
 from topotrain.topology import Address, Role, Topology
@@ -71,6 +72,7 @@ _DATA: tuple[type, ...] = (
 
 _PARTS: tuple[type, ...] = (
     Server,
+    Opening,
     Staging,
     HyperCheck,
     readers.Readers,
@@ -96,7 +98,8 @@ _PARTS: tuple[type, ...] = (
 _KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
 
 _OWN: Mapping[str, frozenset[str]] = {
-    "Server": frozenset({"_model", "_schema", "_map", "_windows", "_resumed", "_workers", "_buffers", "spans"}),
+    "Server": frozenset({"_model", "_resumed", "_workers", "spans"}),
+    "Opening": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "Staging": frozenset({"_scratch", "_tree"}),
     "Snapshots": frozenset({"_freezer", "_frozen"}),
     "Regroup": frozenset({"_home"}),
@@ -106,7 +109,7 @@ _OWN: Mapping[str, frozenset[str]] = {
 
 def quiet(server: Server) -> bool:
     """Whether a server can be told now: no gradient, no snapshot and no unheard word is under way."""
-    if server._inside or server._early_windows or server.snapshots._frozen or server._tables.used:
+    if server._inside or server._opening.early or server.snapshots._frozen or server._tables.used:
         return False
     model = server._model
     if model is not None and model.state._loading:
@@ -144,11 +147,7 @@ def restore(copy: Copy, data: torch.Tensor) -> None:
 
 def _mold(server: Server, text: str) -> None:
     """Make its model, as `Server._open` does when a worker has described it."""
-    schema = parse_schema(text)
-    server._schema = schema
-    server._map = slice_map = slice_map_for(schema.parameters, server._topology)
-    where = (server.me, server._job, server._topology, schema, slice_map)
-    server._model = open_model(*where, server._allocate, server._windows, server._shared, server._arrived)
+    server._model = server._opening.mold(parse_schema(text))
 
 
 # --- telling -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,158 @@
+"""How a message becomes bytes, and bytes become a message.
+
+Rule: nothing here is pickled and no length read from a peer reaches an allocator. The typed fields ("meta") are
+packed with `struct`: first all fixed fields, then the variable ones, each with a length that is checked against the
+bytes that are there. The tensor of a message, its `body`, is no part of the meta: a road receives it into a buffer
+that its receiver already owns, or hands over a view of the sender's memory.
+
+A body is a *view of a buffer somebody owns* unless the class says "snapshot"; how long a view stays valid is part of
+the message's meaning and is written at each class.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+MAX_META = 64 * 1024
+MAX_BODY = 64 * 1024 * 1024
+MAX_TEXT = 48 * 1024  # room for the other fields of a message that carries text
+
+
+class ProtocolError(Exception):
+    """A peer sent bytes that are no message, or a message that has no place here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of everything that travels. `body` is 1-D and contiguous, or None."""
+
+    KIND: ClassVar[int] = 0
+    body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+
+KINDS: dict[int, type[Message]] = {}
+_CODECS: dict[type[Message], "_Codec"] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    fixed: struct.Struct
+    fixed_names: tuple[str, ...]
+    fixed_values: Callable[[Message], tuple[Any, ...]]
+    variable: tuple[tuple[str, str], ...]
+
+
+_FIXED_CODES = {int: "q", float: "d", bool: "?"}
+
+
+def _codec_of(cls: type[Message]) -> _Codec:
+    fixed, names, variable = "<", [], []
+    for f in fields(cls):
+        if f.name == "body":
+            continue
+        if isinstance(f.type, type) and f.type in _FIXED_CODES:
+            fixed += _FIXED_CODES[f.type]
+            names.append(f.name)
+        elif f.type in (str, bytes):
+            variable.append((f.name, "text" if f.type is str else "bytes"))
+        else:
+            variable.append((f.name, "ints"))
+    return _Codec(struct.Struct(fixed), tuple(names), _values_of(names), tuple(variable))
+
+
+def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
+    """Reads these attributes in one call: a message is read every few microseconds."""
+    if len(names) < 2:
+        return lambda message: tuple(getattr(message, name) for name in names)
+    return attrgetter(*names)
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+def numbered(kind: int) -> Callable[[type[_M]], type[_M]]:
+    """Give a message class its type number on the wire, for ever."""
+
+    def wrap(cls: type[_M]) -> type[_M]:
+        if kind in KINDS:
+            raise AssertionError(f"message number {kind} used twice")
+        cls.KIND = kind
+        KINDS[kind] = cls
+        _CODECS[cls] = _codec_of(cls)
+        return cls
+
+    return wrap
+
+
+_U32 = struct.Struct("<I")
+
+
+def encode(message: Message) -> tuple[int, bytes]:
+    """The type number and the meta bytes of a message (at most MAX_META); the body is not included."""
+    codec = _CODECS[type(message)]
+    parts = [codec.fixed.pack(*codec.fixed_values(message))]
+    for name, how in codec.variable:
+        value = getattr(message, name)
+        if how == "text":
+            raw = value.encode()
+        elif how == "ints":
+            raw = struct.pack(f"<{len(value)}q", *value)
+        else:
+            raw = value
+        parts.append(_U32.pack(len(raw)))
+        parts.append(raw)
+    meta = b"".join(parts)
+    if len(meta) > MAX_META:
+        raise ProtocolError(f"{type(message).__name__} has {len(meta)} bytes of fields, the limit is {MAX_META}")
+    return message.KIND, meta
+
+
+def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
+    """The message of a type number and its meta.
+
+    Raises:
+        ProtocolError: unknown type, or bytes that are not exactly such a message.
+    """
+    cls = kind_of(kind)
+    codec = _CODECS[cls]
+    if len(meta) < codec.fixed.size:
+        raise ProtocolError(f"{cls.__name__}: {len(meta)} bytes of fields, too few")
+    values: dict[str, Any] = dict(zip(codec.fixed_names, codec.fixed.unpack_from(meta), strict=True))
+    at = codec.fixed.size
+    for name, how in codec.variable:
+        values[name], at = _variable(cls, how, meta, at)
+    if at != len(meta):
+        raise ProtocolError(f"{cls.__name__}: {len(meta) - at} bytes too many")
+    return cls(**values, body=body)
+
+
+def kind_of(number: int) -> type[Message]:
+    """The class of a type number. Raises ProtocolError if there is none."""
+    cls = KINDS.get(number)
+    if cls is None:
+        raise ProtocolError(f"unknown message type {number}")
+    return cls
+
+
+def _variable(cls: type[Message], how: str, meta: bytes, at: int) -> tuple[Any, int]:
+    if at + 4 > len(meta):
+        raise ProtocolError(f"{cls.__name__}: cut short")
+    (length,) = _U32.unpack_from(meta, at)
+    start, end = at + 4, at + 4 + length
+    if end > len(meta):
+        raise ProtocolError(f"{cls.__name__}: cut short")
+    raw = bytes(meta[start:end])
+    if how == "bytes":
+        return raw, end
+    if how == "ints":
+        if length % 8:
+            raise ProtocolError(f"{cls.__name__}: a list of integers of {length} bytes")
+        return struct.unpack(f"<{length // 8}q", raw), end
+    try:
+        return raw.decode(), end
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"{cls.__name__}: text is not UTF-8") from error
