@@ -176,6 +176,31 @@ def test_the_job_goes_on_without_a_group_that_has_used_up_its_restarts() -> None
     assert wish(made, "join", 2) == [Ask("join", 2)]
 
 
+def sick(who: str) -> Failed:
+    return Failed(who, "quarantine", "worker group 2: the gradient of w that worker 2/0 pushed is not finite", "")
+
+
+def test_a_group_whose_gradients_are_not_finite_is_put_into_quarantine() -> None:
+    made = machine()
+    incident, dismissed, asked = made.heard(sick("worker 2/0"), 107.0)
+    assert isinstance(incident, Incident)
+    assert "of w that worker 2/0 pushed" in incident.what
+    assert "the job goes on without group 2" in incident.action
+    assert (dismissed, asked) == (Dismiss("worker 2/0"), Ask("lose", 2))
+    assert made.heard(sick("worker 2/0"), 107.1) == [Dismiss("worker 2/0")]  # another shard has told it, too
+    made.heard(Exited("worker 2/0", 2, 1), 107.2)
+    left, told, _ = agree(made, "lose", 2, at=107.5)
+    assert (left, told) == (Left(2, "is in quarantine", 7.5), Gone(2, 1))
+    assert wish(made, "join", 2) == [Ask("join", 2)]
+
+
+def test_without_anybody_who_could_go_on_the_job_ends_with_the_words_of_the_sick() -> None:
+    assert machine().heard(sick("worker 0/0"), 107.0) == [GiveUp((sick("worker 0/0"),))]
+    made = machine()
+    made.heard(sick("worker 2/0"), 107.0)
+    assert agree(made, "lose", 2, "no other group trains") == [GiveUp((sick("worker 2/0"),))]
+
+
 def test_where_nobody_could_read_what_it_leaves_the_job_ends_with_it() -> None:
     made = machine(replace(JOB, restarts=0))
     made.heard(lost("worker 2/0"), 107.0)

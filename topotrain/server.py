@@ -173,7 +173,7 @@ class Server:
             with handling(self.spans, sender, message):
                 self._handler(message)(self, sender, message)
         except (StepError, ConfigError) as error:
-            self._fail_group(sender.group, f"worker group {sender.group}: {error}")
+            self._fail_group(sender.group, str(error))
 
     def _hold(self, sender: Address, message: m.Message) -> None:
         if len(self._drawer) >= _MAX_HELD:
@@ -198,9 +198,9 @@ class Server:
         else:
             self._out.append((to, message))
 
-    def _fail_group(self, group: int, text: str) -> None:
+    def _fail_group(self, group: int, text: str, quarantine: bool = False) -> None:
         for worker in self._workers.get(group, ()):
-            self._send(worker, m.Fail(text))
+            self._send(worker, m.Fail(f"worker group {group}: {text}", quarantine=quarantine))
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
@@ -543,7 +543,7 @@ class Server:
             try:
                 self._carry_out(decision)
             except (StepError, ConfigError) as error:
-                self._fail_group(decision.group, f"worker group {decision.group}: {error}")
+                self._fail_group(decision.group, str(error))
         self._share()
         self._decide()
         self._release()
@@ -595,7 +595,8 @@ class Server:
         number = self._strikes.step(group, refused)
         if number is not None:
             who = "" if number == NOBODY else str(self._workers[group][number])
-            raise StepError(complaint(who, self._known.parameter(refused[number]), step + 1, self._strikes.most))
+            words = complaint(who, self._known.parameter(refused[number]), step + 1, self._strikes.most)
+            self._fail_group(group, words, self._strikes.quarantine)
 
     def _check_refused(self, message: m.Staged | m.Apply) -> list[tuple[int, int]]:
         """Raises ProtocolError for workers that the group does not have, and parameters that the model has not."""

@@ -456,7 +456,8 @@ class Worker:
         if name:
             self.tally.skip(Skip(self._own_steps, str(self.me), name))
         if self._strikes.step(self.me.group, [self.me.index] if name else []) is not None:
-            raise JobError(complaint(str(self.me), name, self._own_steps, self._strikes.most), False)
+            words = complaint(str(self.me), name, self._own_steps, self._strikes.most)
+            raise JobError(f"worker group {self.me.group}: {words}", False, self._strikes.quarantine)
         return bool(name)
 
     def _push_accrued(self, fetch: bool) -> Outcome | None:

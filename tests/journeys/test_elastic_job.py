@@ -29,3 +29,15 @@ def test_a_group_that_may_not_start_again_does_not_end_the_job(shop: Shop) -> No
     assert incident["who"] == "worker 1/0"
     assert incident["action"].startswith("the job goes on without group 1")
     assert [change["what"] for change in ended.report["groups"]] == ["is given up"]
+
+
+def test_a_group_with_gradients_that_are_not_finite_is_put_into_quarantine_and_the_others_train_on(shop: Shop) -> None:
+    words = ("--epochs", "2", "--sick", "2", "--step-s", "0.01")
+    ended = shop.run(f"nworker_groups: 2 nworkers_per_group: 2 {APART}", "ledger.py", *words, extra=SUM)
+    cells = ended.final["cells"]
+    assert set(cells.tolist()) == {1.0, 2.0}
+    assert (cells == 1).sum() == 3 * 4, "the batches of three steps are used up"
+    assert ended.report["cause"] is None
+    (incident,) = ended.report["incidents"]
+    assert "the gradient of cells that worker 1/0 pushed is not finite in 3 steps in a row" in incident["what"]
+    assert [(change["group"], change["what"]) for change in ended.report["groups"]] == [(1, "is in quarantine")]

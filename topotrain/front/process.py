@@ -231,7 +231,10 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
             roads_of(here).exchange.leave()  # what the others hear from here on is no cause
         text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         _write(text, log)
-        words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
+        if kind == "quarantine" and here.parting is not None:
+            here.parting()  # the report of a job that goes on has all of it
+        told = kind in ("config", "quarantine")
+        words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
         here.emit(Failed(str(here.me), kind, words, _users_line(error.__traceback__) if kind == "config" else text))
         return 2 if kind == "config" else 1
 

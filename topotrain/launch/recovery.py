@@ -275,6 +275,8 @@ class Recovery:
             return self._lost(failed, now)
         if self.attendance.going(self._group_of.get(failed.who)):
             return self._dismiss(self._group_of[failed.who])
+        if failed.kind == "quarantine" and failed.who in self._group_of:
+            return self._lose(self._group_of[failed.who], failed, "is in quarantine", now)
         self._told.held.append(failed)
         self._due = self._due or now + CAUSE_S
         return []
@@ -345,7 +347,7 @@ class Recovery:
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(group, now):
-            return self._lose(group, self._exhausted(lost, group), now)
+            return self._lose(group, self._exhausted(lost, group), "is given up", now)
         self._allowance.count(group, _what(lost), now)
         answers = self._not_now(group)
         incarnation = self._again(group)
@@ -428,12 +430,12 @@ class Recovery:
             return self._emptied(group, now)
         return []
 
-    def _lose(self, group: int, lost: Failed, now: float) -> list[Word]:
-        """A group cannot start again: the others go on without it, if its servers say that they can."""
+    def _lose(self, group: int, lost: Failed, how: str, now: float) -> list[Word]:
+        """A group cannot start again, or is not to: the others go on without it, if its servers say that they can."""
         if not self.attendance.elastic(group):
             return self._give_up(lost)
         answers = self._not_now(group)
-        self.attendance.put(group, Part(State.LOST, how="is given up", lost=lost))
+        self.attendance.put(group, Part(State.LOST, how=how, lost=lost))
         self._forget(group)
         self._waits = [wait for wait in self._waits if wait.group != group]
         action = f"the job goes on without group {group}, which `topotrain join` can bring back"
