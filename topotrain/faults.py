@@ -29,12 +29,21 @@ _ECHOES = 0.3
 
 
 class What(str, Enum):
-    """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps."""
+    """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps.
+
+    A group is told to LEAVE, is lost for good (LOSE), or comes (JOIN), where the servers agree.
+    """
 
     KILL = "kill"
     CUT = "cut"
     PAUSE = "pause"
     CLOCK = "clock"
+    LEAVE = "leave"
+    LOSE = "lose"
+    JOIN = "join"
+
+
+MOVES = frozenset({What.LEAVE, What.LOSE, What.JOIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,7 @@ class Fault:
         after: messages of this kind before; negative: not about a message.
         kind: of the message.
         at: the moment, in virtual seconds; negative: not about a moment.
-        away: seconds until the group is started again, or the process goes on.
+        away: seconds until the group is started again, or the process goes on; LEAVE: that it has for leaving.
         server: CUT: the shard at the other end. PAUSE: the shard that is paused, instead of the worker; -1: none.
     """
 
@@ -70,6 +79,9 @@ class Fault:
             when = f"at {kind} {self.after + 1} of {worker} of incarnation {self.incarnation}"
         if self.what is What.CLOCK:
             return f"{when}: the clock of the host of server (0,0) jumps"
+        if self.what in MOVES:
+            how = {What.LEAVE: f"leaves within {self.away:g} s", What.LOSE: "is lost for good", What.JOIN: "joins"}
+            return f"{when}: worker group {self.group} {how[self.what]}"
         if self.what is What.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
@@ -118,6 +130,16 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
     if weather == "storm" and dice.random() < _ECHOES:
         weather = "echo"
     return Schedule(weather, batches, epochs, mode, tells, tuple(faults))
+
+
+def drawn_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
+    """Which of these worker groups leave and come, in some rehearsals of a layout; by dice of their own."""
+    dice = random.Random(f"{name} {seed} moves")
+    if not groups or dice.random() < 0.6:
+        return ()
+    verbs = (What.LEAVE, What.LEAVE, What.LOSE, What.JOIN, What.JOIN)
+    drawn = [(dice.uniform(0.0, 0.12), dice.choice(groups), dice.choice(verbs)) for _ in range(dice.randint(1, 5))]
+    return tuple(Fault(g, at=at, away=dice.choice((0.0, 0.01, 0.5)), what=verb) for at, g, verb in sorted(drawn))
 
 
 def _one(dice: random.Random, what: What, groups: int, workers: int, shards: int) -> Fault:

@@ -250,7 +250,13 @@ class Trial(Town):
             for server in sorted({*door.servers, door.desk}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
             life.over = life.dead = True
-        self.sim.at(self.sim.now + away, lambda: self._bear(group))
+        lives = [self.lives[me] for me in self.topology.workers(group)]
+
+        def again() -> None:
+            if [self.lives[me] for me in self.topology.workers(group)] == lives:
+                self._bear(group)
+
+        self.sim.at(self.sim.now + away, again)
 
     def _cut(self, fault: Fault) -> None:
         worker = Address(Role.WORKER, fault.group, fault.index)
@@ -338,16 +344,24 @@ class Trial(Town):
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                seat.step(self._gradient(seat, batch), marks=(stream, seq, seq))
+                outcome = seat.step(self._gradient(seat, batch), marks=(stream, seq, seq))
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did(range(batch * workers, (batch + 1) * workers))
                     witness.look(seat.values())
+                if outcome.leaves:
+                    self._go(life)
+            if seat.door.leaves:
+                self._go(life)
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
             seat.door.final_buffers()
             self.final = seat.values()
+
+    def _go(self, life: Life) -> None:
+        """A worker leaves, since its group was told to."""
+        raise Wrong(f"{life.me} leaves, and nobody has told it to")
 
     def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door
