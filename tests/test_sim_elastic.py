@@ -5,6 +5,7 @@ import random
 import pytest
 from simulation import job
 
+from topotrain import message as m
 from topotrain.consistency import AWAY
 from topotrain.elastic import Elastic
 from topotrain.ending import Ending
@@ -103,6 +104,15 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
     assert found.moves and not found.wrong()
     assert found.absent == {1}
     assert found.left_at < 0.7
+
+
+def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
+    """The servers have seen the death, and the launcher had not when it asked."""
+    schedule = Schedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
+    found = Elastic(job(2, 1, 1), 1, schedule, VIEWS)
+    found.sim.at(0.08, lambda: found._tell(m.Leave(1, 0)))
+    assert not found.run().wrong()
+    assert max(found.commits[1]) > 0.13
 
 
 # --- rules left out ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class Elastic(Trial):
     def __init__(
         self, job: Job, seed: int, schedule: Schedule, weather: Weather | None = None, absent: Iterable[int] = ()
     ) -> None:
-        self.absent, self._leaving = set(absent), set[int]()
+        self.absent, self._leaving = set(absent), dict[int, Fault]()
         self.left_at = -1.0
         """When the last process of a group that left had ended."""
         super().__init__(job, seed, schedule, weather)
@@ -60,15 +60,16 @@ class Elastic(Trial):
         return self.server(0, 0).may_change(fault.group, fault.what.value)
 
     def _leave(self, fault: Fault) -> None:
-        self._leaving.add(fault.group)
+        self._leaving[fault.group] = fault
         if fault.what is What.LOSE:
             self._end_all(fault.group)
             return
         lives = self._lives(fault.group)
-        self._tell(Leave(fault.group))
+        again = all(life.dead for life in lives)  # its processes are about to start, and are meant
+        self._tell(Leave(fault.group, lives[0].incarnation + again))
 
         def late() -> None:
-            if self._lives(fault.group) == lives and fault.group in self._leaving:
+            if self._leaving.get(fault.group) is fault:
                 self._end_all(fault.group)
 
         self.sim.at(self.sim.now + fault.away, late)
@@ -83,6 +84,9 @@ class Elastic(Trial):
         self.wire.awake(lambda: house.handle(_COORDINATOR, message), _COORDINATOR)
 
     def _end_all(self, group: int) -> None:
+        if all(life.dead for life in self._lives(group)):  # about to start again: those end before they are there
+            for life in self._lives(group):
+                self.lives[life.me] = Life(life.me, life.incarnation + 1, over=True, dead=True)
         for life in self._lives(group):
             if not life.over:
                 self._end_one(life)
@@ -101,7 +105,7 @@ class Elastic(Trial):
         lives = self._lives(group)
         if group not in self._leaving or not all(life.over for life in lives):
             return
-        self._leaving.discard(group)
+        del self._leaving[group]
         if any(life.dead for life in lives):  # else its scripts have come to their end meanwhile
             self.absent.add(group)
             self.left_at = self.sim.now
@@ -118,10 +122,6 @@ class Elastic(Trial):
             self._end_all(group)
         elif group not in self.absent:
             super()._kill(group, away)
-
-    def _bear(self, group: int) -> None:
-        if group not in self.absent | self._leaving:
-            super()._bear(group)
 
     def _start(self, me: Address) -> None:
         if me.group not in self.absent:

@@ -716,8 +716,7 @@ class Server:
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
-        if not ended:
-            self._ending.forget(group)
+        self._ending.forget(group, ended)
         if group not in self.groups:
             return
         self._drawer = [(sender, held) for sender, held in self._drawer if sender not in self._workers[group]]
@@ -766,6 +765,8 @@ class Server:
         return "" if others else "no other group trains that could read what it leaves"
 
     def _part(self, sender: Address, message: m.Leave) -> None:
+        if message.incarnation < self._members.asked(message.group):
+            return
         self._parting.add(message.group)
         if self.leases is not None:
             self._send_all(self.leases.part(message.group))

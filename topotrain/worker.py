@@ -49,6 +49,7 @@ class Tally:
     steps: int = 0
     samples: int = 0
     lost: int = 0  # batches that a stream did not give again
+    dropped: int = 0  # batches that came too late, and that the script did not wait to be given again
     skipped: int = 0  # steps whose batch is used up, and has changed no value
     skips: list[Skip] = field(default_factory=list)  # those since `take_skips`
     staleness_sum: int = 0
@@ -203,6 +204,7 @@ class Worker:
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop over the loader; the batches it did not read are free again."""
         if self._backup:
+            self.tally.dropped += self.counts_given() is False
             self._marks.clear()
             self.exchange.through(epoch)
         else:

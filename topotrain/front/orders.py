@@ -52,5 +52,5 @@ class Orders:
             return
         why = home.may_change(group, wish)
         if wish == "leave" and not why:
-            home.told(Leave(group))
+            home.told(Leave(group, command["incarnation"]))
         self.emit(Agreed(str(me), group, wish, why))

@@ -401,7 +401,7 @@ class Recovery:
         part = self.attendance[wish.group]
         part.state = State.COMING if wish.verb == JOIN else State.ASKED
         part.within_s = wish.within_s
-        return [Ask(wish.verb, wish.group)]
+        return [Ask(wish.verb, wish.group, self._told.incarnations.get(wish.group, 0))]
 
     def _agreed(self, event: Agreed, now: float) -> list[Word]:
         """The servers have answered."""
@@ -439,7 +439,12 @@ class Recovery:
         self._forget(group)
         self._waits = [wait for wait in self._waits if wait.group != group]
         action = f"the job goes on without group {group}, which `topotrain join` can bring back"
-        return [self._incident(lost, action, now), *self._dismiss(group), Ask(LOSE, group), *answers]
+        return [
+            self._incident(lost, action, now),
+            *self._dismiss(group),
+            Ask(LOSE, group, self._told.incarnations.get(group, 0)),
+            *answers,
+        ]
 
     def _emptied(self, group: int | None, now: float) -> list[Word]:
         """Once no process is left of a group that leaves: it is not there any more."""

@@ -245,8 +245,8 @@ class Run:
                         unit.command("seats", who=who, number=number, why=why, seats=seats)
                 case Renew():
                     self._renew()
-                case Ask(wish=wish, group=group):
-                    self._tell_servers(group, wish)
+                case Ask(wish=wish, group=group, incarnation=incarnation):
+                    self._tell_servers(group, wish, incarnation=incarnation)
                 case Gone(group=group, incarnation=incarnation):
                     self._tell_servers(group, "away", incarnation=incarnation)
                 case Answer():
