@@ -31,19 +31,42 @@ KILLS, JOBS, SECONDS = 200, 10, 3600.0
 
 OFTEN = "reduce: kSum snapshot_s: 1"
 SYNCHRONOUS = "nworkers_per_group: 3 nservers_per_group: 2 server_worker_separate: true"
+COPIES = "road: kTcp replicas: 2"
 HALVES = ("--halves", "--epochs", "3", "--step-s", "0.02")
 
 LEDGERS: Sequence[Setting] = (
     Setting("Sandblaster", "Sandblaster", SYNCHRONOUS, OFTEN),
     Setting("AllReduce", "AllReduce", "nworkers_per_group: 3 nservers_per_group: 3", OFTEN),
     Setting("Downpour", "Downpour", f"nworker_groups: 2 nworkers_per_group: 2 nservers_per_group: 2 {SERVERS}", OFTEN),
-    Setting("Hogwild", "Distributed Hogwild", "nworker_groups: 3 nserver_groups: 3"),
-    Setting("hybrid", "hybrid", f"nworker_groups: 2 nworkers_per_group: 2 nserver_groups: 2 {SERVERS}"),
+    Setting("Hogwild", "Distributed Hogwild", "nworker_groups: 3 nserver_groups: 3", OFTEN),
+    Setting("hybrid", "hybrid", f"nworker_groups: 2 nworkers_per_group: 2 nserver_groups: 2 {SERVERS}", OFTEN),
     Setting("split model", "split model", f"nworkers_per_group: 2 {SERVERS}", OFTEN, args=HALVES),
+    Setting("Sandblaster, copies", "Sandblaster, two copies", f"{SYNCHRONOUS} {COPIES}", OFTEN),
+    Setting(
+        "Downpour, copies",
+        "Downpour, two copies",
+        f"nworker_groups: 2 nworkers_per_group: 2 nservers_per_group: 2 {SERVERS} {COPIES}",
+        OFTEN,
+    ),
+    Setting(
+        "backup workers",
+        "backup workers",
+        f"{SYNCHRONOUS} nservers_per_procs: 2 backup: 1",
+        f"{OFTEN} grads: kHidden per_worker_batch: true",
+    ),
 )
 """One cell per sample; C and L1."""
 
 BITS: Sequence[Setting] = (
+    Setting(
+        "Sandblaster, copies",
+        "Sandblaster, two copies",
+        f"{SYNCHRONOUS} {COPIES}",
+        "snapshot_s: 0.5",
+        "resuming.py",
+        ("net", "--epochs", "8"),
+        0,
+    ),
     Setting("Sandblaster", "Sandblaster", SYNCHRONOUS, "snapshot_s: 0.5", "resuming.py", ("net", "--epochs", "8"), 0),
     Setting(
         "AllReduce",
@@ -238,7 +261,7 @@ def identical(ground: Ground, seed: int, until: float) -> Line:
         tell(found[-1])
     right = sum(not trial.wrong for trial in found)
     kills, seeds = sum(t.killed for t in found), f"seeds {seed} to {seed + len(found) - 1}"
-    text = f"{right} of {len(found)} jobs, {kills} kills; {seeds}; from snapshots, there are no copies yet"
+    text = f"{right} of {len(found)} jobs, {kills} kills; {seeds}; from second copies, and from snapshots"
     if right == len(found) < JOBS:
         return Line("B", WHAT["B"], NOT_RUN, f"the time was over before {JOBS} jobs had been run; {text}")
     return Line("B", WHAT["B"], "ok" if right == len(found) else "FAILED", text)

@@ -226,6 +226,23 @@ def reborn(spec, control, fds):
     return killed(spec, control, fds)
 
 
+def mortal_life(spec, control, fds):
+    """Dies in the first life of the job, of which it leaves a sign in the workspace."""
+    lives = Path(spec["log"]).parent / "lives"
+    if lives.exists():
+        return 0
+    lives.touch()
+    return killed(spec, control, fds)
+
+
+def life(spec, control, fds):
+    """Stays in the first life of the job."""
+    lives = Path(spec["log"]).parent / "lives"
+    if lives.exists():
+        return 0
+    return stay(spec, control, fds)
+
+
 def share(spec, control, fds):
     """Two workers meet in shared memory: each writes its own byte and waits for the other's."""
     assert spec["shared_memfd"] and len(fds) == 1
@@ -290,6 +307,8 @@ PARTS: dict[str, Any] = {
     "frozen once": frozen_once,
     "reborn": reborn,
     "talk": talk,
+    "mortal life": mortal_life,
+    "life": life,
     "share": share,
     "world": world,
     "torch world": torch_world,

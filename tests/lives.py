@@ -35,6 +35,7 @@ class Shape:
     groups: int = 1
     mode: str = "broadcast"
     per_worker: bool = False
+    backup: int = 0
 
     @property
     def unit(self) -> int:
@@ -96,6 +97,7 @@ class Door(Seat):
         super().__init__(life.office, who)
         self.life = life
         self.dead = False
+        self.data = self
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
         self.office.tell(self.who, LeaseAsk(epoch, ordinal, total, digest, passed, wait))
@@ -173,7 +175,7 @@ class Life:
     def _process(self, who: Address) -> Iterator[Step]:
         door, script, shape = Door(self, who), self.script, self.shape
         self.doors[who] = door
-        cluster = SimpleNamespace(n_push=1)
+        cluster = SimpleNamespace(backup=shape.backup, n_push=1)
         conf = SimpleNamespace(on_failure=Conf(on_failure="kContinue").on_failure, cluster=cluster)
         place = SimpleNamespace(
             job=conf,
@@ -187,7 +189,15 @@ class Life:
         described = SimpleNamespace(name="count")
         parts = SimpleNamespace(buffers=(described,), buffer_tensors=(buffer,))
         worker: Any = SimpleNamespace(
-            leaves=False, me=who, exchange=door, tally=Tally(), snapshot=0, lazy=False, parts=parts, settle=lambda: None
+            leaves=False,
+            me=who,
+            exchange=door,
+            tally=Tally(),
+            snapshot=0,
+            lazy=False,
+            parts=parts,
+            settle=lambda: None,
+            rejoin=lambda taken: None,
         )
         here: Any = SimpleNamespace(
             me=who,

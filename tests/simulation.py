@@ -115,7 +115,7 @@ class Town(rehearsal.Town):
             own_streams=self.job.cluster.backup > 0,
         )
         account = worker if self.job.cluster.backup else None
-        return ShardedLoader(loader, plan, worker.exchange, worker, account)
+        return ShardedLoader(loader, plan, worker.exchange.data, worker, account)
 
 
 class Seat(rehearsal.Seat):

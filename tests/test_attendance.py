@@ -24,7 +24,7 @@ BEGAN = 100.0
 
 
 def machine(job: Job = JOB) -> Recovery:
-    made = recovery(job, layout(job.cluster), whole=True, began=BEGAN)
+    made = recovery(job, layout(job.cluster), BEGAN)
     assert made is not None
     for number, who in enumerate(EVERYBODY):
         if who not in made.missing:

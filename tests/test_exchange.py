@@ -267,7 +267,7 @@ def test_buffers_go_to_server_0_0_as_bytes():
 def test_a_lease_is_the_answer_to_its_own_question():
     door = Door()
     door.hears(0, m.Lease(0, 4, 0, 0, 1), m.Lease(1, 5, 7, 3, 6))
-    assert door.exchange.lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
+    assert door.exchange.data.lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
     assert door.take() == [(SERVERS[0], m.LeaseAsk(1, 5, 9, 0, 2, False))]
 
 
@@ -293,7 +293,7 @@ def test_a_monitor_wakes_who_waits():
 def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
     door = Door()
     door.exchange.left_early(3, 0)
-    door.exchange.free(0, 0, 0)  # said while the iterator is collected
+    door.exchange.data.free(0, 0, 0)  # said while the iterator is collected
     door.take(m.LeaseFree)
     door.exchange.tell(SERVERS[1], m.Finish(3))
     left = m.LeftEarly(1, 3, 0)

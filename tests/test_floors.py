@@ -26,7 +26,7 @@ FLOORS = (
     "membership snapshotbook crosscut snapshotting "
     "tables tablerows tablerules tablemodes tablebook manners opening server gateway replication transfer",
     "jitter wire torchdist rendezvous torchurl",
-    "waiting exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
+    "waiting deskdoor statedoor exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
     "dice sampling feeds streams repeats data checkpoint roads checkpointwriter lifelines copies host",
     "faults rehearsal witness trial elastic simulate launch plan",
     "watch front cli",

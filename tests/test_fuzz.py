@@ -112,24 +112,24 @@ def everything(seat: Seat) -> None:
     first = me.group == 0 and me.index == 0
     seat.visible = seat.visible and seat.town.job.grads is Grads.kVisible
     seat.open()
-    _, start, _ = door.lease(0, 0, 8, 5, 0, False)
+    _, start, _ = door.data.lease(0, 0, 8, 5, 0, False)
     if first:
-        door.put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
+        door.data.put_draw(0, 0, True, (2, 2), (0, 1, 2, 3))
     else:
-        door.get_draw(0, 0)
+        door.data.get_draw(0, 0)
     state = torch.arange(99, dtype=torch.uint8)
-    door.deposit(EPOCH, state)
-    door.deposited()
+    door.data.deposit(EPOCH, state)
+    door.data.deposited()
     tables(seat)
     for number in range(3):
         stream = 0x8000_0000 | me.group
         seat.step(seat.numbers(), marks=(stream, number, number), **handed_in(seat))
-    door.applied(1)
+    door.data.applied(1)
     door.left_early(seat.steps, 1)
     for part in door.get_state():
         bucket = seat.town.map.buckets[part.bucket]
         door.put_state(bucket, part.piece, part.key, part.number if part.body is None else part.body)
-    door.free(0, 0, start)
+    door.data.free(0, 0, start)
     seat.step(seat.numbers(), **handed_in(seat))
     seat.finish()
     if first:

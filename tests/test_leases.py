@@ -329,3 +329,17 @@ def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_ov
     for who in (1, 2):
         assert book.handle(worker(0, who), DrawAsk(1, 0)) == [(worker(0, who), put)]
     assert book.kept_chunks == 0
+
+
+def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by_an_epoch():
+    book = LeaseBook(1, 3, singly=True)
+    puts = {epoch: DrawPut(epoch, 0, True, (1,), (epoch,)) for epoch in range(4)}
+    for epoch in range(3):
+        book.handle(worker(0), puts[epoch])
+        for who in (1, 2):
+            assert book.handle(worker(0, who), DrawAsk(epoch, 0)) == [(worker(0, who), puts[epoch])]
+    assert book.handle(worker(0, 1), DrawAsk(1, 0)) == [(worker(0, 1), puts[1])], "its process is another"
+    assert book.kept_chunks == 2, "nobody was in epoch 0 any more when all had asked for epoch 2"
+    assert book.handle(worker(0), puts[2]) == [], "worker 0, too, may draw the same once more"
+    with pytest.raises(ProtocolError, match="came twice"):
+        book.handle(worker(0), DrawPut(2, 0, True, (1,), (9,)))

@@ -421,21 +421,35 @@ def test_the_first_cause_is_everybodys(units):
     assert {each.told["host"] for each in job} == {socket.gethostname()}
 
 
+def incidents(unit):
+    return [(event.who, event.action) for event in unit.events if isinstance(event, Incident)]
+
+
 def test_a_group_that_lives_in_one_unit_starts_again_there(units):
     counts = {"nworker_groups": 2, "nworkers_per_group": 1, "restarts": 1}
     job = [units(rank, parts(worker_1_0="once"), nprocs=2, counts=counts) for rank in range(2)]
     assert [each.end() for each in job] == [0, 0], [each.err for each in job]
-    (incident,) = [event for event in job[1].events if isinstance(event, Incident)]
-    assert (incident.who, incident.action) == ("worker 1/0", "group 1 starts again (incarnation 1)")
+    assert incidents(job[0]) == [("worker 1/0", "group 1 starts again (incarnation 1)")]  # unit 0 decides, and shows it
+    assert incidents(job[1]) == []
 
 
-def test_a_group_of_several_units_ends_the_job_all_the_same(units):
-    counts = {"restarts": 3}
-    args = parts(worker_0_0="stay", worker_0_1="once", server_0_0="stay")
-    job = [units(rank, args, nprocs=2, counts=counts) for rank in range(2)]
-    assert [each.end() for each in job] == [1, 1]
-    assert {(each.told["who"], each.told["kind"]) for each in job} == {("worker 0/1", "died")}
-    assert "its group has workers on other units" in job[0].told["text"]
+SEPARATE = {**TWO, "server_worker_separate": True, "restarts": 3}
+
+
+def test_a_group_of_several_units_starts_again_in_all_of_them(units):
+    args = parts(worker_0_0="second", worker_0_1="once")
+    job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
+    assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
+    assert incidents(job[0]) == [("worker 0/1", "group 0 starts again (incarnation 1)")]
+
+
+def test_a_lost_server_starts_the_whole_job_again_in_all_units(units):
+    args = parts(worker_0_0="life", worker_0_1="life", server_0_0="mortal life")
+    job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
+    assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
+    assert incidents(job[0]) == [("server 0/0", "the whole job starts again")]
+    told = [event.text for each in job for event in each.events if isinstance(event, Notice)]
+    assert "the whole job starts again from its beginning" in told
 
 
 DEAF = parts(worker_0_0="deaf", worker_0_1="deaf", worker_0_2="deaf", server_0_0="stay")

@@ -28,7 +28,7 @@ DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separat
 TOPOLOGY = layout(DOWNPOUR)
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
 EVERYBODY = (*WORKERS, "server 0/0")
-ALL = Terms(frozenset({0, 1}), whole=True, limit=3)
+ALL = Terms(frozenset({0, 1}), limit=3)
 BEGAN = 100.0
 
 
@@ -70,6 +70,23 @@ def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
         Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
         Regroup(1, 1, what),
     ]
+
+
+def test_with_backup_workers_the_dead_one_starts_again_alone() -> None:
+    made = machine(replace(ALL, singly=True))
+    found = made.heard(lost("worker 0/1"), 105.0)
+    what = "worker 0/1 (pid 7) was killed by SIGKILL"
+    action = "it starts again, and its group goes on meanwhile (incarnation 1)"
+    assert found == [Incident(0, "worker 0/1", what, action, 5.0), Regroup(0, 1, what, "worker 0/1")]
+    assert tell(made, 105.2, step("worker 0/0"))[1:] == [Recovered(0, pytest.approx(0.2), 0.0)], "its group steps"
+    tell(made, 105.3, Exited("worker 0/1", 7, -9))
+    assert not made.complete
+    (incident, regroup) = made.heard(lost("worker 0/0"), 105.4)
+    assert isinstance(incident, Incident)
+    assert regroup == Regroup(0, 2, "worker 0/0 (pid 7) was killed by SIGKILL", "worker 0/0")
+    tell(made, 105.5, Started("worker 0/1", 8), Started("worker 0/0", 9))
+    tell(made, 106.0, *(finished(who) for who in WORKERS), *(Exited(who, 1, 0) for who in EVERYBODY))
+    assert made.complete
 
 
 def test_what_the_group_says_while_it_goes_is_no_cause() -> None:
@@ -165,27 +182,18 @@ def test_whoever_serves_all_takes_the_whole_job_along(who: str) -> None:
     assert regroup.incarnation == 1  # nobody of the first life can speak to the second
 
 
-def test_where_a_group_cannot_start_alone_all_do_or_none() -> None:
+def test_where_a_group_cannot_start_alone_all_do() -> None:
     assert isinstance(tell(machine(replace(ALL, groups=frozenset())), 105.0, lost("worker 0/1"))[1], Renew)
-    (give_up,) = tell(machine(Terms(frozenset(), False, 3)), 105.0, lost("worker 0/1"))
-    assert isinstance(give_up, GiveUp)
-    (failed,) = give_up.failures
-    assert (failed.who, failed.kind, failed.traceback) == ("worker 0/1", "died", "last words")
-    assert failed.text.startswith(lost("worker 0/1").text + "; the whole job would have to start again")
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_script_that_says_that_no_group_starts_again_by_itself_takes_the_job_along(whole: bool) -> None:
-    made = machine(replace(ALL, whole=whole))
+def test_a_script_that_says_that_no_group_starts_again_by_itself_takes_the_job_along() -> None:
+    made = machine()
     assert tell(made, 101.0, Unrepeatable("worker 0/0", "there are tables", False)) == []
     *_, last = tell(made, 105.0, lost("worker 0/1"))
-    if whole:
-        assert isinstance(last, Renew)
-        made.renewed()
-        made.heard(Started("worker 0/1", 9), 106.0)
-        assert isinstance(tell(made, 107.0, lost("worker 0/1"))[-1], Regroup)  # another life of the script may differ
-    else:
-        assert last == GiveUp((failed_of("worker 0/1", "; it does not start again: there are tables"),))
+    assert isinstance(last, Renew)
+    made.renewed()
+    made.heard(Started("worker 0/1", 9), 106.0)
+    assert isinstance(tell(made, 107.0, lost("worker 0/1"))[-1], Regroup)  # another life of the script may differ
 
 
 @pytest.mark.parametrize("who", ["worker 0/1", "server 0/0"])
@@ -204,13 +212,6 @@ def test_such_a_script_that_is_through_is_not_missed() -> None:
 
 def failed_of(who: str, why: str) -> Failed:
     return Failed(who, "died", lost(who).text + why, "last words")
-
-
-def test_where_others_have_a_say_a_lost_connection_is_told_to_them() -> None:
-    made = machine(replace(ALL, whole=False))
-    failed = Failed("worker 1/0", "peer", "lost server 0/0: reset", "")
-    tell(made, 105.0, failed)
-    assert made.turn(106.0) == [GiveUp((failed,))]
 
 
 def restarted(made: Recovery, who: str, at: float) -> list[object]:
@@ -413,22 +414,10 @@ def test_after_a_restart_of_the_whole_the_first_step_of_anybody_counts() -> None
 
 def test_the_job_says_what_may_start_again() -> None:
     goes_on = Job(cluster=DOWNPOUR, restarts=1)
-    assert recovery(replace(goes_on, on_failure=OnFailure.kStop), TOPOLOGY, True, BEGAN) is None
-    here = replace(TOPOLOGY, units=TOPOLOGY.units[:1])
-    assert layout(DOWNPOUR).unit_of(TOPOLOGY.workers(0)[1]) == 1
-    for topology, answer in ((TOPOLOGY, Regroup), (here, GiveUp)):  # of whom a part is elsewhere, cannot start alone
-        made = recovery(goes_on, topology, False, BEGAN)
-        assert made is not None
-        assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], answer)
-    made = recovery(replace(goes_on, apply=Apply.kOnArrival, grads=Grads.kHidden), TOPOLOGY, True, BEGAN)
+    assert recovery(replace(goes_on, on_failure=OnFailure.kStop), TOPOLOGY, BEGAN) is None
+    made = recovery(goes_on, TOPOLOGY, BEGAN)
+    assert made is not None
+    assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], Regroup)
+    made = recovery(replace(goes_on, apply=Apply.kOnArrival, grads=Grads.kHidden), TOPOLOGY, BEGAN)
     assert made is not None
     assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], Renew)  # nobody could take back what is applied
-
-
-def test_groups_of_one_worker_start_again_where_they_are() -> None:
-    cluster = Cluster(nworker_groups=2, nworkers_per_group=1, server_worker_separate=True)
-    whole = layout(cluster)
-    job = Job(cluster=cluster)
-    made = recovery(job, replace(whole, units=whole.units[1:2]), False, BEGAN)
-    assert made is not None
-    assert isinstance(tell(made, 105.0, lost("worker 1/0"))[-1], Regroup)

@@ -60,7 +60,7 @@ class Process:
         adopt(self.optimizer, self.worker)
         self.worker.scatter_state()
         self.stream = STATIC | me.group
-        self.at = exchange.applied(self.stream)
+        self.at = exchange.data.applied(self.stream)
 
     def train(self, batches: int) -> None:
         for _ in range(batches):

@@ -20,14 +20,14 @@ def train(seat: Seat) -> None:
     town: ReplicatedTown = seat.town  # type: ignore[assignment]
     door, main = seat.door, seat.me.index == 0
     seat.open(start=1.0)
-    door.deposit(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
+    door.data.deposit(-1, torch.arange(1000, dtype=torch.uint8) + seat.me.index)
     leases = []
     for step in range(STEPS):
-        leases.append(door.lease(0, step, STEPS, 7, step, False))
+        leases.append(door.data.lease(0, step, STEPS, 7, step, False))
         dice = torch.Generator().manual_seed(100 * step + seat.me.index)
         shapes = [(p.shape, getattr(torch, p.dtype)) for p in town.map.parameters]
         seat.step([torch.randn(shape, generator=dice, dtype=dtype) * 0.3 for shape, dtype in shapes])
-    left = door.deposited()[0]
+    left = door.data.deposited()[0]
     assert left is not None
     seat.finish()
     if main:

@@ -80,11 +80,11 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
 
 def test_a_launcher_that_sees_only_some_processes_refuses() -> None:
     with pytest.raises(ConfigError, match="starts all units"):
-        recovery(JOB, TOPOLOGY, whole=False, began=0.0)
+        recovery(JOB, TOPOLOGY, 0.0, near=frozenset())
 
 
 def machine() -> Recovery:
-    made = Recovery(TOPOLOGY, Terms(frozenset({0}), whole=True, limit=3), 100.0, twice=True)
+    made = Recovery(TOPOLOGY, Terms(frozenset({0}), limit=3), 100.0, twice=True)
     for number, who in enumerate((*WORKERS, *SERVERS)):
         made.heard(Started(who, number), 100.0)
     return made

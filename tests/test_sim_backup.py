@@ -1,6 +1,7 @@
 """Backup workers on the simulated road: who is late is fixed, and whose gradients make a step is known beforehand."""
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,11 +11,13 @@ from simulation import STORM, Seat, Town, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from topotrain.faults import CALM, FAR, VIEWS, Fault, Schedule, What
 from topotrain.job import Grads, Reduce
 from topotrain.message import Apply
 from topotrain.position import STATIC
 from topotrain.reduction import canonical_mean
 from topotrain.topology import Address, Role
+from topotrain.trial import Trial
 from topotrain.wire.simulated import Weather
 
 pytestmark = pytest.mark.simulated
@@ -331,3 +334,74 @@ def test_what_could_not_be_done_again_is_refused(how):
 
     with pytest.raises(RuntimeError, match=r"cluster\.backup = 1"):
         town.play(script)
+
+
+# --- deaths ------------------------------------------------------------------------------------------------------
+
+
+def tormented(
+    seed: int,
+    fates: tuple[Fault, ...],
+    batches: int = 6,
+    shape: tuple[int, int, int] = (3, 1, 2),
+    weather: Weather | None = None,
+) -> Trial:
+    workers, spare, shards = shape
+    schedule = Schedule("", batches, 1 + seed % 2, "static", seed % 3 != 0, fates)
+    weather = weather or (FAR, STORM, VIEWS, CALM)[seed % 4]
+    return Trial(group(workers, spare, shards, reduce=Reduce.kSum), seed, schedule, weather)
+
+
+def drawn(seed: int, workers: int) -> tuple[Fault, ...]:
+    dice = random.Random(f"backup {seed}")
+    fates = []
+    for _ in range(dice.randint(1, 4)):
+        away, index = dice.choice((0.0, 0.003, 0.05, 3.0)), dice.randrange(workers)
+        if dice.random() < 0.5:
+            fates.append(Fault(0, index=index, at=dice.uniform(0.0, 0.15), away=away))
+        else:
+            fates.append(Fault(0, dice.randrange(2), index, dice.randint(0, 60), away=away))
+    clocks = (Fault(0, at=dice.uniform(0.0, 0.12), what=What.CLOCK) for _ in range(2 * (seed % 2)))
+    return (*fates, *clocks)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (3, 1, 3), (4, 2, 1), (5, 1, 2)])
+def test_whoever_dies_when_every_batch_counts_once_and_a_snapshot_has_what_it_says(shape):
+    kills = snapshots = 0
+    for seed in range(30):
+        found = tormented(seed, drawn(seed, shape[0]), shape=shape).run()
+        assert not found.wrong(), f"seed {seed}: {found.wrong()[:5]}"
+        kills, snapshots = kills + found.kills, snapshots + found.archive.published
+    assert kills >= 30
+    assert snapshots >= 10
+
+
+def test_the_others_go_on_while_one_is_away():
+    """Worker 1 of three dies and comes back when all else is done: nobody has waited for it before that."""
+    found = tormented(0, (Fault(0, index=1, at=0.02, away=50.0),), batches=30, weather=CALM).run()
+    assert not found.wrong()
+    ((death, _),), ((birth, _),) = found.deaths, found.births
+    before = [moment for moment in found.commits[0] if death < moment < birth]
+    assert len(before) > 40
+    gaps = [after - start for start, after in itertools.pairwise([death, *before])]
+    assert max(gaps) < 0.1, "no survivor ever waited"
+    assert before[-1] < death + 2.0
+    after = [moment for moment in found.commits[0] if moment > birth]
+    assert len(after) >= 20, "what it had left is done by the one that came in its place"
+
+
+@pytest.mark.parametrize("after", range(0, 40, 3))
+def test_a_worker_that_dies_at_every_message_of_its_start_and_of_its_first_steps(after):
+    for index in (0, 2):
+        fates = (Fault(0, 0, index, after), Fault(0, 1, index, after // 2, away=0.01))
+        found = tormented(after, fates, batches=12).run()
+        assert found.kills == 2
+        assert not found.wrong()
+
+
+def test_all_die_at_once():
+    for seed in range(6):
+        fates = tuple(Fault(0, index=index, at=0.03, away=0.02 * index) for index in range(3))
+        found = tormented(seed, fates).run()
+        assert found.kills == 3
+        assert not found.wrong(), f"seed {seed}"

@@ -78,12 +78,12 @@ def test_only_what_has_a_ledger_is_rehearsed():
 
 def test_a_snapshot_counts_leases_that_were_told_when_a_group_was_gone():
     """What the dead give back goes to those who have asked already, without another question."""
-    verdict = next(many([1123]))
+    verdict = next(many([1123], name="downpour of pairs"))
     assert verdict.kills and verdict.snapshots and not verdict.wrong
 
 
 def test_a_snapshot_leaves_out_epochs_that_are_over():
-    verdict = next(many([11618]))
+    verdict = next(many([11618], name="downpour on three shards"))
     assert verdict.schedule.epochs == 2 and verdict.snapshots > 1 and not verdict.wrong
 
 

@@ -39,11 +39,12 @@ class Quorum:
         self._idle: set[int] = set()  # who has nothing to contribute: waits, or has left its loop, or its script
         self._finished: set[int] = set()
         self._asked: dict[int, int] = {}
+        self._dead: set[int] = set()  # whose process is gone, and who has not contributed anything since
 
     @property
     def needed(self) -> int:
-        """How many contributions make a step. Who has nothing to contribute is not waited for."""
-        return max(1, min(self._workers - self._spare, self._workers - len(self._idle)))
+        """How many contributions make a step. Who has nothing to contribute is not waited for, nor who is not there."""
+        return max(1, min(self._workers - self._spare, self._workers - len(self._idle | self._dead)))
 
     def ask(self, worker: int, message: CatchUp) -> list[tuple[int, int]]:
         """A worker's question; returns who is to be shown the values now, as (worker, round). Said twice, it is one."""
@@ -59,10 +60,18 @@ class Quorum:
 
     def works(self, worker: int, epoch: int) -> list[tuple[int, int]]:
         """A worker does a batch of this epoch, so it is through with those before; as `ask`."""
+        self._dead.discard(worker)
         if epoch > self._through.get(worker, -1):
             self._through[worker] = epoch - 1
             self._idle.discard(worker)
         return self.released()
+
+    def gone(self, worker: int) -> None:
+        """A worker's process is gone; the next one asks anew, and is through with what it was through with."""
+        self._dead.add(worker)
+        self._finished.discard(worker)
+        self._waiting.pop(worker, None)
+        self._asked.pop(worker, None)
 
     def finish(self, worker: int) -> list[tuple[int, int]]:
         """A worker's script has come to its end; as `ask`."""
@@ -123,6 +132,15 @@ class Backup:
         self._quorum = Quorum(len(self._workers), self._spare)
         self._counted: dict[int, int] = {}  # worker -> the last step in which it counted
         self._owed: dict[int, int] = {}  # worker -> the snapshot that it has yet to be told of
+
+    def replaced(self, worker: Address, snapshot: int) -> None:
+        """Another process has a worker's place; snapshot: for which its state is wanted, if any."""
+        self._counted.pop(worker.index, None)
+        if snapshot:
+            self._owed[worker.index] = snapshot
+        if self._log is not None:
+            self._quorum.gone(worker.index)
+            self._show(self._quorum.released())
 
     # --- on the coordinator ----------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Clocks:
         return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
 
 
-RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS = 1, 2, 3, 4, 5, 6  # Apply.change
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # Apply.change
 
 MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
 _MOST_EXITS = 1 << 14
@@ -116,6 +116,7 @@ class DecisionLog:
         self._log: dict[int, Apply] = {}
         self._decided: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}
+        self._replaced: dict[tuple[int, int], tuple[int, int]] = {}  # (group, worker) -> incarnation, decision
         self._applied = [0] * shards
         self._next = 0
 
@@ -132,11 +133,18 @@ class DecisionLog:
             return
         vote.shards.add(shard)
         if message.members:
-            vote.members[shard] = vote.members.get(shard, frozenset()).union(message.members)
+            members = frozenset(worker for worker in message.members if self._holds(message, worker))
+            vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
         vote.finite = vote.finite and message.finite
         vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
         for worker, parameter in pairs(message.refused):
-            vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
+            if self._holds(message, worker):
+                vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
+
+    def _holds(self, message: Staged, worker: int) -> bool:
+        """Whether the shard had forgotten what the worker's former process has said, when it said this."""
+        _, decision = self._replaced.get((message.group, worker), (0, -1))
+        return message.applied > decision
 
     @property
     def undecided(self) -> int:
@@ -187,6 +195,16 @@ class DecisionLog:
         self._votes = {key: vote for key, vote in self._votes.items() if key[0] != group}
         self._decided.pop(group, None)
         return self.decree(group, incarnation, RESTARTS)
+
+    def replace(self, group: int, worker: int, incarnation: int) -> Apply | None:
+        """Record that one worker has another process; what was not decided of it counts not. None: known already."""
+        if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
+            return None
+        self._replaced[group, worker] = incarnation, self._next
+        for vote in (vote for key, vote in self._votes.items() if key[0] == group):
+            vote.members = {shard: members - {worker} for shard, members in vote.members.items()}
+            vote.refused.pop(worker, None)
+        return self.decree(group, incarnation, REPLACED, (worker,))
 
     def adopt(self, group: int, incarnation: int) -> bool:
         """Votes of this incarnation of a group count from here on, and no earlier ones. False: known already."""

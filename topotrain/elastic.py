@@ -52,7 +52,7 @@ class Elastic(Trial):
             self.log.append((self.sim.now, fault))
             if joins:
                 self.absent.discard(fault.group)
-                self._bear(fault.group)
+                self._bear(self.topology.workers(fault.group))
             else:
                 self._leave(fault)
 
@@ -117,11 +117,12 @@ class Elastic(Trial):
             self._emptied(life.me.group)
         raise Killed
 
-    def _kill(self, group: int, away: float) -> None:
+    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
+        group = fellows[0].group
         if group in self._leaving:
             self._end_all(group)
         elif group not in self.absent:
-            super()._kill(group, away)
+            super()._kill(fellows, away)
 
     def _start(self, me: Address) -> None:
         if me.group not in self.absent:

@@ -7,7 +7,6 @@ simulation it hands the turn to the pretended network. The same object therefore
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from typing import TypeVar
 
 import torch
 
@@ -15,20 +14,19 @@ from topotrain import deposits, windows
 from topotrain import message as m
 from topotrain.backup import values_round
 from topotrain.consistency import pairs
+from topotrain.deskdoor import DeskDoor
 from topotrain.encoding import WorkerEncoding
-from topotrain.leases import LEAVES
 from topotrain.manners import Manners, check_bits
 from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.shard import FlatBuffers, Schema, torch_dtype, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.spans import SILENT, Recorder
+from topotrain.statedoor import StateDoor
 from topotrain.topology import Address, Role, Topology
 from topotrain.waiting import Crossing, JobError, Outcome, PeerLost, StepEnd, Tables, Waiter
 from topotrain.wire import WireError
 
 __all__ = ["Exchange", "JobError", "Outcome", "PeerLost", "StepEnd", "Waiter"]
-
-T = TypeVar("T", bound=m.Message)
 
 
 class Exchange:
@@ -58,7 +56,8 @@ class Exchange:
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
-        self._bounded = topology.cluster.max_staleness is not None
+        self.data = DeskDoor(self, self.desk, self.servers[0], topology.cluster.max_staleness is not None)
+        self._state = StateDoor(self, self.servers)
         self.windowed = shared and topology.sees_memory(me.group)
         self.gives = topology.collective  # the gradients of its server's shard, as the script left them
         self._beside = self.servers[me.index] if topology.relayed else None
@@ -86,20 +85,11 @@ class Exchange:
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
         self._reduced: dict[Address, m.Reduced] = {}
-        self._answers: Callable[[m.Message], bool] = lambda _: False  # to the last question
-        self._replies: list[m.Message] = []
-        self._states: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
-        self._states_ended: dict[Address, int] = {}  # how many parts the server has sent
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._buffer_groups = 0  # how many have left theirs, once all have been told
-        self.leaves = False
-        """The group leaves the job, and is not to wait for batches that others may leave."""
         self._exits = 0
         self._unsaid: list[m.LeftEarly] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
-        self._rounds = 0
-        self._arrivals: dict[int, deposits.Arrival] = {}
-        self._deposited: dict[int, torch.Tensor | None] = {}
         self._leaving = False
         self._reasons: list[m.Fail] = []  # why the servers cannot go on, as they learned it
         self._gone: set[Address] = set()
@@ -107,7 +97,6 @@ class Exchange:
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
-        self.drawing: Callable[[int, int], None] = lambda epoch, chunk: None  # a draw is to be told, or awaited
         self.tables: Tables | None = None
         self.crossing: Crossing | None = None
 
@@ -243,10 +232,9 @@ class Exchange:
                 self._reasons.append(message)
                 self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
             elif isinstance(message, m.StatePart):
-                if message.round == self._rounds:
-                    self._take_state(sender, message)
-            elif isinstance(message, m.Deposit):
-                self._take_deposit(message)
+                if message.key:
+                    self._piece(self._bucket(sender, message.bucket), message.piece)
+                self._state.take(sender, message)
             elif isinstance(message, m.BufferPut):
                 self._buffer_groups = self._buffer_groups if message.index >= 0 else message.group
                 if message.index >= 0:
@@ -259,8 +247,8 @@ class Exchange:
             elif isinstance(message, m.Activation | m.Greeting):
                 if self.crossing is not None:
                     self.crossing.come(sender, message)
-            elif self._answers(message):
-                self._replies.append(message)
+            else:
+                self.data.take(message)
 
     def _hear_again(self, server: Address, message: m.Message) -> None:
         if isinstance(message, m.Return) and message.incarnation == self._incarnation:
@@ -319,14 +307,14 @@ class Exchange:
         if self._failure is not None:
             raise self._failure
 
-    # --- for tables, and for a split model -----------------------------------------------------------------------
+    # --- for its parts: `data`, `tables`, `crossing` (`deskdoor.Voice`) --------------------------------------------
 
     def tell(self, to: Address, message: m.Message) -> None:
-        """Send a message about tables."""
+        """Send a message."""
         self._send(to, message)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait for what `tables` or `crossing` is told. Raises JobError, PeerLost."""
+        """Wait for what one of them is told. Raises JobError, PeerLost."""
         self._wait(ready)
 
     @property
@@ -428,10 +416,10 @@ class Exchange:
         while self._unsaid:
             left = self._unsaid.pop(0)
             for server in self.servers:
-                self._mention(server, left)
+                self.mention(server, left)
         self._say(to, message)
 
-    def _mention(self, to: Address, message: m.Message) -> None:
+    def mention(self, to: Address, message: m.Message) -> None:
         """Send what may be said while an iterator is collected: with the job over, there is nobody to tell."""
         with suppress(WireError):
             self._say(to, message)
@@ -558,7 +546,7 @@ class Exchange:
 
     def through(self, epoch: int) -> None:
         """With backup workers: tell that this one wants no more batches of an epoch; never waits."""
-        self._mention(self.servers[0], m.CatchUp(0, epoch))
+        self.mention(self.servers[0], m.CatchUp(0, epoch))
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
         buckets, (low, number) = self.map.buckets_of(server.index), self._bucket_range(server)
@@ -645,7 +633,7 @@ class Exchange:
     def give_up(self, text: str, cause: bool = True) -> None:
         """Tell the servers that this worker cannot go on, and why; cause: as in `message.Fail`."""
         for server in self.servers:
-            self._mention(server, m.Fail(text, cause=cause))
+            self.mention(server, m.Fail(text, cause=cause))
         self.leave()
 
     def leave(self) -> None:
@@ -657,121 +645,16 @@ class Exchange:
     def get_state(self) -> list[m.StatePart]:
         """All optimizer state, in parts."""
         self.settle()
-        with self._waiter.update():
-            self._states = {server: {} for server in self.servers}
-            self._states_ended.clear()
-            self._rounds += 1
-        for server in self.servers:
-            self._send(server, m.StateAsk(self._rounds))
-        self._wait(self._all_states)
-        return [part for server in self.servers for part in self._states[server].values()]
-
-    def _take_state(self, sender: Address, message: m.StatePart) -> None:
-        if sender not in self._states:
-            raise m.ProtocolError(f"{sender} tells state that nobody has asked for")
-        if message.key:
-            self._piece(self._bucket(sender, message.bucket), message.piece)
-            self._states[sender][(message.bucket, message.piece, message.key)] = message
-        elif 0 <= message.number <= 2**53:
-            self._states_ended[sender] = int(message.number)
-
-    def _all_states(self) -> bool:
-        return all(self._states_ended.get(server) == len(self._states[server]) for server in self.servers)
+        return self._state.get()
 
     def put_state(self, bucket: Bucket, piece: int, key: str, value: float | torch.Tensor) -> None:
         """Load one entry of optimizer state: a number, or the piece's part of a tensor (1-D).
 
         A script that was started again begins with a state that is older than the servers'.
         """
-        if self._home(bucket) in self._begun:
-            return
-        tensor = value if isinstance(value, torch.Tensor) else None
-        number = 0.0 if isinstance(value, torch.Tensor) else value
-        self._send(self._home(bucket), m.StatePart(0, bucket.id, piece, number, key, body=tensor))
-
-    # --- what the next process of this worker needs ------------------------------------------------------------------
-
-    def deposit(self, number: int, data: torch.Tensor) -> None:
-        """Leave this worker's state at server (0,0): 1-D uint8 that nobody changes. See `message.Deposit`."""
-        for part in deposits.cut(self.me, number, data):
-            self._send(self.desk, part)
-
-    def deposited(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What the process before this one left: its state when its last epoch began, and what had changed since."""
-        with self._waiter.update():
-            self._arrivals.clear()
-            self._deposited.clear()
-        self._send(self.desk, m.DepositAsk())
-        self._wait(lambda: self._deposited.keys() >= {deposits.EPOCH, deposits.SINCE})
-        return self._deposited[deposits.EPOCH], self._deposited[deposits.SINCE]
-
-    def _take_deposit(self, message: m.Deposit) -> None:
-        if not message.parts:
-            if message.number in (deposits.EPOCH, deposits.SINCE):
-                self._deposited[message.number] = None
-            return
-        whole = self._arrivals.setdefault(message.number, deposits.Arrival()).take(message, _present_body(message))
-        if whole is not None:
-            self._deposited[message.number] = whole
-
-    # --- data (what data.Desk asks for) --------------------------------------------------------------------------
-
-    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        """(lease, first, last); see message.Lease."""
-
-        def answers(reply: m.Lease) -> bool:
-            none_now = reply.first == reply.last
-            return (reply.epoch, reply.ordinal) == (epoch, ordinal) and not (wait and none_now)
-
-        if wait and self._bounded:
-            self._send(self.servers[0], m.Rest(epoch, ordinal, True))
-        reply = self._ask_desk(m.LeaseAsk(epoch, ordinal, total, digest, passed, wait), m.Lease, answers)
-        # The end of an epoch is told to whoever asks, but each worker asks for it once with `wait`: the fetches of a
-        # group's workers must be as many.
-        self.leaves = self.leaves or reply.lease == LEAVES
-        if self._bounded and not self.leaves and (reply.rested or (wait and reply.last < 0)):
-            self._end_rest(m.Rest(epoch, ordinal, False))
-        return reply.lease, reply.first, reply.last
-
-    def _end_rest(self, rest: m.Rest) -> None:
-        """Others went on meanwhile; what this group has read is older than the job allows."""
-        self._ask(self.servers[0], rest, m.Rest, lambda echo: echo == rest)
-        self.fetch()
-
-    def free(self, epoch: int, ordinal: int, first: int) -> None:
-        """Give the rest of the epoch's leases back."""
-        self._mention(self.desk, m.LeaseFree(epoch, ordinal, first))
-
-    def applied(self, stream: int) -> int:
-        """How many batches of a data stream the servers have applied; of stream -1, how many steps of this group."""
-        question = m.AppliedAsk(stream)
-        return self._ask(self.servers[0], question, m.AppliedAt, lambda at: at.stream == stream).count
-
-    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: Sequence[int], indices: Sequence[int]) -> None:
-        """Tell the others of the job which samples the batches have."""
-        self.drawing(epoch, chunk)
-        self._send(self.desk, m.DrawPut(epoch, chunk, end, tuple(sizes), tuple(indices)))
-
-    def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        """(batch sizes, indices, end) of a run of batches that worker (0,0) drew."""
-        self.drawing(epoch, chunk)
-        question = m.DrawAsk(epoch, chunk)
-        reply = self._ask_desk(question, m.DrawPut, lambda put: (put.epoch, put.chunk) == (epoch, chunk))
-        return reply.sizes, reply.indices, reply.end
-
-    def _ask_desk(self, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
-        return self._ask(self.desk, question, kind, answers)
-
-    def _ask(self, server: Address, question: m.Message, kind: type[T], answers: Callable[[T], bool]) -> T:
-        """Ask and wait for the reply to just this question."""
-        with self._waiter.update():
-            self._replies.clear()
-            self._answers = lambda reply: isinstance(reply, kind) and answers(reply)
-        self._send(server, question)
-        self._wait(lambda: bool(self._replies))
-        reply = self._replies[0]
-        assert isinstance(reply, kind)
-        return reply
+        home = self._home(bucket)
+        if home not in self._begun:
+            self._state.put(home, bucket.id, piece, key, value)
 
 
 def _present_body(message: m.Message) -> torch.Tensor:

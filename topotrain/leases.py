@@ -120,9 +120,10 @@ class LeaseBook:
         groups: worker groups of the job.
         workers: workers in each group.
         warming: only group 0 leases for now, the others' questions are held until `warmed()`.
+        singly: a worker may start again by itself, and ask anew for what was drawn.
     """
 
-    def __init__(self, groups: int, workers: int = 1, warming: bool = False) -> None:
+    def __init__(self, groups: int, workers: int = 1, warming: bool = False, singly: bool = False) -> None:
         self._groups = groups
         self._workers = workers
         self._warming = warming
@@ -130,7 +131,7 @@ class LeaseBook:
         self._parting: set[int] = set()
         self._over: set[int] = set()
         self._epochs: dict[int, _Epoch] = {}
-        self._draws = Draws(groups * workers - 1)
+        self._draws = Draws(groups * workers - 1, singly)
 
     def handle(self, sender: Address, message: Message) -> Replies:
         """Take one message; the answers, also to earlier messages that were held. A Fail answers a contradiction.
@@ -374,10 +375,14 @@ class Draws:
 
     It draws epoch after epoch. Where its group has started again, the first that it draws is the one it was in: those
     before are over, and whoever died before it had begun this one is told that nothing of them is left.
+
+    keeps: a worker may start again alone, in the epoch in which it last had a batch, and ask for that one once more.
+    What all are past by more than an epoch is not asked for again.
     """
 
-    def __init__(self, askers: int) -> None:
-        self._askers = askers
+    def __init__(self, askers: int, keeps: bool = False) -> None:
+        self._askers, self._keeps = askers, keeps
+        self._newest: dict[Address, int] = {}  # the last epoch that each asked for
         self._first: int | None = None
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._drawn = 0
@@ -390,7 +395,7 @@ class Draws:
             raise ProtocolError(f"chunk {put.chunk} of epoch {put.epoch} came twice")
         if chunk.put is None:
             self._drawn += _numbers(put)
-        if self._drawn > _MOST_DRAWN:
+        if self._drawn > _MOST_DRAWN * (1 + 2 * self._keeps):  # then of up to three epochs
             raise ProtocolError(f"{self._drawn} numbers were drawn that some worker has not fetched")
         chunk.put = put
         over: Replies = []
@@ -408,7 +413,16 @@ class Draws:
         held = self._chunk(key).held
         if sender not in held:
             held.append(sender)
+        self._newest[sender] = max(ask.epoch, self._newest.get(sender, 0))
+        if self._keeps and len(self._newest) == self._askers:
+            self._forget(min(self._newest.values()) - 1)
         return self._serve(key)
+
+    def _forget(self, epoch: int) -> None:
+        """Nobody asks for what is before this epoch."""
+        for key in [key for key in self._chunks if key[0] < epoch]:
+            put = self._chunks.pop(key).put
+            self._drawn -= 0 if put is None else _numbers(put)
 
     def _chunk(self, key: tuple[int, int]) -> _Chunk:
         if key not in self._chunks and len(self._chunks) >= _MOST_CHUNKS:
@@ -425,7 +439,7 @@ class Draws:
         replies: Replies = [(who, chunk.put) for who in chunk.held]
         chunk.fetched.update(chunk.held)
         chunk.held.clear()
-        if len(chunk.fetched) >= self._askers:
+        if len(chunk.fetched) >= self._askers and not self._keeps:
             self._drawn -= _numbers(chunk.put)
             del self._chunks[key]
         return replies

@@ -197,13 +197,14 @@ _RULES: Mapping[type[m.Message], _Rule] = {
     m.Rest: _LEASES,
     m.AppliedAsk: _in_bounds("stream", least=-1),
     m.Staged: _in_bounds("step", "applied", "incarnation"),
-    m.Apply: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 6,
+    m.Apply: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 7,
     m.AskApply: _in_bounds("index"),
     m.Late: _in_bounds("step"),
     m.CatchUp: lambda c: 0 <= c.round < MOST and -1 <= c.through < MOST_EPOCHS and (c.round or c.through >= 0),
     m.CaughtUp: _in_bounds("round", "step", "version"),
     m.Return: _in_bounds("incarnation", below=MOST_EPOCHS),
-    **dict.fromkeys((m.AskReturn, m.Away), _in_bounds("incarnation", below=MOST_EPOCHS)),
+    m.AskReturn: lambda a: 0 <= a.incarnation < MOST_EPOCHS and -1 <= a.index < MOST_EPOCHS,
+    m.Away: _in_bounds("incarnation", below=MOST_EPOCHS),
     m.StreamsAt: lambda s: (
         0 <= s.incarnation < MOST_EPOCHS and 0 <= s.part < s.parts < MOST_EPOCHS and len(s.counts) % 2 == 0
     ),

@@ -6,6 +6,9 @@ decisions (`consistency`): every shard carries it out between the same two steps
 all or by none. From there on a worker is heard once it has said itself which incarnation it is of. What was applied
 counts for ever, by data stream; everything else that the group had said is forgotten.
 
+Where a step can do without some of its workers (`regrouping.singly`), each of them lives and dies by itself, and all
+this is true of one worker: the others go on.
+
 Groups that use other servers are known to server (0,0), too, which hands out the batches: it asks their coordinator
 how far they came (`StreamsAt`) before it gives the rest to others.
 """
@@ -18,16 +21,20 @@ from topotrain.consistency import AWAY, DecisionLog
 from topotrain.job import Job
 from topotrain.leases import LeaseBook
 from topotrain.message import AskReturn, Fail, Message, Return, StreamsAt
-from topotrain.regrouping import refusal
+from topotrain.regrouping import refusal, singly
 from topotrain.topology import Address, Role, Topology
 
 STREAMS = 2000
 """Data streams in one `StreamsAt`."""
 
 
+Key = int | Address
+"""Who lives and dies together: a worker group, or one worker."""
+
+
 @dataclass(slots=True)
 class _Group:
-    """One worker group. here: those of incarnation `asked` that have said so."""
+    """One worker group, or one worker. here: those of incarnation `asked` that have said so."""
 
     incarnation: int = 0  # whose words count here
     asked: int = 0  # the newest that was heard of
@@ -38,50 +45,56 @@ class Members:
     """The worker groups that one server knows, and whom it hears.
 
     Args:
-        groups: worker groups.
+        keys: worker groups, or (singly) workers, who live and die by themselves.
     """
 
-    def __init__(self, groups: Iterable[int]) -> None:
-        self._groups = {group: _Group() for group in groups}
+    def __init__(self, keys: Iterable[Key], singly: bool = False) -> None:
+        self._singly = singly
+        self._groups = {key: _Group() for key in keys}
         self.changed = False
         """Some group is not of its first incarnation any more; until then everybody is heard."""
 
+    def key(self, worker: Address) -> Key:
+        """With whom a worker lives and dies."""
+        return worker if self._singly else worker.group
+
     def hears(self, worker: Address) -> bool:
         """Whether a worker's words count, and whether it may be told anything."""
-        group = self._groups.get(worker.group)
+        group = self._groups.get(self.key(worker))
         return group is None or (group.asked == group.incarnation and self.counts(worker))
 
     def counts(self, worker: Address) -> bool:
         """Whether a worker is of the newest incarnation that was heard of."""
-        group = self._groups[worker.group]
+        group = self._groups[self.key(worker)]
         return not group.asked or worker in group.here
 
-    def incarnation(self, group: int) -> int:
-        """Whose words count here."""
-        return self._groups[group].incarnation
+    def incarnation(self, key: Key) -> int:
+        """Whose words count here; a group whose workers live by themselves is always the first."""
+        return self._groups[key].incarnation if key in self._groups else 0
 
-    def asked(self, group: int) -> int:
+    def asked(self, key: Key) -> int:
         """The newest incarnation that was heard of."""
-        return self._groups[group].asked
+        return self._groups[key].asked
 
     def returned(self, worker: Address, incarnation: int) -> None:
         """A worker says of which incarnation it is; one that has been replaced says it in vain."""
-        if incarnation == self._groups[worker.group].asked:
-            self._groups[worker.group].here.add(worker)
+        group = self._groups[self.key(worker)]
+        if incarnation == group.asked:
+            group.here.add(worker)
 
-    def expect(self, group: int, incarnation: int) -> bool:
+    def expect(self, key: Key, incarnation: int) -> bool:
         """Nobody of an earlier incarnation is heard any more. False: that is so already."""
-        known = self._groups[group]
+        known = self._groups[key]
         new = incarnation > known.asked
         if new:
             known.asked, known.here = incarnation, set()
             self.changed = True
         return new
 
-    def restarted(self, group: int, incarnation: int) -> list[Address]:
+    def restarted(self, key: Key, incarnation: int) -> list[Address]:
         """The change is carried out here; returns who waits for that."""
-        self.expect(group, incarnation)
-        known = self._groups[group]
+        self.expect(key, incarnation)
+        known = self._groups[key]
         known.incarnation = max(known.incarnation, incarnation)
         return sorted(known.here) if known.asked == known.incarnation else []
 
@@ -90,9 +103,9 @@ class Members:
         known = self._groups[group]
         return known.asked < incarnation or (known.asked == incarnation and not known.here)
 
-    def undone(self) -> list[tuple[int, int]]:
-        """(group, incarnation) that was heard of, and is not carried out."""
-        return [(g, known.asked) for g, known in self._groups.items() if known.asked > known.incarnation]
+    def undone(self) -> list[tuple[Key, int]]:
+        """(who, incarnation) that was heard of, and is not carried out."""
+        return [(key, known.asked) for key, known in self._groups.items() if known.asked > known.incarnation]
 
 
 # --- how far a group of other servers came -----------------------------------------------------------------------
@@ -155,6 +168,10 @@ class Home(Protocol):
         """Forget what the group has said."""
         ...
 
+    def forget_one(self, worker: Address) -> None:
+        """Forget what one worker has said, whose group is still there."""
+        ...
+
     def count(self, stream: int) -> int:
         """How many batches of a data stream are applied."""
         ...
@@ -192,7 +209,9 @@ class Regroup:
         self._me, self._job, self._topology, self._home = me, job, topology, home
         self._log, self._leases, self._send = log, leases, send
         self._ours = topology.worker_groups_of(me.group)
-        self.members = Members(range(topology.worker_groups) if leases is not None else self._ours)
+        known = range(topology.worker_groups) if leases is not None else self._ours
+        workers = (worker for group in known for worker in topology.workers(group))
+        self.members = Members(workers, True) if singly(job) else Members(known)
         self._answers = Answers()
         self._questions: list[tuple[Address, StreamsAt]] = []
 
@@ -202,7 +221,8 @@ class Regroup:
         if self._log is None or group not in self._ours or home.ended(group) or home.has_finished(worker):
             return
         if self.members.counts(worker) and not self._refusal(group):
-            self._expect(group, self.members.asked(group) + 1)
+            key = self.members.key(worker)
+            self._expect(key, self.members.asked(key) + 1)
 
     def take(self, sender: Address, message: Return | AskReturn | StreamsAt) -> None:
         """One message about a group that comes back."""
@@ -223,6 +243,12 @@ class Regroup:
         self._change(group, incarnation, self._home.count, self._home.ended(group))
         self._answer()
 
+    def replace(self, worker: Address, incarnation: int) -> None:
+        """The same of one worker."""
+        self._home.forget_one(worker)
+        for each in self.members.restarted(worker, incarnation):
+            self._welcome(each)
+
     def leave(self, group: int, incarnation: int) -> None:
         """In the coordinator: all processes of the group before this incarnation have ended, and none is to follow."""
         assert self._log is not None
@@ -234,12 +260,12 @@ class Regroup:
 
     def again(self) -> None:
         """What was said to other servers may have been lost: say again what is not carried out."""
-        for group, incarnation in self.members.undone():
-            self._ask(group, incarnation)
+        for key, incarnation in self.members.undone():
+            self._ask(key, incarnation)
 
     def _returned(self, worker: Address, incarnation: int) -> None:
-        group = worker.group
-        if incarnation > self.members.asked(group) and group in self._ours:
+        group, key = worker.group, self.members.key(worker)
+        if incarnation > self.members.asked(key) and group in self._ours:
             why = self._refusal(group)
             if why and self._home.begun(group):
                 for each in self._topology.workers(group):
@@ -249,7 +275,7 @@ class Regroup:
                 if self._log is not None:
                     self._log.adopt(group, incarnation)
                 self._change(group, incarnation, self._home.count, False)
-        self._expect(group, incarnation)
+        self._expect(key, incarnation)
         self.members.returned(worker, incarnation)
         if self.members.hears(worker):
             self._welcome(worker)
@@ -257,15 +283,16 @@ class Regroup:
     def _refusal(self, group: int) -> str:
         return refusal(self._job, self._topology, group) or self._home.objection()
 
-    def _expect(self, group: int, incarnation: int) -> None:
-        if self.members.expect(group, incarnation):
-            self._ask(group, incarnation)
+    def _expect(self, key: Key, incarnation: int) -> None:
+        if self.members.expect(key, incarnation):
+            self._ask(key, incarnation)
 
-    def _ask(self, group: int, incarnation: int) -> None:
+    def _ask(self, key: Key, incarnation: int) -> None:
         """Have the change decreed, or ask those who know when it is."""
+        group, index = (key.group, key.index) if isinstance(key, Address) else (key, -1)
         coordinator = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         if group in self._ours:
-            self._send(coordinator, AskReturn(group, incarnation))
+            self._send(coordinator, AskReturn(group, incarnation, index))
         elif self._leases is not None:
             for question in questions(group, incarnation, self._leases.streams(group)):
                 self._send(coordinator, question)
@@ -276,7 +303,10 @@ class Regroup:
             self._expect(group, incarnation)
             return
         assert self._log is not None
-        decision = self._log.restart(group, incarnation)
+        if message.index < 0:
+            decision = self._log.restart(group, incarnation)
+        else:
+            decision = self._log.replace(group, message.index, incarnation)
         if decision is None:
             return
         for server in self._topology.servers(self._me.group):
@@ -294,7 +324,8 @@ class Regroup:
             self._welcome(worker)
 
     def _welcome(self, worker: Address) -> None:
-        self._send(worker, Return(self.members.incarnation(worker.group), self._home.complete()))
+        incarnation = self.members.incarnation(self.members.key(worker))
+        self._send(worker, Return(incarnation, self._home.complete()))
         if worker.group in self._ours:
             self._home.is_back(worker.group)
 

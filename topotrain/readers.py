@@ -99,6 +99,11 @@ class Readers:
         for known in (self._shown, self._streamed, self._fixed):
             known.pop(group, None)
 
+    def forget_one(self, worker: Address) -> None:
+        """The same of one worker, whose group is still there."""
+        self._held = [held for held in self._held if held.worker != worker]
+        self._fetched.pop(worker, None)
+
     def release(self, model: Model, version: int, may_read: Callable[[int], bool]) -> Iterator[tuple[Address, Message]]:
         """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""
         waiting, self._held = self._held, []

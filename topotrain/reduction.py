@@ -216,6 +216,15 @@ class Staging:
         self.step = 0
         self._reset()
 
+    def forget(self, worker: int) -> None:
+        """With backup: another process has this worker's place; what the former one has contributed is forgotten."""
+        self.commits.pop(worker, None)
+        self.complete.discard(worker)
+        for reduction in self._reductions.values():
+            for pushes in reduction.pushes.values():
+                pushes.pop(worker, None)
+        self._looked = {key: seen for key, seen in self._looked.items() if key[1] != worker}
+
     # --- arrivals ------------------------------------------------------------------------------------------------
 
     def push(self, worker: int, message: Push, body: torch.Tensor) -> list[Reduced]:

@@ -20,6 +20,14 @@ def refusal(job: Job, topology: Topology, group: int) -> str:
     return ""
 
 
+def singly(job: Job) -> bool:
+    """Whether a worker that is lost starts again without the others of its group, which meanwhile go on without it.
+
+    So with backup workers: a step is the mean over those whom it names, and each worker's batches count by themselves.
+    """
+    return job.cluster.backup > 0
+
+
 def absent_groups(job: Job, topology: Topology) -> frozenset[int]:
     """The groups that are not there at the start (`start_groups`). Raises ConfigError where that cannot be."""
     if not job.start_groups:

@@ -19,6 +19,7 @@ from topotrain.backup import Backup
 from topotrain.consistency import (
     AWAY,
     IS_BACK,
+    REPLACED,
     RESTARTS,
     RESTS,
     SHOWS,
@@ -42,6 +43,7 @@ from topotrain.model import Model, global_norm, step_factor
 from topotrain.opening import Opening
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
+from topotrain.regrouping import singly
 from topotrain.shard import Allocate
 from topotrain.slices import Bucket
 from topotrain.snapshot import Source, restore
@@ -123,7 +125,8 @@ class Server:
         self._ending = Ending(me, topology)
         self._tables = TableBook(me, job, topology)
         is_desk = me.group == 0 and me.index == 0
-        self.leases = LeaseBook(topology.worker_groups, topology.workers_per_group) if is_desk else None
+        counts = (topology.worker_groups, topology.workers_per_group)
+        self.leases = LeaseBook(*counts, singly=singly(job)) if is_desk else None
         self._regroup = Regroup(me, job, topology, self, self._log, self.leases, self._send)
         self._members = self._regroup.members
         self.deposits = Deposits() if is_desk else None
@@ -646,6 +649,8 @@ class Server:
         if decision.change == RESTARTS:
             self.clocks.leave(decision.group)
             self._regroup.carry_out(decision.group, decision.step)
+        elif decision.change == REPLACED:
+            self._replace(decision)
         elif decision.change == RESTS:
             self.clocks.leave(decision.group)
         elif decision.change == AWAY:
@@ -735,6 +740,23 @@ class Server:
         self._exits[group] = Exits(self._topology.workers_per_group)
         if not ended:
             self._finished[group] = {}
+
+    def _replace(self, decision: m.Apply) -> None:
+        """One worker has another process. Raises ProtocolError for one that is not ours."""
+        if len(decision.members) != 1 or not 0 <= decision.members[0] < self._topology.workers_per_group:
+            raise m.ProtocolError(f"another process for workers {decision.members}")
+        self._regroup.replace(Address(Role.WORKER, decision.group, decision.members[0]), decision.step)
+
+    def forget_one(self, worker: Address) -> None:
+        """Forget what one worker has said, but for what is applied; its group goes on without it."""
+        self._drawer = [(sender, held) for sender, held in self._drawer if sender != worker]
+        self._opening.forget([worker])
+        self._hyper_of.pop(worker, None)
+        self.readers.forget_one(worker)
+        if self._model is not None:
+            self._model.staging[worker.group].forget(worker.index)
+        if self._backup is not None:
+            self._backup.replaced(worker, self.snapshots.under_way)
 
     def is_back(self, group: int) -> None:
         """Others may have to wait for the group again; those that warm up begin together."""

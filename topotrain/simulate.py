@@ -17,7 +17,7 @@ from topotrain.elastic import Elastic
 from topotrain.faults import MOVES, Fault, Schedule, draw, drawn_moves
 from topotrain.job import Apply, Cluster, Compression, ConfigError, Grads, Job, Pull, Reduce
 from topotrain.message import Message
-from topotrain.regrouping import leave_refusal, refusal
+from topotrain.regrouping import leave_refusal, refusal, singly
 from topotrain.topology import Address, layout
 
 
@@ -29,7 +29,8 @@ def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any
         server_worker_separate=True,
         **cluster,
     )
-    return Job(reduce=Reduce.kSum, cluster=block, warmup_steps=warmup)
+    grads, own = (Grads.kHidden, True) if block.backup else (Grads.kVisible, False)
+    return Job(reduce=Reduce.kSum, cluster=block, warmup_steps=warmup, grads=grads, per_worker_batch=own)
 
 
 LAYOUTS: Mapping[str, Job] = {
@@ -44,6 +45,7 @@ LAYOUTS: Mapping[str, Job] = {
     "in step": _job(2, 2, 2, max_staleness=0),
     "warming up": _job(3, 1, 2, warmup=3),
     "encoded": _job(2, 2, 2, compression=Compression.kFp16),
+    "backup workers": _job(1, 3, 2, backup=1),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -82,16 +84,15 @@ def prepared(job: Job, name: str) -> Job:
     """The job as it is rehearsed: its layout and its rules, with sums of whole numbers instead of a model.
 
     Raises:
-        ConfigError: its workers add up among themselves, hand one another parts of a model, or are backup workers.
+        ConfigError: its workers add up among themselves, or hand one another parts of a model.
     """
     topology = layout(job.cluster)
     if topology.collective or topology.relayed or job.splits:
         raise ConfigError("--layout", name, "only jobs whose gradients go straight to servers are rehearsed")
-    if job.cluster.backup:
-        raise ConfigError("cluster.backup", job.cluster.backup, "must be 0 to be rehearsed: nobody here comes too late")
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
-    plain = replace(job, apply=Apply.kAtStep, pull=Pull.kStep, grads=Grads.kVisible, per_worker_batch=False)
+    grads = Grads.kHidden if singly(job) else Grads.kVisible
+    plain = replace(job, apply=Apply.kAtStep, pull=Pull.kStep, grads=grads, per_worker_batch=singly(job))
     return replace(plain, cluster=cluster, reduce=Reduce.kSum)
 
 

@@ -16,6 +16,7 @@ from topotrain.exchange import Exchange, PeerLost
 from topotrain.faults import WEATHERS, Fault, Schedule, What
 from topotrain.feeds import STATIC, Leases
 from topotrain.job import Job
+from topotrain.regrouping import singly
 from topotrain.rehearsal import Seat, Town, parameters
 from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
 from topotrain.topology import Address, Role
@@ -141,13 +142,15 @@ class Archive:
     def _check(self, what: Publish) -> None:
         self.published += 1
         trial, workers = self._trial, self._trial.topology.workers_per_group
-        cells = torch.zeros(trial.batches * trial.epochs * workers)
-        cells[: self._over * trial.batches * workers] = 1.0
+        epoch_cells = trial.batches * workers
+        each = 1 if trial.singly else workers  # cells of one batch
+        cells = torch.zeros(epoch_cells * trial.epochs)
+        cells[: self._over * epoch_cells] = 1.0
         self._over = max(self._over, what.facts["first_epoch"] or 0)
         for epoch, runs in what.facts["epochs"]:
             for first, last in runs:
-                last = min(last, trial.batches)  # the last unit of a pass may name more than there are
-                cells[(epoch * trial.batches + first) * workers : (epoch * trial.batches + last) * workers] = 1.0
+                # The last unit of a pass may name more than there are.
+                cells[epoch * epoch_cells :][first * each : min(last * each, epoch_cells)] = 1.0
         for name, found in self._values.pop(what.number).items():
             if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
                 has = [cell for cell in range(cells.numel()) if found[cell]]
@@ -171,6 +174,7 @@ class Trial(Town):
             schedule.mode,
             schedule.tells,
         )
+        self.singly = singly(job)
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
         self._aways: dict[Life, float] = {}  # of those that lose a connection
@@ -227,7 +231,7 @@ class Trial(Town):
         self._faults.remove(fault)
         self.log.append((self.sim.now, fault))
         if fault.what is What.KILL:
-            self.kill(fault.group, fault.away)
+            self.kill(fault.group, fault.away, fault.index)
         elif fault.what is What.CUT:
             self._cut(fault)
         elif fault.what is What.PAUSE:
@@ -236,25 +240,29 @@ class Trial(Town):
             for _ in range(3):
                 self.archive.ask()
 
-    def kill(self, group: int, away: float) -> None:
-        """All processes of a group are gone, and come back after a while, unless their scripts have ended."""
-        if not all(self.lives[me].over for me in self.topology.workers(group)):
-            self._kill(group, away)
+    def kill(self, group: int, away: float, index: int = 0) -> None:
+        """All processes of a group, or one, are gone, and come back after a while, unless their scripts have ended."""
+        if not all(self.lives[me].over for me in self._fellows(group, index)):
+            self._kill(self._fellows(group, index), away)
 
-    def _kill(self, group: int, away: float) -> None:
+    def _fellows(self, group: int, index: int) -> tuple[Address, ...]:
+        """Who lives and dies with this worker."""
+        return (Address(Role.WORKER, group, index),) if self.singly else self.topology.workers(group)
+
+    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
         self.kills += 1
-        self.deaths.append((self.sim.now, group))
-        for me in self.topology.workers(group):
+        self.deaths.append((self.sim.now, fellows[0].group))
+        for me in fellows:
             life, door = self.lives[me], self.doors[me]
             self.wire.resume(me)
             for server in sorted({*door.servers, door.desk}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
             life.over = life.dead = True
-        lives = [self.lives[me] for me in self.topology.workers(group)]
+        lives = [self.lives[me] for me in fellows]
 
         def again() -> None:
-            if [self.lives[me] for me in self.topology.workers(group)] == lives:
-                self._bear(group)
+            if [self.lives[me] for me in fellows] == lives:
+                self._bear(fellows)
 
         self.sim.at(self.sim.now + away, again)
 
@@ -267,7 +275,7 @@ class Trial(Town):
 
         def notice() -> None:
             if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
-                self._kill(fault.group, fault.away)  # its last words are lost, and so it has failed
+                self._kill(self._fellows(*worker[1:]), fault.away)  # its last words are lost, and so it has failed
             door.lost(server, "the connection was cut")
 
         self._aways[life] = fault.away
@@ -292,9 +300,9 @@ class Trial(Town):
                 house = self.houses[server]
                 self.wire.awake(lambda: house.send(house.server.lost(life.me)), server)
 
-    def _bear(self, group: int) -> None:
-        self.births.append((self.sim.now, group))
-        for me in self.topology.workers(group):
+    def _bear(self, fellows: tuple[Address, ...]) -> None:
+        self.births.append((self.sim.now, fellows[0].group))
+        for me in fellows:
             for server in sorted({*self.doors[me].servers, self.doors[me].desk}):
                 self._end(self.lives[me], server)  # its connection is replaced, if its end was not noticed before
             self.doors[me] = self._door(me)
@@ -312,7 +320,7 @@ class Trial(Town):
             except Killed:
                 pass
             except PeerLost:
-                self.kill(me.group, self._aways[life])
+                self.kill(me.group, self._aways[life], me.index)
 
         self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
 
@@ -336,7 +344,12 @@ class Trial(Town):
         """Read all that there is, one step for each batch."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         witness = Witness(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
+        seat.visible = seat.visible and not self.singly
         seat.open(0.0)
+        if self.singly:
+            self._train_singly(seat, witness)
+            self._end_well(seat)
+            return
         for epoch in range(self.epochs):
             for stream, seq, number in self._batches(seat, epoch):
                 seat.sleep(0.0, 0.004)
@@ -351,8 +364,35 @@ class Trial(Town):
                     witness.look(seat.values())
                 if outcome.leaves:
                     self._go(life)
-            if seat.door.leaves:
+            if seat.door.data.leaves:
                 self._go(life)
+        self._end_well(seat)
+
+    def _train_singly(self, seat: Seat, witness: Witness) -> None:
+        """With backup workers each does its own batches, some of them again, and joins the others after each epoch."""
+        life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
+        if life.incarnation:
+            seat.steps = seat.door.catch_up().next
+        for epoch in range(self.epochs):
+            stream = (epoch << 32) | STATIC | me
+            number = seat.door.data.applied(stream)
+            while number < self.batches:
+                seat.sleep(0.0, 0.004)
+                if life.over:
+                    raise Killed
+                cell = (epoch * self.batches + number) * workers + me
+                witness.look(seat.values())
+                outcome = seat.step(self._gradient(seat, cell // workers), marks=(stream, number, number))
+                if outcome.late:
+                    seat.steps = outcome.next
+                elif not life.over:
+                    number += 1
+                    self.commits.setdefault(seat.me.group, []).append(self.sim.now)
+                    witness.did([cell])
+                    witness.look(seat.values())
+            seat.steps = seat.door.catch_up(epoch).next
+
+    def _end_well(self, seat: Seat) -> None:
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
@@ -368,10 +408,10 @@ class Trial(Town):
         if self.mode == "static":
             stream = (epoch << 32) | STATIC | group
             mine = range(self.batches)[group :: self.topology.worker_groups]
-            for seq in range(door.applied(stream), len(mine)):
+            for seq in range(door.data.applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = Leases(door, epoch, self.batches, 0)
+        leases = Leases(door.data, epoch, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, place.number

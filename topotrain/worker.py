@@ -195,6 +195,15 @@ class Worker:
         self.exchange.before_values = self.mirror.settle
         self.exchange.after_values = self.mirror.renew
 
+    def rejoin(self, taken: int) -> None:
+        """Another process had this worker's place, and its group has gone on: come to the step that it is in.
+
+        taken: so many of the group's steps are counted in the tally.
+        """
+        if self._backup:
+            self._committed = taken
+            self._move(self.exchange.catch_up())
+
     # --- what the script says ------------------------------------------------------------------------------------
 
     def weight(self) -> float:

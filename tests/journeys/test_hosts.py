@@ -105,7 +105,15 @@ def endless(shop: Shop, jobs: list[Job]) -> Job:
     return job
 
 
-def test_a_unit_that_is_killed_ends_all_and_is_named(shop: Shop, jobs: list[Job]) -> None:
+@pytest.fixture
+def alone_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit that has gone is not waited for as long as in the product; so long units have at the start, too."""
+    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "8")
+
+
+def test_a_unit_that_is_killed_and_not_started_again_ends_all_and_is_named(
+    shop: Shop, jobs: list[Job], alone_soon: None
+) -> None:
     job = endless(shop, jobs)
     pids = job.pids()
     assert len(pids) > 8
@@ -248,7 +256,7 @@ def test_an_address_that_nobody_reaches_is_asked_for(shop: Shop, jobs: list[Job]
     assert all("--host" in err and "at which address" in err for _, _, err in ended.values())
 
 
-def test_a_host_that_falls_off_the_network(shop: Shop, jobs: list[Job], town: Town) -> None:
+def test_a_host_that_falls_off_the_network(shop: Shop, jobs: list[Job], town: Town, alone_soon: None) -> None:
     job = Job(shop, ALLREDUCE, "wrong.py", ["endless"], [0, 1], hosts_url(town), town)
     jobs.append(job)
     for rank in (0, 1):

@@ -131,7 +131,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
         account = worker if place.job.cluster.backup else None
-        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange, worker, account)
+        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, account)
     worker.start()
     if cut is not None:
         cut.follow(worker, roads.meet_group())

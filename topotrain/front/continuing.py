@@ -28,6 +28,7 @@ from topotrain.front.leaving import Leaving
 from topotrain.front.packing import Unpackable, pack, unpack
 from topotrain.front.rates import Rates
 from topotrain.job import ConfigError, OnFailure
+from topotrain.regrouping import singly
 from topotrain.snapshotting import takes_snapshots
 from topotrain.worker import Worker
 
@@ -68,6 +69,8 @@ class Continuing:
         self._latest: Condition | None = None
         self._latest_step = -1
         worker.tally.steps = self._earlier.steps
+        if self._earlier.returned:
+            worker.rejoin(self._earlier.taken)
         if self._earlier.condition is not None:
             self._restore_buffers(self._earlier.condition.buffers)
             for name in here.kept:
@@ -149,9 +152,13 @@ class Continuing:
     def ended(self) -> None:
         """As `data.Memory` has it. Raises Leaving, as `asked` does."""
         self._look_whether_it_leaves()
+        if self._worker.snapshot and singly(self._here.place.job):
+            # Of this pass others had batches left at the snapshot, and nobody could draw it again from the next one.
+            self._now = self._stand()
+            self._leave_snapshot()
 
     def _look_whether_it_leaves(self) -> None:
-        if self._worker.leaves or self._worker.exchange.leaves:
+        if self._worker.leaves or self._worker.exchange.data.leaves:
             raise Leaving
 
     def given(self) -> None:
@@ -223,7 +230,7 @@ class Continuing:
     def _leave(self, number: int, condition: Condition) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
         with self._worker.exchange.spans.span("deposit"):
-            self._worker.exchange.deposit(number, data)
+            self._worker.exchange.data.deposit(number, data)
 
     # --- the script's loop ---------------------------------------------------------------------------------------
 

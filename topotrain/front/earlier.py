@@ -45,7 +45,7 @@ class Earlier:
         own: it was left by this very worker, so its dice are this worker's. alive: and in this life of the job.
         returned: servers of this life of the job may have applied something of this worker's group.
         first: the first pass that is not over.
-        steps: that this worker has taken.
+        steps: that this worker has taken; taken: those of its group among them, in this life of the job.
         past, main: the earlier life of the job, and what worker (0,0) left there.
     """
 
@@ -56,6 +56,7 @@ class Earlier:
     returned: bool = False
     first: int = 0
     steps: int = 0
+    taken: int = 0
     past: Past | None = None
     main: Condition | None = None
 
@@ -107,15 +108,16 @@ def find(here: Context, worker: Worker) -> Earlier:
     first = min((condition.passes for condition in conditions.values()), default=0)
     if past is not None and past.first_epoch is not None:  # a worker may have left its state a step behind the values
         first = min(first, past.first_epoch)
-    later, alive = None, False
+    later, alive, taken = None, False, 0
     if returned:
-        steps += worker.exchange.applied(-1) * here.place.job.cluster.n_push
-        left, since = worker.exchange.deposited()
+        taken = worker.exchange.data.applied(-1)
+        steps += taken * here.place.job.cluster.n_push
+        left, since = worker.exchange.data.deposited()
         if left is not None:
             before, own, alive = Condition.from_bytes(_bytes(left)), True, True
             first = before.passes
             later = None if since is None else Condition.from_bytes(_bytes(since))
-    return Earlier(before, later, own, alive, returned, first, steps, past, main)
+    return Earlier(before, later, own, alive, returned, first, steps, taken, past, main)
 
 
 def _read(past: Past, group: int, index: int) -> Condition:

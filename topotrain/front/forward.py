@@ -44,7 +44,7 @@ class Forward:
         self._passage, self._weight = passage, worker.weight
         self.meeting = _JobMeeting(passage, worker, self._begun)
         worker.counts = self._counts
-        worker.exchange.drawing = self.meeting.draw
+        worker.exchange.data.drawing = self.meeting.draw
         worker.before_commit.append(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

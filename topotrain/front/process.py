@@ -139,10 +139,8 @@ class Watchful:
 
 
 def _comes_back(place: Place, worker: Address) -> bool:
-    """The worker's unit starts its group again, or tells that it cannot. Of several units none could do so."""
-    job, topology, group = place.job, place.topology, worker.group
-    units = {topology.unit_of(member) for member in topology.workers(group)}
-    return job.on_failure is OnFailure.kContinue and len(units) == 1 and not refusal(job, topology, group)
+    """Its group starts again, or unit 0 says that it cannot."""
+    return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
 
 
 def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -27,8 +27,10 @@ from topotrain.events import (
     from_json,
     to_json,
 )
-from topotrain.launch.introduction import End, Hosts
+from topotrain.job import ConfigError
+from topotrain.launch.introduction import End, Hosts, Introduction
 from topotrain.launch.meeting import ALIVE_S, BEAT_S
+from topotrain.launch.post import Back, Post, Vanished
 from topotrain.rendezvous import Store, StoreError
 from topotrain.rendezvous.registry import Registry, UnknownJob
 
@@ -64,10 +66,25 @@ class Company:
         rank: of this unit.
         hosts: where all units are.
         leads: the first server is in this unit, which takes the last snapshot where another unit is asked to end.
+        lines: where the job goes on when processes die, see `Post`; None: the loss of a unit ends it.
+        hear: reads the introduction of a unit that has come back.
     """
 
-    def __init__(self, stores: Stores, rank: int, hosts: Hosts, leads: bool = False) -> None:
-        self._stores, self._rank, self._hosts, self._leads = stores, rank, hosts, leads
+    def __init__(
+        self,
+        stores: Stores,
+        rank: int,
+        hosts: Hosts,
+        leads: bool = False,
+        lines: Mapping[int, str] | None = None,
+        hear: Callable[[bytes], Introduction] = Introduction.loaded,
+    ) -> None:
+        self._stores, self._rank, self._hosts, self._leads, self._hear = stores, rank, hosts, leads, hear
+        self.post = None if lines is None else Post(stores.run, rank, lines, AWAY_S)
+        self.where: Mapping[str, int] = {}
+        """Who lives in which unit, where this one knows what the others say."""
+        self._gone: set[int] = set()  # units that are not looked after
+        self._words: set[str] = set()  # of units that came back, once known
         self._asked: End | None = None
         self._told, self._teller = socket.socketpair()
         self._lock = threading.Lock()
@@ -95,6 +112,8 @@ class Company:
         """Stop watching."""
         self._closed.set()
         self._decided.set()
+        if self.post is not None:
+            self.post.close()
         with self._lock:
             self._told.close()
             self._teller.close()
@@ -154,16 +173,17 @@ class Company:
         while not self._decided.is_set():
             assert self._cause is not None
             cause = self._cause
-            gone = self._gone() if cause.kind == "peer" else None
+            gone = self._silent_one() if cause.kind == "peer" else None
             if gone is not None:
                 self._decide(End.of(self._vanished(gone), gone, self._hosts.names[gone]))
                 return
             if time.monotonic() - began >= _PATIENCE_S.get(cause.kind, 0.0):
-                self._decide(End.of(cause, self._rank, self._name))
+                rank = self.where.get(cause.who, self._rank)
+                self._decide(End.of(cause, rank, self._hosts.names[rank]))
                 return
             self._decided.wait(_LOOK_S)
 
-    def _gone(self) -> int | None:
+    def _silent_one(self) -> int | None:
         """A unit that gives no sign of life; with the store that it served, unit 0."""
         try:
             living = set(self._stores.run.keys("alive/"))
@@ -210,6 +230,7 @@ class Company:
             try:
                 if self._rank == 0:
                     self._listen()
+                    self._look_for_returns()
                 if self._leads and self._asked is None:
                     self._look_for_save()
                 self._look_after(range(len(self._hosts.names)) if self._rank == 0 else (0,))
@@ -227,7 +248,7 @@ class Company:
                 self._teller.send(b"!")
 
     def _look_after(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
+        for rank in [rank for rank in ranks if rank not in self._gone]:
             asked = time.monotonic()
             there = rank == self._rank or self._stores.run.get(f"alive/{rank}") is not None
             now = time.monotonic()
@@ -235,8 +256,49 @@ class Company:
                 self._silent.clear()
             if there:
                 self._silent.pop(rank, None)
-            elif now - self._silent.setdefault(rank, now) > LOST_S:
-                self._decide(End.of(self._vanished(rank), rank, self._hosts.names[rank]))
+            elif now - self._silent.setdefault(rank, now) >= self._patience_s(rank):
+                self._lose(rank)
+
+    def _patience_s(self, rank: int) -> float:
+        return 0.0 if rank and self.post is not None and self.post.suspicious else LOST_S
+
+    def _lose(self, rank: int) -> None:
+        """A unit is gone: that ends the job, or is for unit 0 to judge."""
+        if self.post is None or rank == 0:
+            self._decide(End.of(self._vanished(rank), rank, self._hosts.names[rank]))
+        else:
+            self._gone.add(rank)
+            self.post.tell(Vanished(rank, self._vanished(rank)))
+
+    def _look_for_returns(self) -> None:
+        if self.post is None:
+            return
+        for key in self._stores.run.keys("back/"):
+            raw = self._stores.run.get(key)
+            with suppress(StoreError, ConfigError):  # a stranger, or one that has another job in mind: it hears nothing
+                unit = self._hear(raw or b"")
+                if unit.word not in self._words and 0 < unit.rank < len(self._hosts.names):
+                    self._words.add(unit.word)
+                    self._gone.add(unit.rank)
+                    self.post.tell(Back(unit.rank, unit))
+
+    def expect(self, hosts: Hosts, ranks: Collection[int]) -> None:
+        """By unit 0: these units, which are there, are looked after from now on, and no others."""
+        self._hosts = hosts
+        self._gone = set(range(len(hosts.names))) - set(ranks)
+        self._silent.clear()
+
+    def cast_out(self) -> None:
+        """The others go on without this unit, which they have not heard for too long."""
+        text = f"the job goes on without unit {self._rank} on {self._name}, which was not heard of for too long"
+        self._deliver(End(1, self._rank, self._name, text=text))
+
+    def nobody_came(self, rank: int, seconds: float, more: str) -> None:
+        """A unit that had vanished did not come back: that ends the job; does not wait."""
+        lost = self._vanished(rank)
+        text = f"{lost.text}, and within {seconds:g} s none was started in its place{more}"
+        end = End.of(replace(lost, text=text), rank, self._hosts.names[rank])
+        self._start(lambda: self._decide(end))
 
     def _listen(self) -> None:
         if self._stores.shared.get("stop") is not None:
@@ -256,7 +318,7 @@ class Company:
     def _report(self) -> None:
         """Until the end is known: what is told once might be wiped out with the store."""
         key, raw = f"report/{self._rank}", json.dumps([to_json(event) for event in self.reports[self._rank]]).encode()
-        answered = time.monotonic()
+        answered = self._answered
         while not self._decided.is_set():
             try:
                 if self._stores.run.get(key) is None:
@@ -267,9 +329,9 @@ class Company:
             self._decided.wait(BEAT_S)
 
     def _collect(self) -> None:
-        answered = time.monotonic()
+        answered = self._answered
         for rank in range(1, len(self._hosts.names)):
-            while rank not in self.reports:
+            while rank not in self.reports and rank not in self._gone:
                 if self._decided.is_set():
                     return
                 try:

@@ -63,7 +63,8 @@ class Over(Exception):
 class Introduction:
     """What a unit says about itself. machine: the same for units that can share memory. proof: that it has the secret.
 
-    address: at which other hosts reach it; "" if it does not know. given: the user has said so.
+    address: at which other hosts reach it; "" if it does not know. given: the user has said so. word: a random one,
+    which no other process has.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Introduction:
     proof: str
     nprocs: int
     given: bool
+    word: str = ""
 
     def dumped(self) -> bytes:
         """For the store."""

@@ -74,6 +74,9 @@ class Listed:
     def signalled(self, number: int, more: str = "") -> None:
         """See `running.Company`."""
 
+    def cast_out(self) -> None:
+        """See `running.Company`; here are all units of the job."""
+
     def _watch(self) -> None:
         due = 0.0
         # No `watch` of the store: nothing would end it when the job ends.

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from topotrain.checkpoint import FOLDER, latest
 from topotrain.events import Notice
 from topotrain.job import Job
 from topotrain.launch import Launcher, OnEvent, Outcome, Place
@@ -19,6 +18,7 @@ from topotrain.launch.asked import signals
 from topotrain.launch.children import Calls, Life
 from topotrain.launch.kept import Kept
 from topotrain.launch.listed import Listed, listed
+from topotrain.launch.lives import Origin
 from topotrain.launch.recovery import recovery
 from topotrain.launch.running import Grounds, Run
 from topotrain.launch.workspace import LOGS, PROCESSES_FILE, claimed, prepare
@@ -49,17 +49,18 @@ class LocalLauncher(Launcher):
         """
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
-            goes_on = recovery(job, topology, whole=True, began=began)
+            goes_on = recovery(job, topology, began)
             with closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
                 grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
-                life, former = Life(0, self.resume, absent_groups(job, topology)), _identity(workspace / FOLDER)
+                life, origin = Life(0, self.resume, absent_groups(job, topology)), Origin(workspace, self.resume)
                 while True:
                     run = Run(job, topology, on_event, grounds, heard, kept, mark, place, goes_on)
                     outcome = self._live(run, life, job, workspace, place)
                     if goes_on is None or not run.again or heard.came or (place is not None and place.over):
                         break
                     goes_on.renewed()
-                    life = replace(self._next(life, workspace, former, on_event), absent=goes_on.attendance.away)
+                    resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
+                    life = Life(life.number + 1, resume, goes_on.attendance.away)
                     if place is not None:
                         place.again()
             outcome = replace(outcome, seconds=time.monotonic() - began)
@@ -81,28 +82,3 @@ class LocalLauncher(Launcher):
             return run.watch()
         finally:
             run.destroy()
-
-    def _next(self, life: Life, workspace: Path, former: tuple[int, int] | None, on_event: OnEvent) -> Life:
-        """What the job goes on from when it starts again. Raises ConfigError for snapshots that are all damaged.
-
-        former: the folder of snapshots that was there before the job: of an earlier one, unless that is continued.
-        """
-
-        def tell(text: str) -> None:
-            on_event(Notice("launcher", text))
-
-        folder, resume = workspace / FOLDER, self.resume
-        if _identity(folder) != former or Path(resume).parent == folder:
-            found = latest(workspace, tell)
-            resume = resume if found is None else str(found.path)
-        tell(f"the whole job starts again from {resume or 'its beginning'}")
-        return Life(life.number + 1, resume)
-
-
-def _identity(folder: Path) -> tuple[int, int] | None:
-    """By which a folder is known, whatever its name; None for one that does not exist."""
-    try:
-        info = folder.stat()
-    except OSError:
-        return None
-    return info.st_dev, info.st_ino

@@ -1,8 +1,8 @@
 """What Kubernetes is told of a job, as data: a TrainJob of Kubeflow Trainer v2 with a runtime of its own, or a JobSet.
 
 Rule: pure. One indexed Job per role, in which a pod is a unit: its completion index, plus the first rank of its role,
-is its rank. A pod that fails fails its Job, and that all of them; nobody replaces a single pod, which a running job
-could not take in. The secret is only referred to, unless it is given.
+is its rank. A pod that fails fails its Job, and that all of them; nobody replaces a single pod, though a
+running job could take it in. The secret is only referred to, unless it is given.
 """
 
 from collections.abc import Mapping

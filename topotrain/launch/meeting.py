@@ -3,7 +3,9 @@
 jobs/ID/job      the job's text, put there by who submitted it; unit 0 may bring its own
 jobs/ID/run      a random word for this start of the job, by unit 0
 jobs/ID/stop     set by `topotrain jobs stop`
-jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, and the addresses of its processes
+jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, what units say to each other while it runs
+                 (post.py), back/R of a unit that is started again meanwhile, and the addresses of its processes
+jobs/ID.RUN.N/   those of the processes, after the job has started again as a whole for the Nth time
 
 Rule: what one start has left behind cannot be taken for another one's, because each has keys of its own.
 """
@@ -14,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Self, TypeVar
 
@@ -39,13 +41,13 @@ class Waiting:
     """Says on stderr what a unit waits for, when that takes long."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._due = time.monotonic() + QUIET_S
 
     def __call__(self, what: str) -> None:
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + REPEAT_S
-            print(f"topotrain: unit {self._rank} waits for {what}", file=sys.stderr, flush=True)
+            print(f"topotrain: unit {self.rank} waits for {what}", file=sys.stderr, flush=True)
 
 
 class Pulse:
@@ -90,13 +92,18 @@ class Hall:
     """
 
     def __init__(self, root: Store, job: str, rank: int, nprocs: int, secret: bytes, patience: float = 0) -> None:
-        self._root, self.id, self._rank, self._nprocs, self._secret = root, job, rank, nprocs, secret
+        self._root, self.id, self.rank, self._nprocs, self._secret = root, job, rank, nprocs, secret
         self.shared = within(root, f"jobs/{job}")
-        self._patience = patience or MEETING_S
-        self._deadline = time.monotonic() + self._patience
+        self.patience = patience or MEETING_S
+        self._deadline = time.monotonic() + self.patience
         self._waiting = Waiting(rank)
         self.word = ""
         self.pulse: Pulse | None = None
+        self.me: Introduction | None = None
+        self.known: list[Introduction] = []
+        """By unit 0: all units, by their ranks."""
+        self.returns = False
+        """This unit was started again while its job runs."""
 
     @property
     def run_id(self) -> str:
@@ -117,7 +124,8 @@ class Hall:
 
     def enter(self, me: Introduction) -> None:
         """Unit 0 opens a start of the job, the others come to it. Raises ConfigError, StoreError."""
-        if self._rank == 0:
+        self.me, self.returns = me, False
+        if self.rank == 0:
             self._open()
             self.run.compare_and_set("host/0", None, me.dumped())
             self.pulse = Pulse(self.run, 0).start()
@@ -126,13 +134,31 @@ class Hall:
         while True:
             self.word = self._await(self.shared, "run", "unit 0", old).decode()
             old = self.word  # of an earlier start, if we have to look again
-            if not self.run.compare_and_set(f"host/{self._rank}", None, me.dumped()):
+            if not self.run.compare_and_set(f"host/{self.rank}", None, me.dumped()):
                 self._check_twin()
+                if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
+                    return
             elif self.shared.get("run") == self.word.encode():
-                self.pulse = Pulse(self.run, self._rank).start()
+                self.pulse = Pulse(self.run, self.rank).start()
                 return
             else:  # an earlier start, of which all was forgotten between our looking and our coming
-                self.run.delete(f"host/{self._rank}")
+                self.run.delete(f"host/{self.rank}")
+
+    def _return(self, me: Introduction) -> bool:
+        """This unit was lost while the job ran: unit 0 is told that there is one again, and has a word for it, later.
+
+        False: another start has begun. Until unit 0 has answered there is no pulse: of a start in which nobody lives no
+        sign of life must be seen. Raises Over, StoreError.
+        """
+        self.run.set(f"back/{self.rank}", me.dumped())
+        what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
+        try:
+            self._await(self.run, f"down/{self.rank}.{me.word}", what)
+        except Restarted:
+            return False
+        self.returns = True
+        self.pulse = Pulse(self.run, self.rank).start()
+        return True
 
     def _open(self) -> None:
         known = self._patiently(lambda: self.shared.get("run"), "the store")
@@ -144,6 +170,7 @@ class Hall:
             raise self._running("another unit 0")
         if old is not None:
             forget(old)  # not before: who still comes to it shall find its place taken
+            forget_lives(self._root, f"{self.id}.{(known or b'').decode()}")
 
     def _outlive(self, old: Store) -> None:
         """Return when nobody of an earlier start is left."""
@@ -161,14 +188,20 @@ class Hall:
 
     def _check_twin(self) -> None:
         """Raise ConfigError when another process is this unit, too."""
-        raw = self.run.get(f"host/{self._rank}")
-        beat = self.run.get(f"alive/{self._rank}")
+        raw = self.run.get(f"host/{self.rank}")
+        beat = self.run.get(f"alive/{self.rank}")
         if raw is None or (beat is None and self.run.get("hosts") is not None):
             return
         with suppress(TimeoutError):
-            self.run.watch(f"alive/{self._rank}", ALIVE_S, beat)
+            self.run.watch(f"alive/{self.rank}", ALIVE_S, beat)
             there = Introduction.loaded(raw).who
-            raise ConfigError("--rank", self._rank, f"is taken: {there} is in job {self.id!r} already")
+            raise ConfigError("--rank", self.rank, f"is taken: {there} is in job {self.id!r} already")
+
+    @property
+    def lines(self) -> dict[int, str]:
+        """For `Post`. By unit 0: after `gather`."""
+        assert self.me is not None
+        return {0: self.me.word} if self.rank else {unit.rank: unit.word for unit in self.known if unit.rank}
 
     # --- agreeing
 
@@ -200,10 +233,16 @@ class Hall:
             rank = next(rank for rank in range(self._nprocs) if rank not in known)
             others = [str(r) for r in range(self._nprocs) if r not in known and self.run.get(f"host/{r}") is None]
             what = ("unit " if len(others) < 2 else "units ") + ", ".join(others or [str(rank)])
-            known[rank] = self._hear(self._await(self.run, f"host/{rank}", what))
-        hosts = hosts_of([known[rank] for rank in range(self._nprocs)], url, served)
+            known[rank] = self.hear(self._await(self.run, f"host/{rank}", what))
+        self.known = [known[rank] for rank in range(self._nprocs)]
+        hosts = hosts_of(self.known, url, served)
         self.run.set("hosts", hosts.dumped())
         return hosts
+
+    def regather(self, back: Mapping[int, Introduction], hosts: Hosts) -> Hosts:
+        """By unit 0: where all are, now that these are others. Raises ConfigError."""
+        self.known = [back.get(unit.rank, unit) for unit in self.known]
+        return hosts_of(self.known, hosts.url, hosts.served)
 
     def learn(self) -> Hosts:
         """By all others: where all are. Raises Over, StoreError."""
@@ -211,16 +250,25 @@ class Hall:
 
     def introduce(self, given: str, url: str) -> Introduction:
         """This unit, at the address that was `given`, or else the one that it has on its way to the store."""
-        address, proof = given or address_towards(url), self._proof(self._rank)
+        address, proof = given or address_towards(url), self._proof(self.rank)
         return Introduction(
-            self._rank, socket.gethostname(), os.getpid(), machine(), address, proof, self._nprocs, bool(given)
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            machine(),
+            address,
+            proof,
+            self._nprocs,
+            bool(given),
+            secrets.token_hex(4),
         )
 
     def _proof(self, rank: int) -> str:
         # The store may be one that knows nothing of secrets; without this a wrong one is found by a worker, much later.
         return job_key(self._secret, "unit", self.id, str(rank)).hex()
 
-    def _hear(self, raw: bytes) -> Introduction:
+    def hear(self, raw: bytes) -> Introduction:
+        """Who has come. Raises ConfigError for one that was told something else, StoreError."""
         unit = Introduction.loaded(raw)
         if unit.proof != self._proof(unit.rank):
             accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
@@ -241,8 +289,8 @@ class Hall:
                 self._waiting(what)
                 self._check_start(store is self.shared)
             if time.monotonic() > self._deadline:
-                who = f"(job {self.id!r}, unit {self._rank})"
-                raise StoreError(f"{what} did not come within {self._patience:g} s {who}")
+                who = f"(job {self.id!r}, unit {self.rank})"
+                raise StoreError(f"{what} did not come within {self.patience:g} s {who}")
 
     def _check_start(self, outside: bool) -> None:
         """Raise Over if this start has ended, or another one has taken its place."""
@@ -283,6 +331,12 @@ def outlast(run: Store) -> None:
     with suppress(StoreError):
         while time.monotonic() < until and set(run.keys("alive/")) - {"alive/0"}:
             time.sleep(BEAT_S / 10)
+
+
+def forget_lives(root: Store, run_id: str) -> None:
+    """Remove what the lives of a start after the first one have left. Raises StoreError."""
+    for key in root.keys(f"jobs/{run_id}."):
+        root.delete(key)
 
 
 def forget(store: Store, but: str = "") -> None:

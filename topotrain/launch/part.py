@@ -16,16 +16,18 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
 from topotrain.events import Event, Notice
-from topotrain.job import ConfigError, Job
+from topotrain.job import ConfigError, Job, OnFailure
 from topotrain.launch import OnEvent, Outcome, Place
 from topotrain.launch.asked import Signals, signals
 from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
+from topotrain.launch.course import Course, Met
 from topotrain.launch.grace import LEADER
 from topotrain.launch.introduction import End, Hosts, Over, with_job
 from topotrain.launch.kept import Kept
-from topotrain.launch.meeting import Hall, Restarted, forget, outlast
-from topotrain.launch.recovery import recovery
+from topotrain.launch.lives import Origin
+from topotrain.launch.meeting import Hall, Restarted, forget, forget_lives, outlast
+from topotrain.launch.muster import Begun
 from topotrain.launch.running import DECIDE_S, Grounds, Run
 from topotrain.launch.tables import DEFAULT_ID, Start
 from topotrain.launch.tool import Interrupted, interruptible
@@ -91,7 +93,7 @@ class Part:
             stack.callback(hall.close)
             try:
                 with interruptible():
-                    job, hosts, workspace = self._meet(hall, root, served, stack)
+                    met = self._meet(hall, root, served, stack)
             except Over as over:
                 return Ended(Outcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
             except Interrupted as came:
@@ -100,8 +102,7 @@ class Part:
             except ConfigError as error:
                 self._give_up(hall, End(2, rank, text=f"unit {rank} refused the job: {error}"))
                 raise
-            key = job_key(secret, "unit", hall.run_id)
-            return self._run(hall, root, job, hosts, workspace, key)
+            return self._run(hall, root, met, secret)
 
     def _open(self, secret: bytes) -> Store:
         """The whole store."""
@@ -109,7 +110,7 @@ class Part:
 
     # --- before
 
-    def _meet(self, hall: Hall, root: Store, served: Served | None, stack: ExitStack) -> tuple[Job, Hosts, Path]:
+    def _meet(self, hall: Hall, root: Store, served: Served | None, stack: ExitStack) -> Met:
         rank = self.start.rank
         while True:
             try:
@@ -118,11 +119,12 @@ class Part:
                 hall.check(job)
                 _check_program(job)
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
+                origin = Origin(workspace)
                 if rank:
-                    return job, hall.learn(), workspace
+                    return Met(job, hall.learn(), workspace, origin)
                 hosts = hall.gather(self._shown(served), served is not None)
                 self._register(root, hall.id, job, hosts)
-                return job, hosts, workspace
+                return Met(job, hosts, workspace, origin)
             except Restarted:
                 hall.close()
 
@@ -150,23 +152,22 @@ class Part:
 
     # --- meanwhile
 
-    def _run(self, hall: Hall, root: Store, job: Job, hosts: Hosts, workspace: Path, key: bytes) -> Ended:
-        rank, topology = self.start.rank, layout(job.cluster, hosts.numbers)
+    def _run(self, hall: Hall, root: Store, met: Met, secret: bytes) -> Ended:
+        rank, job, hosts = self.start.rank, met.job, met.hosts
+        topology = layout(job.cluster, hosts.numbers)
         here = replace(topology, units=(topology.units[rank],))
         stores = Stores(hall.run, hall.shared, Registry(root), hall.id)
+        lines = hall.lines if job.on_failure is OnFailure.kContinue else None
         with ExitStack() as stack:
-            run_dir = stack.enter_context(_private_folder())
-            furnish(run_dir, job, key)
-            sockets = stack.enter_context(_shared_folder(key))
-            company = stack.enter_context(closing(Company(stores, rank, hosts, LEADER in here.units[0].servers)))
+            leads = LEADER in here.units[0].servers
+            company = stack.enter_context(closing(Company(stores, rank, hosts, leads, lines, hall.hear)))
+            company.where = _where(topology)
             heard = stack.enter_context(signals())
             on_event = stack.enter_context(self.watching(job, topology, here))
             notes = Notes()
-            numbers, url = ",".join(map(str, hosts.numbers)), with_job(hosts.url or self.start.rendezvous, hall.run_id)
-            place = Place(rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets))
-            logs = workspace / LOGS
-            grounds, mark = Grounds(workspace / f"processes-{rank}.json", logs), secrets.token_hex(16)
-            kept = Kept(self.forkserver, logs / f"forkserver-unit-{rank}.log", mark)
+            mark = secrets.token_hex(16)
+            kept = Kept(self.forkserver, met.workspace / LOGS / f"forkserver-unit-{rank}.log", mark)
+            stack.enter_context(closing(kept))
 
             def hear(event: Event) -> None:
                 notes(event)
@@ -175,27 +176,50 @@ class Part:
             if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
                 hear(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
-            # Who starts the units again as a whole, if anybody, is not one of them.
-            goes_on = recovery(job, here, whole=False, began=began)
-            run = Run(job, here, hear, grounds, heard, kept, mark, company, goes_on)
+            course = Course(hall, met, company, heard, hear)
+            outcome, again = Outcome(0, 0.0), True
             try:
-                run.begin(self.calls, [place])
-                outcome = run.watch()
+                begun, goes_on = course.first(), course.recovery(topology, began)
+                while begun is not None:
+                    here = _of(job, begun.hosts, rank)
+                    decides = course.follows(here, begun) if rank else goes_on
+                    grounds = Grounds(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
+                    run = Run(job, here, hear, grounds, heard, kept, mark, company, decides, company.post)
+                    outcome, again = self._live(run, hall, begun, secret), run.again
+                    if not again or company.over or heard.came:
+                        break
+                    begun = course.next(goes_on, run, begun)
             except BaseException as error:
-                end = End(1, rank, hosts.names[rank], text=f"unit {rank} on {hosts.names[rank]} failed: {error!r}")
-                self._give_up(hall, end)
+                refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
+                text = f"{where} cannot go on: {error}" if refused else f"{where} failed: {error!r}"
+                self._give_up(hall, End(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
-            finally:
-                run.destroy()
-            end = _agree(company, outcome, notes, heard)
+            end = _agree(company, outcome, notes, heard, again)
             for other, events in sorted(company.reports.items()):
                 for event in events if other != rank else ():
                     on_event(event)
-            self._leave(hall, company, end)
+            self._leave(hall, root, company, end)
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
             return Ended(whole, end, job, topology, rank)
 
-    def _leave(self, hall: Hall, company: Company, end: End) -> None:
+    def _live(self, run: Run, hall: Hall, begun: Begun, secret: bytes) -> Outcome:
+        """One life of the job here, from its first process to its last; nobody of another life has the same key."""
+        rank, hosts, number = self.start.rank, begun.hosts, begun.life.number
+        key = job_key(secret, "unit", hall.run_id, *([str(number)] if number else []))
+        with ExitStack() as stack:
+            run_dir = stack.enter_context(_private_folder())
+            furnish(run_dir, run.job, key)
+            sockets = stack.enter_context(_shared_folder(key))
+            id = f"{hall.run_id}.{number}" if number else hall.run_id
+            url, numbers = with_job(hosts.url or self.start.rendezvous, id), ",".join(map(str, hosts.numbers))
+            place = Place(rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets))
+            try:
+                run.begin(self.calls, [place], begun.life)
+                return run.watch()
+            finally:
+                run.destroy()
+
+    def _leave(self, hall: Hall, root: Store, company: Company, end: End) -> None:
         """The last words: unit 0 tidies up when nobody needs the store any more."""
         if self.start.rank:
             return
@@ -203,6 +227,7 @@ class Part:
         with suppress(StoreError):
             company.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
             hall.close()
+            forget_lives(root, hall.run_id)
             if end.code:  # whoever has submitted the job may ask why it failed
                 forget(hall.run, but="end")
             else:
@@ -210,9 +235,24 @@ class Part:
                 hall.shared.delete("run")
 
 
-def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals) -> End:
-    """Wait until all agree how the job has ended; a signal ends it."""
-    if outcome.code == 0 and not company.over:
+def _of(job: Job, hosts: Hosts, rank: int) -> Topology:
+    """The layout, and of its units this one."""
+    topology = layout(job.cluster, hosts.numbers)
+    return replace(topology, units=(topology.units[rank],))
+
+
+def _where(topology: Topology) -> dict[str, int]:
+    """Who lives in which unit."""
+    found = {str(who): unit.rank for unit in topology.units for who in (*unit.workers, *unit.servers)}
+    return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
+
+
+def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals, again: bool) -> End:
+    """Wait until all agree how the job has ended; a signal ends it. again: it was about to start again."""
+    if again:
+        if heard.came and not company.over:
+            company.signalled(heard.came[0])
+    elif outcome.code == 0 and not company.over:
         company.finish(notes.events)
         with DefaultSelector() as selector:
             selector.register(company.fileno(), EVENT_READ)

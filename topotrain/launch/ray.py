@@ -3,7 +3,7 @@
 Rule: Ray places and watches, our units do the rest. An actor runs one unit as a process of its own and nothing else;
 when the actor goes, the unit goes, too. A lost actor or node ends the job with that as its cause. Ray itself restarts
 nobody: with --max-restarts a job that failed starts again as a whole, from its beginning and under a name of its own
-(as under torchrun), because no running unit can take a new one in yet. What a unit must know travels as the argument
+(as under torchrun), though a running job could take one unit in again. What a unit must know travels as the argument
 of a call, since Ray shows an actor's environment on command lines.
 """
 

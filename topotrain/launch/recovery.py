@@ -3,7 +3,8 @@
 Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
 peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
 a wrong setting, ends the job at once. A process that stays frozen is ended, and is as lost as a dead one. Who has told
-that it finished is missed by nobody.
+that it finished is missed by nobody. Over several units the first one decides for all: the others tell it what they
+hear (`following`), and a unit that is not heard of any more is lost with all who lived in it.
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
 A group that has used that up is given up, where others can read what it leaves; so is one that leaves (`attendance`).
@@ -34,12 +35,12 @@ from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
-from topotrain.regrouping import absent_groups, leave_refusal, refusal
+from topotrain.regrouping import absent_groups, leave_refusal, refusal, singly
 from topotrain.seats import Seats
 from topotrain.topology import Topology
 
-CAUSE_S = 1.0
-"""How long an error that may follow from a death waits for one to be told."""
+CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
+"""How long an error that may follow from a death waits for one to be told; over several units, for one to be silent."""
 _WHOLE = -1  # counts with the groups
 
 
@@ -47,25 +48,32 @@ _WHOLE = -1  # counts with the groups
 class Terms:
     """What may start again here.
 
-    groups: the worker groups that can do so alone. whole: all processes of the job are ours, so that it can start again
-    as a whole. limit: how often within WINDOW_S, each group and the whole job for itself. refusals: group -> why it
-    cannot leave and come, "": it can. absent: groups that are not there at the start.
+    groups: the worker groups that can do so alone. limit: how often within WINDOW_S, each group and the whole job for
+    itself. refusals: group -> why it cannot leave and come, "": it can. absent: groups that are not there at the start.
+    singly: a worker starts again without the others of its group. cause_s: how long an error that may follow from a
+    death waits for one to be told. door: groups may be asked to leave and come.
     """
 
     groups: frozenset[int]
-    whole: bool
     limit: int
     refusals: Mapping[int, str] = field(default_factory=dict)
     absent: frozenset[int] = frozenset()
+    singly: bool = False
+    cause_s: float = CAUSE_S
+    door: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """To do: end what is left of this group, then start its workers with this incarnation. `why` is for their logs."""
+    """To do: end what is left of this group, then start its workers with this incarnation.
+
+    why: for their logs. who: the one worker that is meant; "": all of them.
+    """
 
     group: int
     incarnation: int
     why: str
+    who: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,25 +138,37 @@ class _Told:
     bounds: dict[bool, str] = field(default_factory=dict)
     """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
     frozen: Patience = field(default_factory=Patience)
+    gone: set[int] = field(default_factory=set)
+    """Units."""
 
 
 class Recovery:
-    """Decides for some units of a job, over all its lives.
+    """Decides for a job, over all its lives.
 
     Args:
-        topology: of the layout, the units that run here.
+        topology: of the whole job, whatever runs here of it.
         terms: see there.
         began: when the job started, by the clock whose time it is told.
         twice: every server has two copies.
+        near: the workers of whom every step is told; None: all. Of the others only while somebody waits (`listens`).
     """
 
-    def __init__(self, topology: Topology, terms: Terms, began: float, twice: bool = False) -> None:
-        self._terms, self._began = terms, began
+    def __init__(
+        self,
+        topology: Topology,
+        terms: Terms,
+        began: float,
+        twice: bool = False,
+        near: frozenset[str] | None = None,
+    ) -> None:
+        self._terms, self._began, self._near = terms, began, near
+        self._living_in = {
+            f"unit {unit.rank}": frozenset(map(str, (*unit.workers, *unit.servers))) for unit in topology.units
+        }
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
         self._group_of = {str(worker): worker.group for worker in workers}
-        self._scattered = {w.group for w in workers if not set(topology.workers(w.group)) <= set(workers)}
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = Seats(len(servers)) if twice else None
@@ -174,6 +194,16 @@ class Recovery:
         """Every process has ended, and none is to start again."""
         told = self._told
         return not (self._over or told.up or told.leaving or told.held)
+
+    @property
+    def suspects(self) -> bool:
+        """Somebody has said what may follow from a loss that was not told yet."""
+        return bool(self._told.held)
+
+    @property
+    def listens(self) -> bool:
+        """Somebody has not made a step since an incident, so that every step matters."""
+        return bool(self._waits)
 
     def renewed(self) -> None:
         """The whole job starts again."""
@@ -214,7 +244,7 @@ class Recovery:
                 told.leaving.discard(who)
                 told.up.add(who)
             case Exited(who=who) if who not in told.leaving:
-                told.up.discard(who)
+                told.up -= self._living_in.get(who, frozenset((who,)))  # no unit ends before who lives there
                 return [event, *self._emptied(self._group_of.get(who), now)]
             case Unrepeatable(text=text, job=job):
                 told.bounds[job] = text
@@ -257,9 +287,9 @@ class Recovery:
         again = any(wait.group == self._group_of.get(cause.who, _WHOLE) for wait in self._waits)
         if self._arriving(self._group_of.get(cause.who, _WHOLE)):
             return self._lost(cause, now)
-        if self._terms.whole and (cause.kind == "peer" or again):
+        if cause.kind == "peer" or again:
             return self._lost(cause, now, alone=not again)
-        return self._give_up(*held)  # where others have a say, the peer that is lost may be theirs
+        return self._give_up(*held)
 
     # --- causes
 
@@ -278,8 +308,34 @@ class Recovery:
         if failed.kind == "quarantine" and failed.who in self._group_of:
             return self._lose(self._group_of[failed.who], failed, "is in quarantine", now)
         self._told.held.append(failed)
-        self._due = self._due or now + CAUSE_S
+        self._due = self._due or now + self._terms.cause_s
         return []
+
+    def vanished(self, rank: int, lost: Failed, now: float) -> list[Word]:
+        """What follows when a unit is not heard of any more, with all who live there."""
+        told, gone = self._told, self._living_in[f"unit {rank}"]
+        if self._over or rank in told.gone:
+            return []
+        told.gone.add(rank)
+        told.up -= gone
+        told.leaving -= gone
+        for who in gone:
+            told.frozen.forget(who)
+        if gone <= told.finished or self._all_finished():
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        groups = {self._group_of[who] for who in gone if who in self._group_of and who not in told.finished}
+        groups -= self.attendance.away
+        rest = set(self._group_of.values()) - self.attendance.away - groups
+        if gone - self._group_of.keys() or not rest or not all(self.attendance.elastic(group) for group in groups):
+            return self._renew(lost, now) if True not in told.bounds else self._give_up(self._unrepeated(lost))
+        found: list[Word] = []
+        for group in sorted(groups):
+            found += (
+                self._emptied(group, now)
+                if self.attendance.going(group)
+                else self._lose(group, lost, "is given up", now)
+            )
+        return found
 
     def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
         """Somebody is lost. alone: its group may start again without the others."""
@@ -299,9 +355,9 @@ class Recovery:
         served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
         if alone and served and group is not None and group in self._terms.groups and not self._told.bounds:
             return self._regroup(group, lost, now)
-        if self._terms.whole and True not in self._told.bounds:
+        if True not in self._told.bounds:
             return self._renew(lost, now)
-        return self._give_up(replace(lost, text=lost.text + self._why_not(lost)))
+        return self._give_up(self._unrepeated(lost))
 
     def _lost_server(self, lost: Failed, now: float) -> list[Word]:
         """A server with two copies is missed until the workers' processes have ended, and not only their scripts."""
@@ -330,7 +386,7 @@ class Recovery:
         told.held = [held for held in told.held if held.who not in self._seat_of]
         self._due = self._due if told.held else None
         self._fresh += 1
-        self._waits.append(_Wait(self._incidents, None, now))
+        self._await(None, now)
         incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
         return [incident, Reseat(lost.who, self._fresh, _what(lost), seats.to_data())]
 
@@ -350,28 +406,30 @@ class Recovery:
             return self._lose(group, self._exhausted(lost, group), "is given up", now)
         self._allowance.count(group, _what(lost), now)
         answers = self._not_now(group)
-        incarnation = self._again(group)
-        self._waits.append(_Wait(self._incidents, group, now))
-        incident = self._incident(lost, f"group {group} starts again (incarnation {incarnation})", now)
-        return [incident, Regroup(group, incarnation, _what(lost)), *answers]
+        who = lost.who if self._terms.singly else ""
+        incarnation = self._again(group, who)
+        self._await(group, now)
+        what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
+        incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
+        return [incident, Regroup(group, incarnation, _what(lost), who), *answers]
 
-    def _again(self, group: int) -> int:
-        """The workers of a group are about to start; returns their incarnation."""
+    def _again(self, group: int, who: str = "") -> int:
+        """The workers of a group, or one of them, are about to start; returns their incarnation."""
         told = self._told
-        members = self._forget(group)
+        members = self._forget({who} if who else self._members(group))
         told.leaving |= members
         told.up |= members
         told.finished -= members
         told.incarnations[group] = told.incarnations.get(group, 0) + 1
         return told.incarnations[group]
 
-    def _forget(self, group: int) -> set[str]:
-        """What was heard of the workers of a group counts no more; returns them."""
-        told, members = self._told, self._members(group)
+    def _forget(self, members: set[str]) -> set[str]:
+        """What was heard of these workers counts no more; returns them."""
+        told = self._told
         for who in members:
             told.stepped.pop(who, None)
             told.frozen.forget(who)
-        told.held = [held for held in told.held if self._group_of.get(held.who, group) != group]
+        told.held = [held for held in told.held if held.who in self._group_of and held.who not in members]
         self._due = self._due if told.held else None
         return members
 
@@ -382,7 +440,7 @@ class Recovery:
         self._over, self._due = True, None
         for wait in self._waits:
             wait.group = None
-        self._waits.append(_Wait(self._incidents, None, now))
+        self._await(None, now)
         return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
 
     def _give_up(self, *failures: Failed) -> list[Word]:
@@ -425,7 +483,8 @@ class Recovery:
             return self._emptied(group, now)
         if (event.wish, part.state) == (LOSE, State.LOST):
             if event.text and part.lost is not None:
-                return self._give_up(part.lost)
+                alone = part.lost.who in self._group_of  # else its unit is gone, for which another may come
+                return self._give_up(part.lost) if alone else self._renew(part.lost, now)
             part.agreed = True
             return self._emptied(group, now)
         return []
@@ -436,15 +495,12 @@ class Recovery:
             return self._give_up(lost)
         answers = self._not_now(group)
         self.attendance.put(group, Part(State.LOST, how=how, lost=lost))
-        self._forget(group)
+        self._forget(self._members(group))
         self._waits = [wait for wait in self._waits if wait.group != group]
-        action = f"the job goes on without group {group}, which `topotrain join` can bring back"
-        return [
-            self._incident(lost, action, now),
-            *self._dismiss(group),
-            Ask(LOSE, group, self._told.incarnations.get(group, 0)),
-            *answers,
-        ]
+        back = ", which `topotrain join` can bring back" if self._terms.door else ""
+        action = f"the job goes on without group {group}{back}"
+        ask = Ask(LOSE, group, self._told.incarnations.get(group, 0))
+        return [self._incident(lost, action, now), *self._dismiss(group), ask, *answers]
 
     def _emptied(self, group: int | None, now: float) -> list[Word]:
         """Once no process is left of a group that leaves: it is not there any more."""
@@ -456,7 +512,7 @@ class Recovery:
         if members <= self._told.finished:
             self.attendance.put(group, Part())
             return [_no(Wish(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
-        self._forget(group)
+        self._forget(self._members(group))
         how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
         self.attendance.put(group, Part(State.AWAY))
         left = Left(group, how, now - self._began)
@@ -477,15 +533,11 @@ class Recovery:
         number, self._incidents = self._incidents, self._incidents + 1
         return Incident(number, lost.who, _what(lost), action, now - self._began)
 
-    def _why_not(self, lost: Failed) -> str:
-        """Why nothing starts again, where the user wants it."""
+    def _unrepeated(self, lost: Failed) -> Failed:
+        """With why nothing starts again, where the user wants it."""
         if lost.kind != "died" or not self._terms.limit:
-            return ""
-        if self._told.bounds:
-            return f"; it does not start again: {self._told.bounds[max(self._told.bounds)]}"
-        if self._group_of.get(lost.who) in self._scattered:
-            return "; it does not start again, since its group has workers on other units"
-        return "; the whole job would have to start again, which only a launcher of all its units can do"
+            return lost
+        return replace(lost, text=f"{lost.text}; it does not start again: {self._told.bounds[True]}")
 
     def _exhausted(self, lost: Failed, key: int) -> Failed:
         """The last straw, with those before it."""
@@ -494,6 +546,12 @@ class Recovery:
         return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
     # --- how long it took
+
+    def _await(self, group: int | None, now: float) -> None:
+        """From the incident that comes next, somebody is waited for."""
+        self._waits.append(_Wait(self._incidents, group, now))
+        for who in self._told.stepped.keys() - (self._near or self._group_of.keys()):
+            del self._told.stepped[who]  # an old word, since not all of them are told here
 
     def _stepped(self, who: str, now: float) -> list[Word]:
         """Somebody has made a step: those who waited for it have recovered."""
@@ -529,19 +587,20 @@ def _no(wish: Wish, error: str) -> Answer:
     return Answer(wish.verb, wish.group, "", error)
 
 
-def recovery(job: Job, topology: Topology, whole: bool, began: float) -> Recovery | None:
-    """What decides for the units of `topology`; None where a death is to end the job. The rest as in `Terms`.
+def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> Recovery | None:
+    """What decides for a job; None where a death is to end it. Raises ConfigError.
 
-    A group can start again alone if the layout lets it, and all its workers are here.
+    near: where others start the units, the workers of this one; None: all units have one launcher.
     """
     seats.check(job, topology)
-    if job.cluster.replicas > 1 and not whole:
+    if job.cluster.replicas > 1 and near is not None:
         raise ConfigError("cluster.replicas", job.cluster.replicas, "needs a launcher that starts all units of the job")
     if job.on_failure is not OnFailure.kContinue:
         return None
-    here = {worker for unit in topology.units for worker in unit.workers}
-    groups = {worker.group for worker in here}
-    alone = frozenset(g for g in groups if here.issuperset(topology.workers(g)) and not refusal(job, topology, g))
-    refusals = {g: leave_refusal(job, topology, g) for g in sorted(groups)} if whole else {}
-    absent = absent_groups(job, topology) if whole else frozenset()
-    return Recovery(topology, Terms(alone, whole, job.restarts, refusals, absent), began, job.cluster.replicas > 1)
+    groups = range(topology.worker_groups)
+    alone = frozenset(group for group in groups if not refusal(job, topology, group))
+    refusals = {group: leave_refusal(job, topology, group) for group in groups}
+    terms = Terms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))
+    if near is not None:
+        terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
+    return Recovery(topology, terms, began, job.cluster.replicas > 1, near)

@@ -15,29 +15,39 @@ from topotrain.topology import Role
 class Renewal:
     """The groups that wait, with the incarnation that comes next and why there is one."""
 
-    _wanted: dict[int, tuple[int, str]] = field(default_factory=dict)
+    _wanted: dict[tuple[int, str], tuple[int, str]] = field(default_factory=dict)  # (group, who of it; "": all) ->
     _unborn: list[Birth] = field(default_factory=list)
 
     def later(self, birth: Birth) -> None:
         """A process of a group that is not there at the start."""
         self._unborn.append(birth)
 
-    def ask(self, group: int, incarnation: int, why: str, children: Sequence[Child]) -> list[Child]:
-        """A group is to start again; returns those of its processes that must end first."""
-        self._wanted[group] = incarnation, why
-        return [child for child in _of(group, children) if child.code is None and not child.doomed]
+    def ask(self, group: int, incarnation: int, why: str, children: Sequence[Child], who: str = "") -> list[Child]:
+        """A group, or one worker of it, is to start again; returns those of its processes that must end first."""
+        self._wanted[group, who] = incarnation, why
+        return [child for child in _of(group, who, children) if child.code is None and not child.doomed]
 
     def due(self, group: int, children: Sequence[Child]) -> tuple[list[Child], list[Birth]]:
         """The former processes of a group, and those that take their place now; nobody while one of them lives."""
-        former = _of(group, children)
-        if group not in self._wanted or any(child.code is None for child in former):
+        gone: list[Child] = []
+        born: list[Birth] = []
+        for asked, who in [key for key in self._wanted if key[0] == group]:
+            former, births = self._take(asked, who, children)
+            gone += former
+            born += births
+        return gone, born
+
+    def _take(self, group: int, who: str, children: Sequence[Child]) -> tuple[list[Child], list[Birth]]:
+        former = _of(group, who, children)
+        if any(child.code is None for child in former):
             return [], []
-        incarnation, why = self._wanted.pop(group)
+        incarnation, why = self._wanted.pop((group, who))
         first = [birth for birth in self._unborn if birth.residents[0].group == group]
         self._unborn = [birth for birth in self._unborn if birth not in first]
         places = [(child.residents, child.fds) for child in former] + [(birth.residents, birth.fds) for birth in first]
         return former, [Birth(residents, fds, incarnation, why) for residents, fds in places]
 
 
-def _of(group: int, children: Sequence[Child]) -> list[Child]:
-    return [c for c in children if c.residents[0].role is Role.WORKER and c.residents[0].group == group]
+def _of(group: int, who: str, children: Sequence[Child]) -> list[Child]:
+    workers = [c for c in children if c.residents[0].role is Role.WORKER and c.residents[0].group == group]
+    return [child for child in workers if who in ("", child.who)]

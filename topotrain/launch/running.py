@@ -2,18 +2,20 @@
 
 Rule: the first failure starts a short wait for its cause (who loses a peer is heard before the peer's end is), then
 everything is asked to end, then made to. Where other units run elsewhere, what ends the job is agreed upon with them
-first (`Company`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the units
+first (`Company`), and unit 0 decides what starts again: it hears what the others have to tell, and says to them what is
+to be done (`Post`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the units
 and the forkserver find the end of their stdin. Where a job goes on when processes die, `Recovery` hears everything
 first, and what it says is done: a group starts again, or this run ends so that another one follows.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,9 +35,12 @@ from topotrain.launch.attendance import Answer, Ask, Gone, Wish
 from topotrain.launch.begun import BegunUnit, begin
 from topotrain.launch.children import MAIN, Calls, Life
 from topotrain.launch.door import Door
+from topotrain.launch.following import Following
 from topotrain.launch.grace import LEADER, WORDS, grace, hint
 from topotrain.launch.kept import Kept
+from topotrain.launch.letters import Words
 from topotrain.launch.lines import ending, log_tail
+from topotrain.launch.post import Back, Letter, News, Post, Vanished
 from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Regroup, Renew, Reseat, Word
 from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.workspace import Processes
@@ -84,6 +89,10 @@ class Company(Protocol):
         """A signal asks the job to end; does not wait. more: what there is to say about it."""
         ...
 
+    def cast_out(self) -> None:
+        """The job goes on without this unit, which has to end."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Grounds:
@@ -108,7 +117,8 @@ class Run:
         kept: the forkserver.
         mark: the run's, see RUN_VARIABLE.
         company: the units that run elsewhere, if there are any.
-        recovery: decides what starts again; None where a death ends the job.
+        recovery: decides what starts again; None where a death ends the job. Where another unit decides, a `Following`.
+        post: to and from the units that run elsewhere, where what starts again is decided for all of them.
     """
 
     def __init__(
@@ -121,9 +131,10 @@ class Run:
         kept: Kept,
         mark: str,
         company: Company | None = None,
-        recovery: Recovery | None = None,
+        recovery: Recovery | Following | None = None,
+        post: Post | None = None,
     ) -> None:
-        self._job = job
+        self.job = job
         self.topology = topology
         self._on_event = on_event
         self._grounds = grounds
@@ -132,6 +143,9 @@ class Run:
         self._mark = mark
         self._company = company
         self._recovery = recovery
+        self._post = post
+        self._life = 0
+        self._listened = False
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._units: list[BegunUnit] = []
@@ -140,11 +154,15 @@ class Run:
         self._exits: dict[str, int] = {}
         self._pids: dict[str, int] = {}
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
+        self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
         self._released = False
         self._saving = False
-        self._saved: Saved | None = None
+        self.saved: Saved | None = None
+        """The last snapshot that was heard of, here or elsewhere."""
+        self.unread: list[News] = []
+        """What was told to the life of the job after this one."""
         self._door: Door | None = None
         self.again = False
         """The job is not over: it is to start again as a whole."""
@@ -155,6 +173,9 @@ class Run:
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
         if self._company is not None:
             self._selector.register(self._company.fileno(), selectors.EVENT_READ, self._decided)
+        if self._post is not None:
+            self._selector.register(self._post.fileno(), selectors.EVENT_READ, self._came)
+        self._life = life.number
         served_at = self._kept.up(calls.preload, environ, again=life.number > 0)
         self._processes = Processes(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
         if self._grounds.door is not None:
@@ -190,11 +211,11 @@ class Run:
 
     def watch(self) -> Outcome:
         """Until every unit has ended."""
-        while any(unit.process.returncode is None for unit in self._units):
+        while any(unit.process.returncode is None for unit in self._units) or self._is_needed():
             due = [self._alarm[0]] if self._alarm is not None else []
             if self._recovery is not None and self._recovery.due is not None and not self._stopping:
                 due.append(self._recovery.due)
-            wait_s = min([self._job.cluster.poll_time / 1000, *(at - time.monotonic() for at in due)])
+            wait_s = min([self.job.cluster.poll_time / 1000, *(at - time.monotonic() for at in due)])
             for key, _ in self._selector.select(max(0.0, wait_s)):
                 if key.fd in self._selector.get_map():
                     key.data()
@@ -202,6 +223,8 @@ class Run:
                 _, do = self._alarm
                 self._alarm = None
                 do()
+            if self._post is not None:
+                self._await_post(self._post)
             if self._recovery is not None and not self._stopping:
                 self._obey(self._recovery.turn(time.monotonic()))
             self._processes.save(self._missing)
@@ -238,11 +261,9 @@ class Run:
                 case Regroup():
                     self._regroup(word)
                 case Dismiss(who=who):
-                    for unit in self._units:  # one of them has it
-                        unit.command("dismiss", who=who)
+                    self._send("dismiss", who=who)  # one of them has it
                 case Reseat(who=who, number=number, why=why, seats=seats):
-                    for unit in self._units:
-                        unit.command("seats", who=who, number=number, why=why, seats=seats)
+                    self._send("seats", who=who, number=number, why=why, seats=seats)
                 case Renew():
                     self._renew()
                 case Ask(wish=wish, group=group, incarnation=incarnation):
@@ -259,14 +280,111 @@ class Run:
                     self._decide()
                 case event:
                     self._pass_on(event)
-        if self._recovery is not None and self._recovery.complete and not self._released:
+        if self._recovery is not None and self._recovery.complete:
+            self._release()
+        if isinstance(self._recovery, Recovery) and self._recovery.listens is not self._listened:
+            self._listened = self._recovery.listens
+            self._say("listen", on=self._listened)
+
+    def _release(self) -> None:
+        """Nothing is to start again."""
+        if not self._released:
             self._released = True
-            for unit in self._units:
-                unit.command("end")
+            self._send("end")
+
+    def _send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Give a command to these units, here and elsewhere; None: to all."""
+        for unit in self._units:
+            if ranks is None or unit.rank in ranks:
+                unit.command(command, **values)
+        self._say(command, ranks, **values)
+
+    def _say(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Give a command to these of the units that run elsewhere, if this one decides for them."""
+        if self._post is None or not isinstance(self._recovery, Recovery):
+            return
+        for rank in self._post.others:
+            if ranks is None or rank in ranks:
+                self._post.say(rank, {"life": self._life, "command": command, **values})
+
+    # Other units
+
+    def _is_needed(self) -> bool:
+        """Other units have something to say to this one, or to hear from it, though its own processes have ended."""
+        return not (self._post is None or self._recovery is None or self._stopping or self._released)
+
+    def _await_post(self, post: Post) -> None:
+        """A store that is away for long does not keep anybody whose part is done."""
+        if isinstance(self._recovery, Following):
+            self._recovery.told(post.all_told, post.alone)
+            return
+        if self._recovery is not None:
+            post.suspicious = self._recovery.suspects
+        if post.alone and self._residents - self._missing <= self._exits.keys() and not self._stopping:
+            self._release()
+
+    def _came(self) -> None:
+        """Other units have said something, or have vanished."""
+        assert self._post is not None
+        for news in self._post.news():
+            match news:
+                case Letter(words=words) if words.get("life") == self._life and "ready" not in words:
+                    if not self._stopping:
+                        self._read(words)
+                case Letter():
+                    self.unread.append(news)
+                case Back():
+                    self._came_back(news)
+                case Vanished(rank=rank, failed=failed):
+                    self.unread.append(news)
+                    self._lost_unit(rank, failed)
+
+    def _lost_unit(self, rank: int, failed: Failed) -> None:
+        if isinstance(self._recovery, Recovery) and not self._stopping:
+            self._obey(self._recovery.vanished(rank, failed, time.monotonic()))
+            if not self._stopping and self._post is not None:  # if it lives after all, it must not go on
+                self._post.say(rank, {"life": self._life, "outcast": True})
+
+    def _came_back(self, news: Back) -> None:
+        """Somebody stands where a unit was lost; the job that starts again takes it in, and no other one can."""
+        what = f"unit {news.rank} is gone, and {news.unit.who} has come in its place"
+        self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
+        if self.again:
+            self.unread.append(news)
+        elif not self._stopping and self._post is not None:
+            self._post.open(news.rank, news.unit.word)
+            self._post.say(news.rank, {"life": self._life, "outcast": True})
+
+    def _read(self, words: Words) -> None:
+        """An event of another unit, or what unit 0 says is to be done."""
+        if isinstance(self._recovery, Recovery):
+            event = from_json(json.dumps(words["event"]))
+            if isinstance(event, Saved):
+                self.saved = event
+            said = self._recovery.heard(event, time.monotonic())
+            # The other unit shows and keeps what it has told; it is in its report.
+            self._obey([word for word in said if word is not event or isinstance(event, Failed)])
+            return
+        assert isinstance(self._recovery, Following)
+        if "outcast" in words:
+            assert self._company is not None
+            self._company.cast_out()
+            return
+        values = {key: value for key, value in words.items() if key not in ("life", "command")}
+        match words["command"]:
+            case "renew":
+                self._renew()
+            case "end":
+                self._recovery.end()
+            case "listen":
+                self._recovery.listen(values["on"])
+            case command:
+                self._send(command, **values)
+        self._obey(())
 
     def _wished(self, wish: Wish) -> None:
         """Somebody at the door wants something."""
-        if self._recovery is None:
+        if not isinstance(self._recovery, Recovery):
             error = "with on_failure: kStop whoever is lost ends the job; kContinue is needed"
             self._obey([Answer(wish.verb, wish.group, "", error)])
         elif self._stopping:
@@ -278,9 +396,7 @@ class Run:
         """Say something to the coordinator of a worker group."""
         server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
         words = {"command": command, "group": group, **values}
-        for unit in self._units:
-            if unit.rank == self.topology.unit_of(server):
-                unit.command("tell", who=str(server), words=words)
+        self._send("tell", {self.topology.unit_of(server)}, who=str(server), words=words)
 
     @property
     def _missing(self) -> set[str]:
@@ -289,12 +405,12 @@ class Run:
 
     def _regroup(self, word: Regroup) -> None:
         ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
-        for unit in self._units:
-            if unit.rank in ranks:
-                unit.command("restart", group=word.group, incarnation=word.incarnation, why=word.why)
+        values = {"group": word.group, "incarnation": word.incarnation, "why": word.why, "who": word.who}
+        self._send("restart", ranks, **values)
 
     def _renew(self) -> None:
         """End everything at once; who called `watch` starts the job again."""
+        self._say("renew")
         self.again = self._stopping = True
         self._alarm = (time.monotonic() + END_S, self._kill)
         for unit in self._units:
@@ -312,7 +428,7 @@ class Run:
                 self._pids[who] = pid
                 self._exits.pop(who, None)
             case Saved():
-                self._saved = event
+                self.saved = event
                 if event.why == "end":
                     self._ends_now()
             case Unsaved():
@@ -368,7 +484,7 @@ class Run:
         assert self._company is not None
         if self._company.saves and not self._company.over:
             self._company.heard()
-            self._save(grace(self._job, signal.SIGTERM))
+            self._save(grace(self.job, signal.SIGTERM))
             return
         self._selector.unregister(self._company.fileno())
         self._stop()
@@ -384,7 +500,7 @@ class Run:
     def _signalled(self) -> None:
         self._signals.woken.recv(64)
         came = self._signals.came
-        seconds = grace(self._job, came[0]) if len(came) == 1 and not self._stopping else 0.0
+        seconds = grace(self.job, came[0]) if len(came) == 1 and not self._stopping else 0.0
         if seconds:
             if self._company is not None:
                 self._company.save(came[0])
@@ -414,7 +530,7 @@ class Run:
         if not self._saving or self._stopping:
             return
         if self._company is not None:
-            self._company.signalled(signal.SIGTERM, hint(self._saved, self._job.workspace))
+            self._company.signalled(signal.SIGTERM, hint(self.saved, self.job.workspace))
         self._stop()
 
     def _stop(self) -> None:

@@ -279,12 +279,12 @@ class Unit:
     # Starting a group again
 
     def _restart(self, command: Mapping[str, Any]) -> None:
-        """End the workers of a group, and start them again when the last one has ended."""
+        """End the workers of a group, or one of them, and start them again when the last one has ended."""
         if self._stage is not Stage.RUNNING:
             return
-        former = self._renewal.ask(command["group"], command["incarnation"], command["why"], self._children)
-        self._dismiss(former)
-        self._renew(command["group"])
+        group, who = command["group"], command["who"]
+        self._dismiss(self._renewal.ask(group, command["incarnation"], command["why"], self._children, who))
+        self._renew(group)
 
     def _dismiss(self, gone: Sequence[Child]) -> None:
         """End them at once; it is known why, so their end is no loss."""

@@ -23,10 +23,14 @@ class Return(Message):
 @numbered(24)
 @dataclass(frozen=True, slots=True)
 class AskReturn(Message):
-    """Shard -> coordinator: let the workers of this incarnation of a group in, and let go of those before them."""
+    """Shard -> coordinator: let the workers of this incarnation of a group in, and let go of those before them.
+
+    index: of the one worker that is meant; -1: the whole group.
+    """
 
     group: int
     incarnation: int
+    index: int = -1
 
 
 @numbered(25)

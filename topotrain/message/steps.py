@@ -210,7 +210,8 @@ class Apply(Message):
     refused: as in Staged, of all shards; these workers' gradients count for nothing.
 
     members: with backup workers, those of whose gradients the step is made. Where it is no step but that some workers
-    of the group are shown the values as they are (6): flat pairs (worker, round of its CatchUp).
+    of the group are shown the values as they are (6): flat pairs (worker, round of its CatchUp). The one worker whose
+    process is another, of incarnation `step` (7).
     """
 
     index: int
