@@ -16,12 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from topotrain import textproto
 from topotrain.events import Event, Failed, Finished, Notice, Saved, Serving, Unsaved, to_json
 from topotrain.job import Cluster, ConfigError, Job, OnFailure
 from topotrain.launch import Outcome
 from topotrain.launch.child import Control
 from topotrain.launch.children import Calls
 from topotrain.launch.local import LocalLauncher
+from topotrain.launch.termination import Termination
 from topotrain.topology import layout
 
 PLAY = "tests.launch_targets:play"
@@ -33,7 +35,16 @@ def play(spec, channel, fds):
     parts = dict(arg.split("=", 1) for arg in spec["args"])
     spec = {**spec, "job_dir": str(Path(spec["run_dir"]).parent)}
     answer = ANSWERS.get(parts.get(spec["who"], ""))
-    control = Control(channel, lambda command: answer and command["command"] == "snapshot" and control.emit(answer))
+    termination = Termination()
+
+    def hear(command):
+        termination.hear(command)
+        if answer and command["command"] == "snapshot":
+            control.emit(answer)
+
+    control = Control(channel, hear)
+    if "job" in spec:
+        termination.take_over(textproto.loads(spec["job"], "the job"))
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
     return PARTS[parts.get(spec["who"], "finish")](spec, control, fds)
 
@@ -67,6 +78,25 @@ def killed(spec, control, fds):
 def stay(spec, control, fds):
     while True:
         signal.pause()
+
+
+def forks(spec, control, fds):
+    """A fork of it ends at SIGTERM, as ever."""
+    for _ in range(20):
+        pid = os.fork()
+        if pid == 0:
+            stay(spec, control, fds)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    control.emit(Notice(spec["who"], "forked"))
+    return stay(spec, control, fds)
+
+
+def own_handler(spec, control, fds):
+    """A script that deals with SIGTERM itself."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    control.emit(Notice(spec["who"], "own"))
+    return stay(spec, control, fds)
 
 
 def deaf(spec, control, fds):
@@ -258,6 +288,8 @@ PARTS: dict[str, Any] = {
     "exit 3": exit_3,
     "killed": killed,
     "stay": stay,
+    "forks": forks,
+    "own handler": own_handler,
     "deaf": deaf,
     "brood": brood,
     "group": group,

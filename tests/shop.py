@@ -36,6 +36,12 @@ class Ended:
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.workspace / "final.safetensors")
 
+    def check_ledger(self, times: float) -> None:
+        """Every sample of a ledger (programs/ledger.py) has counted so often, and nothing has ended the job."""
+        cells = self.final["cells"]
+        assert torch.equal(cells, torch.full_like(cells, times)), cells
+        assert self.report["cause"] is None
+
 
 @dataclass(frozen=True)
 class Shop:

@@ -51,9 +51,9 @@ def lost(who: str) -> Lost:
     return Lost(who, 7, f"{who} (pid 7) was killed by SIGKILL", "")
 
 
-def gone(made: Recovery, group: int) -> None:
+def gone(made: Recovery, group: int, incarnation: int = 0) -> None:
     """The group leaves in order."""
-    assert wish(made, "leave", group) == [Ask("leave", group)]
+    assert wish(made, "leave", group) == [Ask("leave", group, incarnation)]
     assert agree(made, "leave", group) == []
     made.heard(Exited(f"worker {group}/0", group, 0), 106.0)
 
@@ -116,6 +116,13 @@ def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
     assert agree(made, "leave", 2) == []  # nobody waits for it now
 
 
+def test_the_servers_are_told_which_of_its_lives_is_to_leave() -> None:
+    """One that has died meanwhile, as they may know before we do, starts again and stays."""
+    made = machine()
+    made.heard(lost("worker 2/0"), 105.0)
+    assert wish(made, "leave", 2) == [Ask("leave", 2, 1)]
+
+
 def test_who_ends_its_script_meanwhile_has_not_left() -> None:
     made = machine()
     wish(made, "leave", 2)
@@ -139,7 +146,7 @@ def test_a_group_that_has_left_joins_as_a_new_incarnation() -> None:
     assert not made.missing
     made.heard(Started("worker 2/0", 17), 111.0)
     made.heard(StepDone("worker 2/0", 1.0, 1, 8, None, 0.0, 0, 0, 0), 112.0)
-    gone(made, 2)
+    gone(made, 2, incarnation=1)
     wish(made, "join", 2)
     assert agree(made, "join", 2)[1] == Regroup(2, 2, "it joins the job")
 
@@ -169,11 +176,36 @@ def test_the_job_goes_on_without_a_group_that_has_used_up_its_restarts() -> None
     assert isinstance(incident, Incident)
     assert "once within 10 minutes, as `restarts` allows" in incident.what
     assert "the job goes on without group 2" in incident.action
-    assert (dismissed, asked) == (Dismiss("worker 2/0"), Ask("lose", 2))
+    assert (dismissed, asked) == (Dismiss("worker 2/0"), Ask("lose", 2, 1))
     assert [type(word) for word in made.heard(Exited("worker 2/0", 12, -9), 107.0)] == [Exited]
     left, told, _ = agree(made, "lose", 2, at=107.5)
     assert (left, told) == (Left(2, "is given up", 7.5), Gone(2, 2))
+    assert wish(made, "join", 2) == [Ask("join", 2, 1)]
+
+
+def sick(who: str) -> Failed:
+    return Failed(who, "quarantine", "worker group 2: the gradient of w that worker 2/0 pushed is not finite", "")
+
+
+def test_a_group_whose_gradients_are_not_finite_is_put_into_quarantine() -> None:
+    made = machine()
+    incident, dismissed, asked = made.heard(sick("worker 2/0"), 107.0)
+    assert isinstance(incident, Incident)
+    assert "of w that worker 2/0 pushed" in incident.what
+    assert "the job goes on without group 2" in incident.action
+    assert (dismissed, asked) == (Dismiss("worker 2/0"), Ask("lose", 2))
+    assert made.heard(sick("worker 2/0"), 107.1) == [Dismiss("worker 2/0")]  # another shard has told it, too
+    made.heard(Exited("worker 2/0", 2, 1), 107.2)
+    left, told, _ = agree(made, "lose", 2, at=107.5)
+    assert (left, told) == (Left(2, "is in quarantine", 7.5), Gone(2, 1))
     assert wish(made, "join", 2) == [Ask("join", 2)]
+
+
+def test_without_anybody_who_could_go_on_the_job_ends_with_the_words_of_the_sick() -> None:
+    assert machine().heard(sick("worker 0/0"), 107.0) == [GiveUp((sick("worker 0/0"),))]
+    made = machine()
+    made.heard(sick("worker 2/0"), 107.0)
+    assert agree(made, "lose", 2, "no other group trains") == [GiveUp((sick("worker 2/0"),))]
 
 
 def test_where_nobody_could_read_what_it_leaves_the_job_ends_with_it() -> None:

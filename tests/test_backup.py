@@ -1,6 +1,7 @@
 """Backup workers, piece by piece: whom a step waits for, what a decision names, and whose contributions it adds up."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +10,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.backup import Quorum
 from topotrain.consistency import SHOWS, DecisionLog
 from topotrain.data import ShardedLoader
+from topotrain.events import Notice
 from topotrain.feeds import PLAIN, DataPlan
+from topotrain.front.progress import Telling
 from topotrain.job import Cluster, ConfigError
 from topotrain.message import CatchUp, Commit, Push, Staged
 from topotrain.reduction import NO_REVISION, Staging, StepError
 from topotrain.rehearsal import parameters
 from topotrain.slices import cut
-from topotrain.topology import layout
+from topotrain.topology import Address, Role, layout
 from topotrain.watch.stragglers import stragglers
+from topotrain.worker import Tally, Worker
 
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 
@@ -234,6 +238,24 @@ def test_a_batch_is_given_again_until_it_counts():
         office.verdict = len(given) not in (1, 2, 4)
     assert given == [(0, 1), (0, 1), (0, 1), (4, 5), (4, 5), (8,)]
     assert office.said.count("through") == 1 and office.said.count("drawn") == 6
+
+
+def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
+    """It leaves its loop behind a step that came too late, and another time behind one that counted."""
+    told, tally, exchange = [], Tally(started=1.0), SimpleNamespace(through=lambda epoch: None)
+    office = Office()
+    worker = SimpleNamespace(_backup=True, _marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
+    office.left_early = lambda epoch, batches: Worker.left_early(worker, epoch, batches)
+    passes = loader(office)
+    for verdict in (False, True, False):
+        for _ in passes:
+            office.verdict = verdict
+            break
+    assert tally.dropped == 2
+    here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append, finishing=None)
+    Telling(here, worker, lambda: (0, 0)).finish()
+    (notice,) = [event for event in told if isinstance(event, Notice)]
+    assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 
 
 def test_an_epoch_without_a_length_cannot_be_drawn_at_once():

@@ -129,3 +129,14 @@ def test_server_0_0_is_done_when_worker_0_0_has_all_it_wants():
     home.take(MAIN, m.BufferPut(0, -1))
     home.take(MAIN, m.BufferAsk())
     assert home.ending.done
+
+
+def test_whoever_takes_the_place_of_the_dead_is_told_what_it_asks_itself():
+    """Though the script of the dead had come to its end: a fresh process knows no model yet, and asks when it does."""
+    home = Home(0, groups=1)
+    assert home.take(MAIN, m.FinalAsk(1)) == []
+    home.ending.forget(0, ended=True)
+    home.take(MAIN, m.BufferPut(0, 0, body=torch.zeros(8, dtype=torch.uint8)))
+    home.take(MAIN, m.BufferPut(0, -1))
+    assert home.drained() == []
+    assert home.take(MAIN, m.FinalAsk(2))

@@ -29,7 +29,7 @@ FLOORS = (
     "jitter wire torchdist rendezvous torchurl",
     "waiting deskdoor statedoor exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "
     "dice sampling feeds streams repeats data checkpoint roads checkpointwriter lifelines copies host",
-    "faults rehearsal witness archive lives trial simulate launch plan",
+    "faults rehearsal witness archive lives trial elastic simulate launch plan",
     "watch front cli",
 )
 PLACES = {place: (floor, step) for floor, row in enumerate(FLOORS) for step, place in enumerate(row.split())}

@@ -252,6 +252,7 @@ def test_a_program_that_never_prepares_is_told_so(job):
 def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():
     kinds = [finish.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
     assert kinds == ["internal", "config", "program"]
+    assert finish.kind_of(JobError("not finite again", False, True)) == "quarantine"
     assert [finish.kind_of(error) for error in (Broken("no way"), HungUp(""), TooSlow(""))] == ["peer"] * 3
     assert (
         choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"

@@ -307,17 +307,19 @@ def test_what_the_script_mends_counts() -> None:
 
 
 @pytest.mark.parametrize("settings_", [{}, HIDDEN, ARRIVAL], ids=["visible", "hidden", "on arrival"])
-def test_three_in_a_row_end_the_job(settings_) -> None:
+def test_three_in_a_row_are_too_many_of_a_group(settings_) -> None:
     words = r"the gradient of \S+ that worker 0/1 pushed is not finite in 3 steps in a row, the last of them step 4"
-    with pytest.raises(JobError, match=words):
+    with pytest.raises(JobError, match=words) as caught:
         run_local(job_of(**settings_), building(), poisoned({1: ONE, 2: ONE, 3: ONE}))
+    assert caught.value.quarantine
     two_of_three = {0: ONE, 1: ONE, 3: ONE, 4: ONE | {(0, 2)}}
     assert finite(run_local(job_of(**settings_), building(), poisoned(two_of_three)))
 
 
 def test_the_first_one_may_end_the_job() -> None:
-    with pytest.raises(JobError, match=r"gradient of \S+ that worker 0/1 pushed is not finite in step 2; nothing"):
+    with pytest.raises(JobError, match=r"gradient of \S+ that worker 0/1 pushed is not finite in step 2; n") as caught:
         run_local(job_of(nonfinite=NonFinite.kFail), building(), poisoned({1: ONE}))
+    assert not caught.value.quarantine
 
 
 def test_steps_of_ones_own_are_left_out_of_the_sum() -> None:
@@ -326,8 +328,9 @@ def test_steps_of_ones_own_are_left_out_of_the_sum() -> None:
     assert finite(result)
     assert skipped(result) == {(0, 0): 2}
     assert [step for step, _, _ in whose(result)[0]] == [1, 5]
-    with pytest.raises(JobError, match="3 steps in a row, the last of them step 4"):
+    with pytest.raises(JobError, match="3 steps in a row, the last of them step 4") as caught:
         run_local(of, building(), poisoned({1: {(0, 0)}, 2: {(0, 0)}, 3: {(0, 0)}}))
+    assert caught.value.quarantine
 
 
 def test_clipping_by_the_servers_skips_the_whole_step() -> None:

@@ -83,10 +83,21 @@ def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
     found = planned(FRAMEWORKS["Downpour"][0])
     server = next(memory for memory in found.memory if str(memory.resident) == "server 0/1")
     assert server.unit == 5
-    assert server.staging == 4 * server.values  # two groups of two workers
+    assert server.staging == 6 * server.values  # two groups of two workers, and the mean of each
     assert server.state == 2 * server.values  # Adam
     hogwild = planned(FRAMEWORKS["Distributed Hogwild"][0])
     assert hogwild.memory[-1].staging == 3 * hogwild.memory[-1].values  # one worker, and two copies for the master
+
+
+def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
+    cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3)
+    alone = [memory.total for memory in planned(cluster).memory[3:]]
+    twice = planned(replace(cluster, replicas=2))
+    assert [memory.second for memory in twice.memory[3:]] == [alone[2], alone[0], alone[1]]
+    assert [memory.total for memory in twice.memory[3:]] == [alone[0] + alone[2], alone[1] + alone[0], sum(alone[1:])]
+    assert not any(memory.second for memory in twice.memory[:3])
+    assert "second MB" in twice.explain()
+    assert "second MB" not in planned(cluster).explain()
 
 
 def test_memory_of_a_collective_counts_what_is_passed_on() -> None:

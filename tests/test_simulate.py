@@ -35,12 +35,13 @@ def on_one_core():
 
 @pytest.mark.parametrize("part", range(4))
 def test_every_seed_counts_every_batch_once(part):
-    kills = snapshots = 0
+    kills = snapshots = moves = 0
     for verdict in many(range(50 * part, 50 * part + 50)):
         assert not verdict.wrong, f"topotrain simulate --seed {verdict.seed}: {verdict.wrong}"
         kills += verdict.kills
         snapshots += verdict.snapshots
-    assert kills >= 25 and snapshots
+        moves += verdict.moves
+    assert kills >= 25 and snapshots and moves
 
 
 def test_a_seed_is_one_rehearsal():

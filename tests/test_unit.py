@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
-from topotrain.events import Exited, Failed, Notice, Output, Started, from_json
+from topotrain.events import Exited, Failed, Notice, Output, Serving, Started, from_json
 from topotrain.launch import Place, arguments, choose_cause, workspace
 from topotrain.launch.children import members
 from topotrain.topology import Address, Role, layout
@@ -121,6 +121,41 @@ def test_asked_to_stop_it_ends_the_deaf_too(unit, how):
     assert one.rest() == 1
     assert {(event.who, event.code) for event in one.of(Exited)} == {("worker 0/0", -9), ("server 0/0", -15)}
     assert one.of(Failed) == []
+
+
+def test_signaled_with_everybody_else_it_waits_for_the_launchers_word(unit):
+    """Processes that had ended at the signal would have told so before the one that does it of itself."""
+    one = unit(parts(worker_0_0="forks", worker_0_1="own handler", server_0_0="stay"), nworkers_per_procs=2, grace_s=60)
+    one.until(Notice, text="forked")
+    if not any(event.text == "own" for event in one.of(Notice)):
+        one.until(Notice, text="own")
+    pids = {event.who: event.pid for event in one.of(Started)}
+    for pid in (one.process.pid, pids["worker 0/0"], pids["server 0/0"], pids["worker 0/1"]):
+        os.kill(pid, signal.SIGTERM)
+    assert one.until(Exited).who == "worker 0/1"
+    assert [event.text.endswith("exit code 7") for event in one.of(Failed)] == [True]
+    one.process.stdin.write(b'{"command": "stop"}\n')
+    one.process.stdin.flush()
+    assert one.rest() == 1
+    ends = {(event.who, event.code) for event in one.of(Exited)}
+    assert ends == {("worker 0/0", -15), ("worker 0/1", 7), ("server 0/0", -15)}
+
+
+@pytest.mark.parametrize("whom", ["unit", "worker 0/0"])
+def test_signaled_alone_it_ends_when_nobody_says_anything(unit, whom):
+    """For so long as a last snapshot might take."""
+    one = unit(parts(worker_0_0="stay", server_0_0="stay"), grace_s=0.01)
+    one.until(Serving, who="worker 0/0")
+    if not any(event.who == "server 0/0" for event in one.of(Serving)):
+        one.until(Serving, who="server 0/0")
+    pids = {event.who: event.pid for event in one.of(Started)}
+    os.kill(one.process.pid if whom == "unit" else pids[whom], signal.SIGTERM)
+    if whom == "unit":
+        assert one.rest() == 1
+        assert {event.code for event in one.of(Exited)} == {-15}
+    else:
+        assert one.until(Exited).code == -15
+        assert [event.kind for event in one.of(Failed)] == ["died"]
 
 
 @pytest.mark.parametrize("how", ["the launcher dies", "the unit dies", "the forkserver dies"])

@@ -39,7 +39,7 @@ from topotrain.job import Job
 from topotrain.message import Message, SnapshotAsk, SnapshotPart
 from topotrain.snapshot import Slab
 from topotrain.snapshotbook import PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
-from topotrain.snapshotting import Snapshots, takes_snapshots
+from topotrain.snapshotting import Snapshots, wants_snapshots
 from topotrain.statetable import model_file, state_file
 from topotrain.textproto import dumps
 from topotrain.topology import Address, Role, Topology
@@ -389,7 +389,7 @@ def writer_for(
     resumed: the snapshot that the job goes on from. again: it was started before, and is the same run. emit: tells the
     user what comes of it.
     """
-    if not takes_snapshots(job):
+    if not wants_snapshots(job):
         return None
     files = Files(Path(job.workspace).absolute() / FOLDER)
     try:

@@ -85,11 +85,15 @@ class Ending:
         """So many buffers has the model."""
         self._buffers_each = count
 
-    def forget(self, group: int) -> None:
-        """The workers of a group are gone before the end of their scripts: others will say what they have said."""
-        self._buffers_from.discard(group)
-        self._buffers_here = {key for key in self._buffers_here if key[0] != group}
+    def forget(self, group: int, ended: bool) -> None:
+        """The workers of a group are gone: others will ask what they have asked, when they can take the answer.
+
+        ended: their scripts had ended. Else others will say what they have said, too.
+        """
         self._asks = [(sender, ask) for sender, ask in self._asks if sender.group != group]
+        if not ended:
+            self._buffers_from.discard(group)
+            self._buffers_here = {key for key in self._buffers_here if key[0] != group}
 
     def away(self, group: int) -> None:
         """The workers of a group have left the job: nobody waits for theirs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, get_args
 
-KINDS = ("program", "peer", "config", "died", "internal")
+KINDS = ("program", "peer", "config", "died", "internal", "quarantine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,10 @@ class Tested:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The teller cannot go on. `kind` is one of KINDS: whose fault it is; `traceback` is empty where there is none."""
+    """The teller cannot go on. `kind` is one of KINDS: whose fault it is; `traceback` is empty where there is none.
+
+    "quarantine": its worker group's, whose gradients are not finite again and again; others could go on without it.
+    """
 
     who: str
     kind: str

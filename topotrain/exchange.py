@@ -230,7 +230,7 @@ class Exchange:
                     self._caught_up[sender] = message
             elif isinstance(message, m.Fail):
                 self._reasons.append(message)
-                self._failure = self._failure or JobError(message.text, message.config)
+                self._failure = self._failure or JobError(message.text, message.config, message.quarantine)
             elif isinstance(message, m.StatePart):
                 if message.key:
                     self._piece(self._bucket(sender, message.bucket), message.piece)

@@ -32,6 +32,7 @@ class What(str, Enum):
     """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps.
 
     CRASH: a server dies, and so all of the job starts again from its newest snapshot.
+    A group is told to LEAVE, is lost for good (LOSE), or comes (JOIN), where the servers agree.
     """
 
     KILL = "kill"
@@ -39,6 +40,12 @@ class What(str, Enum):
     PAUSE = "pause"
     CLOCK = "clock"
     CRASH = "crash"
+    LEAVE = "leave"
+    LOSE = "lose"
+    JOIN = "join"
+
+
+MOVES = frozenset({What.LEAVE, What.LOSE, What.JOIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Fault:
         after: messages of this kind before; negative: not about a message.
         kind: of the message.
         at: the moment, in virtual seconds; negative: not about a moment.
-        away: seconds until the group is started again, or the process goes on.
+        away: seconds until the group is started again, or the process goes on; LEAVE: that it has for leaving.
         server: CUT: the shard at the other end. PAUSE: the shard that is paused, instead of the worker; -1: none.
     """
 
@@ -76,6 +83,9 @@ class Fault:
             return f"{when}: the clock of the host of server (0,0) jumps"
         if self.what is What.CRASH:
             return f"{when}: the whole job dies, and starts again from its newest snapshot"
+        if self.what in MOVES:
+            how = {What.LEAVE: f"leaves within {self.away:g} s", What.LOSE: "is lost for good", What.JOIN: "joins"}
+            return f"{when}: worker group {self.group} {how[self.what]}"
         if self.what is What.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
@@ -139,6 +149,16 @@ def _crash(dice: random.Random, groups: int, workers: int) -> Fault:
     if dice.random() < 0.5:
         return Fault(group, index=index, at=dice.uniform(0.005, 0.12), away=0.0, what=What.CRASH)
     return Fault(group, 0, index, dice.randint(0, 60), away=0.0, what=What.CRASH)
+
+
+def drawn_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
+    """Which of these worker groups leave and come, in some rehearsals of a layout; by dice of their own."""
+    dice = random.Random(f"{name} {seed} moves")
+    if not groups or dice.random() < 0.6:
+        return ()
+    verbs = (What.LEAVE, What.LEAVE, What.LOSE, What.JOIN, What.JOIN)
+    drawn = [(dice.uniform(0.0, 0.12), dice.choice(groups), dice.choice(verbs)) for _ in range(dice.randint(1, 5))]
+    return tuple(Fault(g, at=at, away=dice.choice((0.0, 0.01, 0.5)), what=verb) for at, g, verb in sorted(drawn))
 
 
 def _one(dice: random.Random, what: What, groups: int, workers: int, shards: int) -> Fault:

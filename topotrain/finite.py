@@ -42,11 +42,12 @@ class Strikes:
     """How many steps in a row had something of a worker that was not finite.
 
     Args:
-        policy: kFail: once is too often; else the third time is.
+        policy: kFail: once is too often, and the job ends; else the third time is, and others may go on.
     """
 
     def __init__(self, policy: NonFinite) -> None:
-        self.most = 1 if policy is NonFinite.kFail else _MOST_IN_A_ROW
+        self.quarantine = policy is not NonFinite.kFail
+        self.most = _MOST_IN_A_ROW if self.quarantine else 1
         self._counts: dict[int, dict[int, int]] = {}
 
     def step(self, group: int, workers: Iterable[int]) -> int | None:
@@ -61,7 +62,7 @@ class Strikes:
 
 
 def complaint(who: str, parameter: str, step: int, times: int) -> str:
-    """Why a job does not go on. step: counted from 1."""
+    """Why a group does not go on. step: counted from 1."""
     whose = f"of {parameter}" if parameter else "of a table's rows"
     said = f"the gradient {whose} that {who} pushed" if who else f"the sum of the group's gradients {whose}"
     often = f"in {times} steps in a row, the last of them step {step}" if times > 1 else f"in step {step}"

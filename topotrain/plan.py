@@ -5,10 +5,11 @@ Rule: pure, and without torch. The layout follows from the cluster block alone; 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from topotrain.job import Algorithm, Grads, Job
+from topotrain.seats import Seats, domains
 from topotrain.slices import ITEM_BYTES, Parameter, SliceMap, cut
 from topotrain.topology import Address, Role, Topology, layout
 
@@ -43,7 +44,9 @@ class Memory:
 
     `values` counts a worker's copy in full, also where the workers of a group share one buffer on a host. `staging`
     holds what is on its way: a worker's local part (and the group's mean under kVisible), and on a server one buffer
-    per contributing worker, because sums are made in rank order, plus two copies where server groups synchronize.
+    per contributing worker, because sums are made in rank order, one for the mean that is shown under kVisible, plus
+    two copies where server groups synchronize. `second`: all that another server needs, whose second copy lives here.
+    While a fresh second copy is told everything, both ends hold values and state of that server once more.
     """
 
     resident: Address
@@ -52,11 +55,12 @@ class Memory:
     gradients: int
     staging: int
     state: int
+    second: int = 0
 
     @property
     def total(self) -> int:
         """All of it together, in bytes."""
-        return self.values + self.gradients + self.staging + self.state
+        return self.values + self.gradients + self.staging + self.state + self.second
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +107,9 @@ class Plan:
         ]
 
     def _memory(self) -> list[str]:
-        rows = [
-            (str(m.resident), str(m.unit), *map(mb, (m.values, m.gradients, m.staging, m.state, m.total)))
-            for m in self.memory
-        ]
-        header = ("process", "unit", "values MB", "gradients MB", "staging MB", "state MB", "total MB")
+        names = ["values", "gradients", "staging", "state", *["second"] * any(m.second for m in self.memory), "total"]
+        rows = [(str(m.resident), str(m.unit), *(mb(getattr(m, name)) for name in names)) for m in self.memory]
+        header = ("process", "unit", *(f"{name} MB" for name in names))
         return ["training state in memory, an estimate without activations:", *columns(header, rows)]
 
 
@@ -121,8 +123,8 @@ def plan(job: Job, schema: Schema | None = None) -> Plan:
         _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)
     )
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
-    servers = (_server(schema, topology, share) for share in shares)
-    return Plan(topology, slices, shares, (*workers, *servers))
+    servers = [_server(job, schema, topology, share) for share in shares]
+    return Plan(topology, slices, shares, (*workers, *(_with_second(topology, server, servers) for server in servers)))
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> Share:
@@ -140,13 +142,23 @@ def _worker(job: Job, schema: Schema, topology: Topology, who: Address) -> Memor
     return Memory(who, topology.unit_of(who), values, trained, copies * trained, 0)
 
 
-def _server(schema: Schema, topology: Topology, share: Share) -> Memory:
-    contributors = topology.workers_per_group * len(topology.worker_groups_of(share.server.group))
-    copies = contributors + (2 if topology.synced else 0)
+def _server(job: Job, schema: Schema, topology: Topology, share: Share) -> Memory:
+    groups = len(topology.worker_groups_of(share.server.group))
+    means = groups if job.grads is Grads.kVisible and topology.workers_per_group > 1 else 0
+    copies = topology.workers_per_group * groups + means + (2 if topology.synced else 0)
     if topology.collective:
         copies = 1 + _passing_on(topology, share.server.index)
     state = round(schema.state_factor * share.value_bytes)
     return Memory(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
+
+
+def _with_second(topology: Topology, mine: Memory, servers: Sequence[Memory]) -> Memory:
+    """A second copy is told all that its server is told, and holds the same."""
+    if topology.cluster.replicas < 2:
+        return mine
+    seat, standing = mine.resident.index, Seats(domains(topology)).standing
+    second = sum(server.total for server in servers if standing[server.resident.index].shadow == seat)
+    return replace(mine, second=second)
 
 
 def _passing_on(topology: Topology, rank: int) -> int:
@@ -185,6 +197,7 @@ def _memory_data(memory: Memory) -> dict[str, Any]:
         "gradients": memory.gradients,
         "staging": memory.staging,
         "state": memory.state,
+        "second": memory.second,
         "total": memory.total,
     }
 

@@ -176,7 +176,7 @@ class Server:
             with handling(self.spans, sender, message):
                 self._handler(message)(self, sender, message)
         except (StepError, ConfigError) as error:
-            self._fail_group(sender.group, f"worker group {sender.group}: {error}")
+            self._fail_group(sender.group, str(error))
 
     def _hold(self, sender: Address, message: m.Message) -> None:
         if len(self._drawer) >= _MAX_HELD:
@@ -201,9 +201,9 @@ class Server:
         else:
             self._out.append((to, message))
 
-    def _fail_group(self, group: int, text: str) -> None:
+    def _fail_group(self, group: int, text: str, quarantine: bool = False) -> None:
         for worker in self._workers.get(group, ()):
-            self._send(worker, m.Fail(text))
+            self._send(worker, m.Fail(f"worker group {group}: {text}", quarantine=quarantine))
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
         """Where a body is to be received (see `wire.Resident.place`)."""
@@ -548,7 +548,7 @@ class Server:
             try:
                 self._carry_out(decision)
             except (StepError, ConfigError) as error:
-                self._fail_group(decision.group, f"worker group {decision.group}: {error}")
+                self._fail_group(decision.group, str(error))
         self._share()
         self._decide()
         self._release()
@@ -600,7 +600,8 @@ class Server:
         number = self._strikes.step(group, refused)
         if number is not None:
             who = "" if number == NOBODY else str(self._workers[group][number])
-            raise StepError(complaint(who, self._known.parameter(refused[number]), step + 1, self._strikes.most))
+            words = complaint(who, self._known.parameter(refused[number]), step + 1, self._strikes.most)
+            self._fail_group(group, words, self._strikes.quarantine)
 
     def _check_refused(self, message: m.Staged | m.Apply) -> list[tuple[int, int]]:
         """Raises ProtocolError for workers that the group does not have, and parameters that the model has not."""
@@ -722,8 +723,7 @@ class Server:
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
-        if not ended:
-            self._ending.forget(group)
+        self._ending.forget(group, ended)
         if group not in self.groups:
             return
         self._drawer = [(sender, held) for sender, held in self._drawer if sender not in self._workers[group]]
@@ -793,6 +793,8 @@ class Server:
         return "" if others else "no other group trains that could read what it leaves"
 
     def _part(self, sender: Address, message: m.Leave) -> None:
+        if message.incarnation < self._members.asked(message.group):
+            return
         self._parting.add(message.group)
         if self.leases is not None:
             self._send_all(self.leases.part(message.group))

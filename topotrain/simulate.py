@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from topotrain.faults import Schedule, draw
+from topotrain.elastic import Elastic
+from topotrain.faults import MOVES, Fault, Schedule, draw, drawn_moves
 from topotrain.job import Apply, Cluster, Compression, ConfigError, Grads, Job, Pull, Reduce
 from topotrain.message import Message
-from topotrain.regrouping import refusal, singly
+from topotrain.regrouping import leave_refusal, refusal, singly
 from topotrain.topology import Address, layout
-from topotrain.trial import Trial
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
@@ -56,7 +56,7 @@ class Verdict:
     """What came of one rehearsal.
 
     wrong: what went wrong; empty: nothing. kills: groups that died. crashes: times that all of the job did.
-    snapshots: that were published and compared.
+    moves: groups that left, were lost for good, or came. snapshots: that were published and compared.
     messages: that arrived. seconds: virtual. digest: CRC-32 of all that arrived, in its order.
     moments: of each fault of the schedule, in virtual seconds; None: it did not come to it.
     """
@@ -67,6 +67,7 @@ class Verdict:
     wrong: str
     kills: int
     crashes: int
+    moves: int
     snapshots: int
     messages: int
     seconds: float
@@ -107,12 +108,15 @@ def scheduled(job: Job, name: str, seed: int) -> Schedule:
     topology = layout(job.cluster)
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
-    return draw(name, seed, *sizes, mortal)
+    schedule = draw(name, seed, *sizes, mortal)
+    elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
+    moves = drawn_moves(name, seed, elastic) if schedule.mode == "lease" else ()
+    return replace(schedule, faults=(*schedule.faults, *moves))
 
 
 def rehearse(job: Job, name: str, seed: int, schedule: Schedule) -> Verdict:
     """One rehearsal."""
-    trial = Trial(job, seed, schedule)
+    trial = Elastic(job, seed, schedule)
     seen = [0, 0]
     crashes = 0
 
@@ -130,9 +134,13 @@ def rehearse(job: Job, name: str, seed: int, schedule: Schedule) -> Verdict:
         wrong = _text(trial.wrong())
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}"
-    counted = (trial.kills, crashes, trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
+    counted = (trial.kills, crashes, _moves(trial.log), trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
     befell = {fault: round(moment, 4) for moment, fault in trial.log}
     return Verdict(seed, name, schedule, wrong, *counted, tuple(befell.get(fault) for fault in schedule.faults))
+
+
+def _moves(log: Sequence[tuple[float, Fault]]) -> int:
+    return sum(fault.what in MOVES for _, fault in log)
 
 
 def _text(wrong: Sequence[tuple[int, int, float]]) -> str:

@@ -50,9 +50,14 @@ def refusal(job: Job, topology: Topology) -> str:
     return ""
 
 
-def takes_snapshots(job: Job) -> bool:
+def wants_snapshots(job: Job) -> bool:
     """Whether the user wants any."""
     return job.snapshot_s > 0 or job.checkpoint_freq > 0
+
+
+def takes_snapshots(job: Job, topology: Topology) -> bool:
+    """Whether any are taken: the user wants them, and the layout has them."""
+    return wants_snapshots(job) and not refusal(job, topology)
 
 
 @dataclass(frozen=True, slots=True)

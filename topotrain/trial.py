@@ -98,8 +98,12 @@ class Trial(Town):
 
     def again(self) -> "Trial":
         """The next start of the job, after a crash: from its newest snapshot, or from its beginning."""
-        rest = replace(self._schedule, faults=tuple(self._faults))
-        return Trial(self.job, self.sim.seed, rest, self._weather, self)
+        return Trial(self.job, self.sim.seed, self._left_over, self._weather, self)
+
+    @property
+    def _left_over(self) -> Schedule:
+        """What has not befallen it yet."""
+        return replace(self._schedule, faults=tuple(self._faults))
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -134,9 +138,16 @@ class Trial(Town):
                 time = max(there[me], there[peer])
                 self._opens[me] = max(self._opens[me], time)
                 if time > self.sim.now:
-                    self.sim.at(time, lambda me=me, peer=peer: self.wire.connect(me, peer, ""))  # type: ignore[misc]
+                    self.sim.at(time, lambda me=me, peer=peer: self._call(me, peer))  # type: ignore[misc]
                 else:
                     self.wire.connect(me, peer, "")
+
+    def _call(self, me: Address, peer: Address) -> None:
+        """A server calls on another; a shard asks its coordinator what it has missed."""
+        self.wire.connect(me, peer, "")
+        if me.group == peer.group:
+            house = self.houses[me]
+            self.wire.awake(lambda: house.send(house.server.ask()), me)
 
     def _meet_servers(self) -> None:
         """Servers find each other as they open."""
@@ -196,7 +207,13 @@ class Trial(Town):
             for server in sorted({*door.servers, door.desk}) if not life.over else ():
                 self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
             life.over = life.dead = True
-        self.sim.at(self.sim.now + away, lambda: self._bear(fellows))
+        lives = [self.lives[me] for me in fellows]
+
+        def again() -> None:
+            if [self.lives[me] for me in fellows] == lives:
+                self._bear(fellows)
+
+        self.sim.at(self.sim.now + away, again)
 
     def _cut(self, fault: Fault) -> None:
         worker = Address(Role.WORKER, fault.group, fault.index)
@@ -309,11 +326,16 @@ class Trial(Town):
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                snapshot = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq)).snapshot
+                outcome = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq))
+                snapshot = outcome.snapshot
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
                     witness.did(range(batch * workers, (batch + 1) * workers))
                     witness.look(seat.values())
+                if outcome.leaves:
+                    self._go(life)
+            if seat.door.data.leaves:
+                self._go(life)
         if snapshot:
             seat.door.data.deposit(snapshot, passes_of(self.epochs))
         self._end_well(seat)
@@ -358,6 +380,10 @@ class Trial(Town):
             seat.door.final_values()
             seat.door.final_buffers()
             self.final = seat.values()
+
+    def _go(self, life: Life) -> None:
+        """A worker leaves, since its group was told to."""
+        raise Wrong(f"{life.me} leaves, and nobody has told it to")
 
     def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door

@@ -15,11 +15,11 @@ from topotrain.topology import Address
 
 
 class JobError(Exception):
-    """A server refuses to go on, and why, in the user's words; config: the job itself is wrong."""
+    """A server refuses to go on, and why, in the user's words; config, quarantine: as in message.Fail."""
 
-    def __init__(self, text: str, config: bool) -> None:
+    def __init__(self, text: str, config: bool, quarantine: bool = False) -> None:
         super().__init__(text)
-        self.config = config
+        self.config, self.quarantine = config, quarantine
 
 
 class PeerLost(Exception):

@@ -49,6 +49,7 @@ class Tally:
     steps: int = 0
     samples: int = 0
     lost: int = 0  # batches that a stream did not give again
+    dropped: int = 0  # batches that came too late, and that the script did not wait to be given again
     skipped: int = 0  # steps whose batch is used up, and has changed no value
     skips: list[Skip] = field(default_factory=list)  # those since `take_skips`
     staleness_sum: int = 0
@@ -212,6 +213,7 @@ class Worker:
     def left_early(self, epoch: int, batches: int) -> None:
         """The script left the loop over the loader; the batches it did not read are free again."""
         if self._backup:
+            self.tally.dropped += self.counts_given() is False
             self._marks.clear()
             self.exchange.through(epoch)
         else:
@@ -465,7 +467,8 @@ class Worker:
         if name:
             self.tally.skip(Skip(self._own_steps, str(self.me), name))
         if self._strikes.step(self.me.group, [self.me.index] if name else []) is not None:
-            raise JobError(complaint(str(self.me), name, self._own_steps, self._strikes.most), False)
+            words = complaint(str(self.me), name, self._own_steps, self._strikes.most)
+            raise JobError(f"worker group {self.me.group}: {words}", False, self._strikes.quarantine)
         return bool(name)
 
     def _push_accrued(self, fetch: bool) -> Outcome | None:

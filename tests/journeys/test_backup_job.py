@@ -2,8 +2,7 @@
 the script asked for."""
 
 import pytest
-import torch
-from shop import Ended, Shop
+from shop import Shop
 
 pytestmark = pytest.mark.journey
 
@@ -11,16 +10,10 @@ CLUSTER = "nworkers_per_group: 3 nservers_per_group: 2 nservers_per_procs: 2 ser
 APART = "reduce: kSum grads: kHidden per_worker_batch: true"
 
 
-def check(ended: Ended, count: float) -> None:
-    cells = ended.final["cells"]
-    assert torch.equal(cells, torch.full_like(cells, count)), cells
-    assert ended.report["cause"] is None
-
-
 def test_a_slow_worker_is_not_waited_for_and_all_of_its_samples_count(shop: Shop) -> None:
     words = ("--samples", "202", "--epochs", "2", "--step-s", "0.02", "--slow", "2", "--factor", "5")
     ended = shop.run(CLUSTER, "ledger.py", *words, extra=APART)
-    check(ended, 2.0)
+    ended.check_ledger(2)
     report = ended.report
     assert report["late"]["worker 0/2"] > 5
     assert report["samples"] == 2 * 202, "what came too late is not among them"
@@ -37,6 +30,6 @@ def test_deaths_beside_backup_workers(shop: Shop, victim: str, killer: int, wish
     words = (str(shop.folder / "job"), victim, str(killer), "5", *wishes)
     extra = f"{APART} on_failure: kContinue snapshot_s: 0.05"
     ended = shop.run(CLUSTER, "mortal.py", *words, extra=extra)
-    check(ended, 3.0)
+    ended.check_ledger(3)
     whole = victim.startswith("server")
     assert ("the whole job starts again from /" if whole else "its group goes on meanwhile") in ended.err

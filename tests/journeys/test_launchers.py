@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from shop import PROGRAMS
 from slurm_town import Missing, Town, add_forkserver, add_slurm, town
 
+from topotrain.checkpoint import latest
+
 pytestmark = pytest.mark.journey
 
 THREE = "nworkers_per_group: 2 server_worker_separate: true"
@@ -182,4 +184,23 @@ def test_ctrl_c_ends_a_step_of_slurm(street: Street) -> None:
     done = street.launch("srun", ONE, "wrong.py", "endless", through=INTERRUPT)
     assert done.returncode == 130, done.stdout + done.stderr
     street.place.wait_for("the end of the step", ["squeue", "--steps", "--noheader"])
+    assert street.left() == ""
+
+
+SCANCEL = """
+import subprocess, sys
+with subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE) as process:
+    for line in process.stdout:
+        if line.strip() == b"there":
+            subprocess.run(["scancel", "--user=root"], check=True)
+raise SystemExit(process.returncode != 0)
+"""
+
+
+def test_scancel_leaves_a_snapshot_from_which_the_job_goes_on(street: Street) -> None:
+    """Slurm signals every process of the step, and kills what is left after its KillWait."""
+    needed("srun")
+    done = street.launch("srun", ONE, "resuming.py", "ledger", "--epochs", "9", through=SCANCEL)
+    found = latest(street.folder / "job")
+    assert done.returncode == 1 and found is not None and found.steps(0) >= 30, done.stdout + done.stderr
     assert street.left() == ""

@@ -52,8 +52,11 @@ def killed(shop: Shop, cluster: str, kind: str, extra: str = EXTRA, at: int = 30
     return workspace
 
 
-def terminated(shop: Shop, cluster: str, *program: str, extra: str) -> tuple[int, str, Path]:
-    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left."""
+def terminated(shop: Shop, cluster: str, *program: str, extra: str, all: bool = False) -> tuple[int, str, Path]:
+    """A job that gets SIGTERM behind step 30: exit code, what it said, its workspace; no process of it is left.
+
+    all: each of its processes gets it, the launcher last.
+    """
     command = shop.command(cluster, *program, extra=extra)
     command = [*client(shop.warm_at), *command[1:]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=shop.folder)
@@ -65,7 +68,8 @@ def terminated(shop: Shop, cluster: str, *program: str, extra: str) -> tuple[int
             break
     workspace = shop.folder / "job"
     pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
-    os.kill(pids["launcher"], signal.SIGTERM)
+    for pid in reversed(pids.values()) if all else [pids["launcher"]]:
+        os.kill(pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=100)
     assert not [who for who, pid in pids.items() if lives(pid)]
     return process.returncode, heard + said, workspace
@@ -118,6 +122,18 @@ def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(shop: Shop, clu
         assert not different, (snapshot, found.steps(0), different)
     steps = {int(path.name.removeprefix("step-")) for path in (workspace / "manifests").glob("step-*")}
     assert steps >= {20, 40, 80}
+
+
+@pytest.mark.parametrize("cluster", [SYNC, INLINE], ids=["sync", "inline"])
+def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(shop: Shop, cluster: str) -> None:
+    """As from Slurm's `scancel`, or the end of a control group; no snapshot was due before."""
+    extra = "snapshot_s: 1000 reduce: kSum"
+    code, said, workspace = terminated(shop, cluster, "resuming.py", "ledger", "--epochs", "9", extra=extra, all=True)
+    found = latest(workspace)
+    assert code == 143 and found is not None and found.steps(0) > 30, said
+    assert "was killed by SIGTERM" not in said
+    cells = resumed(shop, workspace).final["cells"]
+    assert torch.equal(cells, torch.full_like(cells, 9)), (found.steps(0), cells)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,11 @@ each has made a step. Meanwhile the others leave enough to be read: until group 
 step, and so do both once they are back, until the main worker goes on.
 """
 
-import select
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from ledger import Ledger
-from torch.utils.data import DataLoader, TensorDataset
+from ledger import train, wait_for
 
 import topotrain as tt
 from topotrain.launch.attendance import Wish
@@ -24,35 +20,22 @@ workspace = Path(sys.argv[1])
 asked, left, on = workspace / "asked", workspace / "left", workspace / "on"
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    while not condition():
-        select.select([], [], [], 0.01)
+def after(steps: int) -> None:
+    if not tt.is_main():
+        again = left.exists()
+        Path(workspace, f"back {tt.rank()}" if again else "begun").touch()
+        wait_for((on if again else asked).exists)
+        time.sleep(0.0 if again else 0.02)  # computing: there is something left when the others come
+    elif steps == 3:
+        wait_for(Path(workspace, "begun").exists)
+        asked.touch()
+        ask(workspace, Wish("leave", 1, 60.0))
+        left.touch()
+    elif steps == 6:
+        for group in (1, 2):
+            ask(workspace, Wish("join", group))
+        wait_for(lambda: Path(workspace, "back 1").exists() and Path(workspace, "back 2").exists())
+        on.touch()
 
 
-torch.manual_seed(3)
-model = Ledger(SAMPLES)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=4, shuffle=True)
-model, optimizer, loader = tt.prepare(model, optimizer, loader)
-steps = 0
-for _ in tt.epochs(EPOCHS):
-    for (numbers,) in loader:
-        optimizer.zero_grad()
-        model(numbers).backward()
-        optimizer.step()
-        steps += 1
-        if not tt.is_main():
-            again = left.exists()
-            Path(workspace, f"back {tt.rank()}" if again else "begun").touch()
-            wait_for((on if again else asked).exists)
-            time.sleep(0.0 if again else 0.02)  # computing: there is something left when the others come
-        elif steps == 3:
-            wait_for(Path(workspace, "begun").exists)
-            asked.touch()
-            ask(workspace, Wish("leave", 1, 60.0))
-            left.touch()
-        elif steps == 6:
-            for group in (1, 2):
-                ask(workspace, Wish("join", group))
-            wait_for(lambda: Path(workspace, "back 1").exists() and Path(workspace, "back 2").exists())
-            on.touch()
+train(SAMPLES, EPOCHS, after)

@@ -17,13 +17,12 @@ import json
 import os
 import select
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from ledger import Ledger
+from ledger import Ledger, wait_for
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,11 +32,6 @@ from topotrain.front.context import current
 from topotrain.topology import Address
 
 SAMPLES, BATCH = 48, 4
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    while not condition():
-        select.select([], [], [], 0.01)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ All numbers are small integers, so the sums are exact in float32.
 """
 
 import argparse
+import select
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,28 @@ class Halves(nn.Module):
         return self.second(self.first(rows))
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    while not condition():
+        select.select([], [], [], 0.01)
+
+
+def train(samples: int, epochs: int, after: Callable[[int], None]) -> None:
+    """Fill a ledger in batches of four; `after` is told the number of steps so far behind each."""
+    torch.manual_seed(3)
+    model = Ledger(samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(torch.arange(samples)), batch_size=4, shuffle=True)
+    model, optimizer, loader = tt.prepare(model, optimizer, loader)
+    steps = 0
+    for _ in tt.epochs(epochs):
+        for (numbers,) in loader:
+            optimizer.zero_grad()
+            model(numbers).backward()
+            optimizer.step()
+            steps += 1
+            after(steps)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=240)
@@ -56,6 +80,7 @@ if __name__ == "__main__":
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take --factor times as long")
     parser.add_argument("--factor", type=float, default=4.0)
+    parser.add_argument("--sick", type=int, default=-1, help="the worker whose gradients are NaN from its 5th step on")
     parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
     parser.add_argument("--halves", action="store_true", help="a model that is split over two workers")
     given = parser.parse_args()
@@ -65,14 +90,17 @@ if __name__ == "__main__":
     data = TensorDataset(torch.arange(given.samples))
     loader = DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.loaders)
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
+    steps = 0
     for _ in tt.epochs(given.epochs):
         for (numbers,) in loader:
+            steps += 1
             optimizer.zero_grad()
             if given.halves:
                 rows = nn.functional.one_hot(numbers, given.samples).float()
                 (-model(rows)[:, given.samples :].sum()).backward()
             else:
-                model(numbers).backward()
+                sick = tt.rank() == given.sick and steps >= 5
+                (model(numbers) * (float("nan") if sick else 1.0)).backward()
             # computing, in place of a larger model
             time.sleep(given.step_s * (given.factor if tt.rank() == given.slow else 1.0))
             optimizer.step()

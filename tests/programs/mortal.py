@@ -8,15 +8,11 @@ everything is trained, and the result is about to be saved; `freeze`: it stops V
 
 import json
 import os
-import select
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from ledger import Ledger
-from torch.utils.data import DataLoader, TensorDataset
+from ledger import train, wait_for
 
 import topotrain as tt
 
@@ -24,11 +20,6 @@ EPOCHS, SAMPLES = 3, 96
 workspace, victim, killer, at, *wishes = sys.argv[1:]
 kills = tt.rank() == int(killer)
 killed, back = Path(workspace, "killed"), Path(workspace, "back")
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    while not condition():
-        select.select([], [], [], 0.01)
 
 
 def kill() -> None:
@@ -48,23 +39,15 @@ def measured() -> float:
     return 1.0
 
 
-torch.manual_seed(3)
-model = Ledger(SAMPLES)
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=4, shuffle=True)
-model, optimizer, loader = tt.prepare(model, optimizer, loader)
-steps = 0
-for _ in tt.epochs(EPOCHS):
-    for (numbers,) in loader:
-        optimizer.zero_grad()
-        model(numbers).backward()
-        optimizer.step()
-        steps += 1
-        if kills and killed.exists():
-            back.touch()
-        elif kills and steps == int(at) and "late" not in wishes:
-            kill()
-        if "back" in wishes and tt.is_main() and steps == 2:
-            wait_for(back.exists)
+def after(steps: int) -> None:
+    if kills and killed.exists():
+        back.touch()
+    elif kills and steps == int(at) and "late" not in wishes:
+        kill()
+    if "back" in wishes and tt.is_main() and steps == 2:
+        wait_for(back.exists)
+
+
+train(SAMPLES, EPOCHS, after)
 if "late" in wishes:
     tt.report(trained=measured)

@@ -6,13 +6,12 @@ gradients of step STEP. Before that all workers wait until the job says that eve
 
 import json
 import os
-import select
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from ledger import wait_for
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,11 +20,6 @@ import topotrain as tt
 workspace = Path(sys.argv[1])
 kills = {int(step): f"server 0/{server}" for step, _, server in (word.partition(":") for word in sys.argv[2:])}
 due = ""
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    while not condition():
-        select.select([], [], [], 0.01)
 
 
 def entries() -> list[dict[str, object]]:

@@ -137,7 +137,7 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
     from topotrain.simulate import many
 
     begun, wrong = time.monotonic(), list["Verdict"]()
-    counts = dict.fromkeys(("kills", "crashes", "snapshots", "messages"), 0)
+    counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
     tell = sys.stderr.isatty()
     for done, verdict in enumerate(many(seeds, job, name), 1):
         for what in counts:

@@ -29,7 +29,7 @@ from topotrain.front.packing import Unpackable, pack, unpack
 from topotrain.front.rates import Rates
 from topotrain.job import ConfigError, OnFailure
 from topotrain.regrouping import singly
-from topotrain.snapshotting import refusal, takes_snapshots
+from topotrain.snapshotting import takes_snapshots
 from topotrain.worker import Worker
 
 
@@ -40,7 +40,7 @@ def _leaves(here: Context) -> bool:
     """
     job, topology = here.place.job, here.place.topology
     restarts = job.on_failure is OnFailure.kContinue and topology.regroups(here.me.group)
-    return restarts or (takes_snapshots(job) and not refusal(job, topology))
+    return restarts or takes_snapshots(job, topology)
 
 
 class Continuing:

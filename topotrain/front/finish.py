@@ -81,5 +81,5 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
-        return "internal"
+        return "quarantine" if error.quarantine else "internal"
     return "peer" if isinstance(error, PeerLost | Unreachable | Broken) else "program"

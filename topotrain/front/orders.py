@@ -54,6 +54,6 @@ class Orders:
             return True
         why = home.may_change(group, wish)
         if wish == "leave" and not why:
-            home.told(Leave(group))
+            home.told(Leave(group, command["incarnation"]))
         self.emit(Agreed(str(home.server.me), group, wish, why))
         return True

@@ -31,6 +31,7 @@ from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
 from topotrain.job import OnFailure
 from topotrain.launch.child import Control, exit_code
+from topotrain.launch.termination import Termination
 from topotrain.launch.workspace import TOKEN_FILE
 from topotrain.message import Fail
 from topotrain.regrouping import refusal
@@ -48,9 +49,10 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     """Be the servers of one unit."""
     seating = Seating()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
-    orders, farewell = Orders(), Farewell(str(addresses[0]))
+    orders, farewell, termination = Orders(), Farewell(str(addresses[0])), Termination()
 
     def hear(command: dict[str, Any]) -> None:
+        termination.hear(command)
         orders.hear(command)
         farewell.hear(command)
         seating.hear(command)
@@ -61,6 +63,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
+    termination.take_over(place.job)
     watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
     farewell.writer = writer = _writer(place, addresses, control)
     seat = _seat(spec, control, seating)
@@ -175,10 +178,16 @@ def _writer(place: Place, servers: Sequence[Address], control: Control) -> Write
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be one worker: run the user's program in its place in the job."""
     ((group, index),) = spec["workers"]
-    farewell = Farewell(str(Address(Role.WORKER, group, index)))
-    control = Control(channel, farewell.hear)
+    farewell, termination = Farewell(str(Address(Role.WORKER, group, index))), Termination()
+
+    def hear(command: dict[str, Any]) -> None:
+        termination.hear(command)
+        farewell.hear(command)
+
+    control = Control(channel, hear)
     farewell.emit = control.emit
     place = _place(spec)
+    termination.take_over(place.job)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
     profile = Profile(Path(spec["run_dir"]), me)
@@ -232,7 +241,10 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
             roads_of(here).exchange.leave()  # what the others hear from here on is no cause
         text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
         _write(text, log)
-        words = str(error) if kind == "config" else traceback.format_exception_only(error)[-1].strip()
+        if kind == "quarantine" and here.parting is not None:
+            here.parting()  # the report of a job that goes on has all of it
+        told = kind in ("config", "quarantine")
+        words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
         here.emit(Failed(str(here.me), kind, words, _users_line(error.__traceback__) if kind == "config" else text))
         return 2 if kind == "config" else 1
 

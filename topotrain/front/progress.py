@@ -66,6 +66,11 @@ class Telling:
         if tally.lost:
             words = f"{tally.lost} batches of a stream were not there when it was read again: they are lost"
             self._here.emit(Notice(str(self._here.me), words))
+        if tally.dropped:
+            words = (
+                f"{tally.dropped} batches came too late for their step and count for nothing, since the script left "
+            )
+            self._here.emit(Notice(str(self._here.me), f"{words}its loop before they could be given again"))
         sent, received = self._traffic()
         self._here.emit(
             Finished(

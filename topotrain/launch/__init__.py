@@ -114,5 +114,5 @@ def choose_cause(failures: Sequence[Failed]) -> Failed | None:
     return min(failures, key=lambda failed: PRIMARY[failed.kind], default=None)
 
 
-PRIMARY = {"config": 0, "program": 0, "died": 1, "internal": 2, "peer": 3}
+PRIMARY = {"config": 0, "program": 0, "died": 1, "internal": 2, "quarantine": 2, "peer": 3}
 """Kinds of failure, from cause to consequence."""

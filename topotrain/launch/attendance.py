@@ -24,10 +24,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """To do: ask the group's servers whether this may be."""
+    """To do: ask the group's servers whether this may be; incarnation: of the group's workers, as they are now."""
 
     wish: str
     group: int
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

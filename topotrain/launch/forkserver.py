@@ -3,7 +3,8 @@
 Rule: no tensor operation and no thread before a fork, for a fork after OpenMP hangs. It is asked over a Unix socket in
 a private folder, and every request is one byte with file descriptors: a memfd with the JSON text, then whatever the
 child is to have. A child lives as long as three others: this process (PDEATHSIG), its requester (whose closed
-connection kills it) and whoever holds the channel that the child watches. The end of our stdin ends us all.
+connection kills it) and whoever holds the channel that the child watches. The end of our stdin ends us all, and no
+signal that can be ignored does.
 """
 
 import contextlib
@@ -171,8 +172,8 @@ class Server:
 
     def serve(self) -> child.Birth | None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_ended", True))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):  # whoever signals everybody: its starter ends it
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._waker.fileno())
         for source in (self._listener, self._life, self._woken):
             self._selector.register(source, selectors.EVENT_READ)
@@ -215,7 +216,7 @@ class Server:
             self._signal(connection, body)
             return None
         parent = os.getpid()
-        # A newborn keeps a SIGTERM until it can die of it: our own handler would swallow it.
+        # A newborn keeps a SIGTERM until it can die of it: we ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()

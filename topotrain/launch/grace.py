@@ -7,6 +7,7 @@ from topotrain.events import Saved
 from topotrain.job import Job
 from topotrain.topology import Address, Role
 
+_LATER_S = 3.0
 LEADER = Address(Role.SERVER, 0, 0)
 """Who is asked for the snapshot, in these words, and answers with Saved or Unsaved."""
 WORDS = {"command": "snapshot"}
@@ -16,6 +17,12 @@ def grace(job: Job, number: int) -> float:
     """Seconds that a job may take for a last snapshot after this signal; 0: it ends at once."""
     wants = job.snapshot_s > 0 or job.checkpoint_freq > 0
     return job.grace_s if wants and number == signal.SIGTERM else 0.0
+
+
+def waits(job: Job) -> float:
+    """Seconds for which a process that gets SIGTERM waits for its launcher's word; 0: it ends at once."""
+    seconds = grace(job, signal.SIGTERM)
+    return seconds + _LATER_S if seconds else 0.0
 
 
 def hint(saved: Saved | None, workspace: str) -> str:

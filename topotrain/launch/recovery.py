@@ -310,6 +310,8 @@ class Recovery:
             return self._lost(failed, now)
         if self.attendance.going(self._group_of.get(failed.who)):
             return self._dismiss(self._group_of[failed.who])
+        if failed.kind == "quarantine" and failed.who in self._group_of:
+            return self._lose(self._group_of[failed.who], failed, "is in quarantine", now)
         self._told.held.append(failed)
         self._due = self._due or now + self._terms.cause_s
         return []
@@ -333,7 +335,11 @@ class Recovery:
             return self._renew(lost, now) if True not in told.bounds else self._give_up(self._unrepeated(lost))
         found: list[Word] = []
         for group in sorted(groups):
-            found += self._emptied(group, now) if self.attendance.going(group) else self._lose(group, lost, now)
+            found += (
+                self._emptied(group, now)
+                if self.attendance.going(group)
+                else self._lose(group, lost, "is given up", now)
+            )
         return found
 
     def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
@@ -429,7 +435,7 @@ class Recovery:
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(group, now):
-            return self._lose(group, self._exhausted(lost, group), now)
+            return self._lose(group, self._exhausted(lost, group), "is given up", now)
         self._allowance.count(group, _what(lost), now)
         answers = self._not_now(group)
         who = lost.who if self._terms.singly else ""
@@ -485,7 +491,7 @@ class Recovery:
         part = self.attendance[wish.group]
         part.state = State.COMING if wish.verb == JOIN else State.ASKED
         part.within_s = wish.within_s
-        return [Ask(wish.verb, wish.group)]
+        return [Ask(wish.verb, wish.group, self._told.incarnations.get(wish.group, 0))]
 
     def _agreed(self, event: Agreed, now: float) -> list[Word]:
         """The servers have answered."""
@@ -515,17 +521,18 @@ class Recovery:
             return self._emptied(group, now)
         return []
 
-    def _lose(self, group: int, lost: Failed, now: float) -> list[Word]:
-        """A group cannot start again: the others go on without it, if its servers say that they can."""
+    def _lose(self, group: int, lost: Failed, how: str, now: float) -> list[Word]:
+        """A group cannot start again, or is not to: the others go on without it, if its servers say that they can."""
         if not self.attendance.elastic(group):
             return self._give_up(lost)
         answers = self._not_now(group)
-        self.attendance.put(group, Part(State.LOST, how="is given up", lost=lost))
+        self.attendance.put(group, Part(State.LOST, how=how, lost=lost))
         self._forget(self._members(group))
         self._waits = [wait for wait in self._waits if wait.group != group]
         back = ", which `topotrain join` can bring back" if self._terms.door else ""
         action = f"the job goes on without group {group}{back}"
-        return [self._incident(lost, action, now), *self._dismiss(group), Ask(LOSE, group), *answers]
+        ask = Ask(LOSE, group, self._told.incarnations.get(group, 0))
+        return [self._incident(lost, action, now), *self._dismiss(group), ask, *answers]
 
     def _emptied(self, group: int | None, now: float) -> list[Word]:
         """Once no process is left of a group that leaves: it is not there any more."""

@@ -268,8 +268,8 @@ class Run:
                         self._ask_to_save()
                 case Renew():
                     self._renew()
-                case Ask(wish=wish, group=group):
-                    self._tell_servers(group, wish)
+                case Ask(wish=wish, group=group, incarnation=incarnation):
+                    self._tell_servers(group, wish, incarnation=incarnation)
                 case Gone(group=group, incarnation=incarnation):
                     self._tell_servers(group, "away", incarnation=incarnation)
                 case Answer():

@@ -39,6 +39,7 @@ from topotrain.job import OnFailure
 from topotrain.launch import children, forkserver
 from topotrain.launch.asked import stop_signals
 from topotrain.launch.children import Birth, Calls, Child, Home
+from topotrain.launch.grace import waits
 from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
 from topotrain.launch.renewal import Renewal
 from topotrain.seats import Seats, domains
@@ -138,8 +139,11 @@ class Unit:
             self._selector.unregister(fd)
 
     def _woken(self, woken: socket.socket) -> None:
-        woken.recv(64)
-        self._stop()
+        wait_s = waits(self._home.job) if signal.SIGINT not in woken.recv(64) else 0.0
+        if self._stage is not Stage.RUNNING or not wait_s:
+            self._stop()
+        elif self._deadline is None:  # everybody was signaled, perhaps, and the launcher says what comes of it
+            self._deadline = time.monotonic() + wait_s
 
     def _commanded(self) -> None:
         for line in self._commands.read() or []:
@@ -323,7 +327,9 @@ class Unit:
 
     def _insist(self) -> None:
         """The time of a stage is up."""
-        if self._stage is Stage.ASKED:
+        if self._stage is Stage.RUNNING:
+            self._stop()
+        elif self._stage is Stage.ASKED:
             self._kill()
         else:
             self._enter(Stage.LEFT, 0)

@@ -60,11 +60,13 @@ class Fail(Message):
     """The sender cannot go on with the job, and why, in the user's words; config: the job itself is wrong.
 
     cause: the sender knows that nothing else explains it; otherwise it may be what follows from something else.
+    quarantine: it is about this worker group alone, without which others may go on.
     """
 
     text: str
     config: bool = False
     cause: bool = False
+    quarantine: bool = False
 
 
 @numbered(6)

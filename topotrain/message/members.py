@@ -70,9 +70,13 @@ class AppliedAt(Message):
 @numbered(28)
 @dataclass(frozen=True, slots=True)
 class Leave(Message):
-    """A coordinator's own host -> it: this group's workers are to end after their next step. Nobody else says this."""
+    """A coordinator's own host -> it: this group's workers are to end after their next step. Nobody else says this.
+
+    incarnation: which of them are meant; those that come after them, since they have died meanwhile, stay.
+    """
 
     group: int
+    incarnation: int
 
 
 @numbered(29)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from topotrain.job import Compression, Job, Schedule
 from topotrain.shard import slice_map_for
 from topotrain.slices import ITEM_BYTES, Parameter, SliceMap
-from topotrain.snapshotting import refusal, takes_snapshots
+from topotrain.snapshotting import takes_snapshots
 from topotrain.split.bill import Bill
 from topotrain.split.interleave import in_flight
 from topotrain.topology import Address, Role, Topology, Unit
@@ -192,7 +192,7 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
         exchange += 2 * values
     state = round(state_factor * sum(size for parameter, size in owned if parameter.trainable))
     shared = values if apart < len(groups) else 0
-    copied = values + state if takes_snapshots(job) and not refusal(job, topology) else 0
+    copied = values + state if takes_snapshots(job, topology) else 0
     made = Need("", values=values, exchange=exchange, state=state, snapshot=copied)
     return replace(made, shared=shared, peers=len(groups) * workers)
 

@@ -1,0 +1,28 @@
+"""What the plan says that servers with second copies will hold, beside what they hold."""
+
+import pytest
+from programs import weighed
+from shop import Shop
+
+from topotrain.plan import Schema, plan
+from topotrain.slices import Parameter
+from topotrain.textproto import load_with_warnings
+
+pytestmark = pytest.mark.journey
+
+ITSELF = 25e6
+"""What Python, torch and the connections take in a server's process that it does not share with the forkserver."""
+
+
+def test_a_process_holds_its_own_server_and_the_second_copy_of_another(shop: Shop) -> None:
+    cluster = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp replicas: 2"
+    ended = shop.run(cluster, "weighed.py", str(shop.folder / "job"), extra="snapshot_s: 0")
+    job, _ = load_with_warnings(str(shop.folder / "job.conf"))
+    weights = weighed.made()[0].named_parameters()
+    parameters = tuple(Parameter(name, tuple(w.shape), w.stride(), "float32", True) for name, w in weights)
+    found = plan(job, Schema(parameters, state_factor=2.0))
+    for memory in found.memory[2:]:
+        smallest = min(memory.values, memory.state, memory.staging, memory.second)
+        told = memory.total + ITSELF
+        assert smallest > 0.06 * told
+        assert told == pytest.approx(ended.report["metrics"][str(memory.resident)], rel=0.04)
