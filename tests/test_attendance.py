@@ -13,7 +13,8 @@ from topotrain.events import Agreed, Exited, Failed, Finished, Incident, Joined,
 from topotrain.job import Apply, Cluster, ConfigError, Grads, Job, OnFailure, Shard
 from topotrain.launch.attendance import Answer, Ask, Gone, Wish
 from topotrain.launch.door import NAME, Door, ask
-from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Regroup, Renew, recovery
+from topotrain.launch.recovery import Recovery, recovery
+from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew
 from topotrain.regrouping import absent_groups, leave_refusal
 from topotrain.topology import layout
 

@@ -21,7 +21,8 @@ from topotrain.events import (
 from topotrain.job import Apply, Cluster, Grads, Job, OnFailure
 from topotrain.launch.allowance import WINDOW_S
 from topotrain.launch.frozen import LEASE_S
-from topotrain.launch.recovery import CAUSE_S, Dismiss, GiveUp, Recovery, Regroup, Renew, Terms, recovery
+from topotrain.launch.recovery import CAUSE_S, Recovery, Terms, recovery
+from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew
 from topotrain.topology import layout
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)

@@ -28,7 +28,8 @@ from topotrain.launch.introduction import Introduction
 from topotrain.launch.letters import PAGE_BYTES, Ends, shortened
 from topotrain.launch.muster import Muster
 from topotrain.launch.post import Back, Letter, Vanished
-from topotrain.launch.recovery import FAR_CAUSE_S, Dismiss, GiveUp, Recovery, Regroup, Renew, recovery
+from topotrain.launch.recovery import FAR_CAUSE_S, Recovery, recovery
+from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew
 from topotrain.topology import layout
 
 BEGAN = 100.0

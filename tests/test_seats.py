@@ -18,7 +18,8 @@ from topotrain.job import (
     Road,
 )
 from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
-from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Renew, Reseat, Terms, recovery
+from topotrain.launch.recovery import Recovery, Terms, recovery
+from topotrain.launch.words import Dismiss, GiveUp, Renew, Reseat
 from topotrain.seats import Seats, Standing, check, domains, standings
 from topotrain.topology import Address, Role, layout
 

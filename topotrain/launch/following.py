@@ -22,7 +22,7 @@ from topotrain.events import (
     Thawed,
     Unrepeatable,
 )
-from topotrain.launch.recovery import GiveUp, Word
+from topotrain.launch.words import GiveUp, Word
 
 
 class Following:

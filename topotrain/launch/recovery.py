@@ -26,7 +26,6 @@ from topotrain.events import (
     Joined,
     Left,
     Lost,
-    Recovered,
     Started,
     StepDone,
     Unrepeatable,
@@ -36,6 +35,8 @@ from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
+from topotrain.launch.waits import Waits
+from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
 from topotrain.regrouping import absent_groups, leave_refusal, refusal, singly
 from topotrain.seats import Seats
 from topotrain.topology import Address, Topology
@@ -64,66 +65,6 @@ class Terms:
     door: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Regroup:
-    """To do: end what is left of this group, then start its workers with this incarnation.
-
-    why: for their logs. who: the one worker that is meant; "": all of them.
-    """
-
-    group: int
-    incarnation: int
-    why: str
-    who: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Dismiss:
-    """To do: end this process, which does nothing any more; what follows from its loss is said beside."""
-
-    who: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reseat:
-    """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
-
-    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`.
-    """
-
-    who: str
-    number: int
-    why: str
-    seats: list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Renew:
-    """To do: end every process, then start the whole job again."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """To do: end the job for one of these reasons; nobody needs to wait for a better one."""
-
-    failures: tuple[Failed, ...]
-
-
-Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer
-
-
-@dataclass(slots=True)
-class _Wait:
-    """An incident after which nobody of `group` has stepped yet; None: nobody of the job."""
-
-    number: int
-    group: int | None
-    since: float
-    gap: float = 0.0
-
-
 @dataclass(slots=True)
 class _Told:
     """What is known of the present life of the job."""
@@ -134,7 +75,6 @@ class _Told:
     """Workers that start again, up to the moment in which their new process is there."""
     finished: set[str] = field(default_factory=set)
     incarnations: dict[int, int] = field(default_factory=dict)
-    stepped: dict[str, float] = field(default_factory=dict)
     held: list[Failed] = field(default_factory=list)
     bounds: dict[bool, str] = field(default_factory=dict)
     """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
@@ -162,7 +102,7 @@ class Recovery:
         twice: bool = False,
         near: frozenset[str] | None = None,
     ) -> None:
-        self._terms, self._began, self._near = terms, began, near
+        self._terms, self._began = terms, began
         self._living_in = {
             f"unit {unit.rank}": frozenset(map(str, (*unit.workers, *unit.servers))) for unit in topology.units
         }
@@ -179,7 +119,7 @@ class Recovery:
         self.attendance = Attendance(terms.refusals, terms.absent)
         self._told = _Told(self._up())
         self._allowance = Allowance(terms.limit, began)
-        self._waits: list[_Wait] = []
+        self._waits = Waits(self._group_of, near)
         self._incidents = 0
         self._over = False  # the job ends, or this life of it
         self._due: float | None = None  # when those who wait for the cause of an error have waited enough
@@ -212,6 +152,7 @@ class Recovery:
         """The whole job starts again."""
         self.attendance.renewed()
         self._told = _Told(self._up())
+        self._waits.renewed()
         self._seats = None if self._seats is None else Seats(self._domains)
         self._over, self._due = False, None
 
@@ -289,7 +230,7 @@ class Recovery:
         if cause is None:
             return []
         # A worker that came back and is not taken in again: the servers may be past the point where they could.
-        again = any(wait.group == self._group_of.get(cause.who, _WHOLE) for wait in self._waits)
+        again = self._waits.for_group(self._group_of.get(cause.who, _WHOLE))
         if self._arriving(self._group_of.get(cause.who, _WHOLE)):
             return self._lost(cause, now)
         if cause.kind == "peer" or again:
@@ -392,7 +333,7 @@ class Recovery:
         told.held = [held for held in told.held if held.who not in self._seat_of]
         self._due = self._due if told.held else None
         self._fresh += 1
-        self._await(None, now)
+        self._waits.begin(self._incidents, None, now)
         incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
         reseat = Reseat(lost.who, self._fresh, _what(lost), seats.to_data())
         again = self._said_again() if moved else []
@@ -440,7 +381,7 @@ class Recovery:
         answers = self._not_now(group)
         who = lost.who if self._terms.singly else ""
         incarnation = self._again(group, who)
-        self._await(group, now)
+        self._waits.begin(self._incidents, group, now)
         what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
         incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
         return [incident, Regroup(group, incarnation, _what(lost), who), *answers]
@@ -458,8 +399,8 @@ class Recovery:
     def _forget(self, members: set[str]) -> set[str]:
         """What was heard of these workers counts no more; returns them."""
         told = self._told
+        self._waits.forget(members)
         for who in members:
-            told.stepped.pop(who, None)
             told.frozen.forget(who)
         told.held = [held for held in told.held if held.who in self._group_of and held.who not in members]
         self._due = self._due if told.held else None
@@ -470,9 +411,8 @@ class Recovery:
             return self._give_up(self._exhausted(lost, _WHOLE))
         self._allowance.count(_WHOLE, _what(lost), now)
         self._over, self._due = True, None
-        for wait in self._waits:
-            wait.group = None
-        self._await(None, now)
+        self._waits.widen()
+        self._waits.begin(self._incidents, None, now)
         return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
 
     def _give_up(self, *failures: Failed) -> list[Word]:
@@ -528,7 +468,7 @@ class Recovery:
         answers = self._not_now(group)
         self.attendance.put(group, Part(State.LOST, how=how, lost=lost))
         self._forget(self._members(group))
-        self._waits = [wait for wait in self._waits if wait.group != group]
+        self._waits.drop(group)
         back = ", which `topotrain join` can bring back" if self._terms.door else ""
         action = f"the job goes on without group {group}{back}"
         ask = Ask(LOSE, group, self._told.incarnations.get(group, 0))
@@ -577,14 +517,6 @@ class Recovery:
         name = "the job" if key == _WHOLE else f"group {key}" if key >= 0 else f"the process of {lost.who}"
         return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
-    # --- how long it took
-
-    def _await(self, group: int | None, now: float) -> None:
-        """From the incident that comes next, somebody is waited for."""
-        self._waits.append(_Wait(self._incidents, group, now))
-        for who in self._told.stepped.keys() - (self._near or self._group_of.keys()):
-            del self._told.stepped[who]  # an old word, since not all of them are told here
-
     def _stepped(self, who: str, now: float) -> list[Word]:
         """Somebody has made a step: those who waited for it have recovered."""
         if self._over or who in self._told.leaving:
@@ -594,20 +526,7 @@ class Recovery:
             return []
         if self._arriving(group):
             self.attendance[group].arriving = False
-        last = self._told.stepped.get(who, now)
-        self._told.stepped[who] = now
-        recovered = [wait for wait in self._waits if wait.group in (None, group)]
-        self._waits = [wait for wait in self._waits if wait not in recovered]
-        for wait in self._waits:
-            wait.gap = max(wait.gap, now - last)
-        return [Recovered(wait.number, now - wait.since, self._gap(wait, now)) for wait in recovered]
-
-    def _gap(self, wait: _Wait, now: float) -> float:
-        """The longest time that a worker of another group was silent while this was waited for."""
-        if wait.group is None:
-            return 0.0
-        others = [w for w, g in self._group_of.items() if g != wait.group and w not in self._told.finished]
-        return max([wait.gap, *(now - self._told.stepped[who] for who in others if who in self._told.stepped)])
+        return [*self._waits.step(who, self._told.finished, now)]
 
 
 def _what(lost: Failed) -> str:

@@ -41,8 +41,9 @@ from topotrain.launch.kept import Kept
 from topotrain.launch.letters import Words
 from topotrain.launch.lines import ending, log_tail
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
-from topotrain.launch.recovery import Dismiss, GiveUp, Recovery, Regroup, Renew, Reseat, Word
+from topotrain.launch.recovery import Recovery
 from topotrain.launch.supervisor import GRACE_S
+from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
 from topotrain.launch.workspace import Processes
 from topotrain.topology import Address, Role, Topology
 
