@@ -109,3 +109,18 @@ def test_a_unit_that_is_started_again(begun: Callable[..., Job], shop: Shop) -> 
     (incident,) = incidents(job)
     assert incident["who"] == "unit 1"
     assert incident["action"] == "the whole job starts again"
+
+
+def test_a_job_that_was_asked_to_end_goes_on_when_its_units_are_started_again(begun: Callable[..., Job]) -> None:
+    job = begun(SANDBLASTER, 3)
+    job.units[1].process.terminate()
+    codes, said = zip(*((code, err) for code, _, err in (job.units[rank].end() for rank in range(3))), strict=True)
+    assert codes == (143, 143, 143)
+    assert "with `resume: true` the same job goes on from there" in said[0]
+    job.conf.write_text(f"resume: true\n{job.conf.read_text()}")
+    for rank in range(3):
+        job.start(rank, command=HASTILY)
+    job.end_well()
+    assert right(job, 3)
+    report = json.loads((job.folder / "report-0.json").read_text())
+    assert 0 < report["samples"] < 3 * 240, "what was trained before is not trained again"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from topotrain.checkpoint import FOLDER, MANIFEST, Manifest, latest
 from topotrain.job import ConfigError, Job
+from topotrain.launch import lives
 from topotrain.textproto import loads
 
 
@@ -44,23 +45,12 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
 
 
 def asked_for(job: Job) -> str:
-    """With `resume: true`, the newest snapshot of the job's own workspace; "": start at the beginning.
-
-    Raises ConfigError as `earlier`, but for a workspace without snapshots: the same line starts a job and goes on.
-    """
-    if not job.resume:
-        return ""
-    found = latest(Path(job.workspace), _warn)
-    if found is None:
-        _warn(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
-    return "" if found is None else str(found.path)
+    """See `lives.asked_for`."""
+    return lives.asked_for(job, Path(job.workspace), _warn)
 
 
 def refuse_elsewhere(job: Job) -> None:
-    """Raise ConfigError where units are started one by one: nobody there could choose one snapshot for all, or start
-    groups later."""
-    if job.resume:
-        raise ConfigError("resume", True, "needs `topotrain run`, which starts all units of the job from one snapshot")
+    """Raise ConfigError where units are started one by one: nobody there could start groups later."""
     if job.start_groups:
         accepted = "needs `topotrain run`, through which groups join"
         raise ConfigError("start_groups", job.start_groups, accepted)

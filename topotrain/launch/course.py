@@ -27,12 +27,16 @@ from topotrain.topology import Topology, layout
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What the units have agreed on before they begin. origin: of the job's snapshots, as it was before that."""
+    """What the units have agreed on before they begin.
+
+    origin: of the job's snapshots, as it was before that. resume: the one that the job begins with; "": none.
+    """
 
     job: Job
     hosts: Hosts
     workspace: Path
     origin: Origin
+    resume: str = ""
 
 
 @dataclass(slots=True)
@@ -49,7 +53,7 @@ class Course:
     def first(self) -> Begun | None:
         """The life that this unit begins with; None: there is none any more."""
         if not self.hall.returns:
-            return Begun(Life(), self.met.hosts)
+            return Begun(Life(resume=self.met.resume), self.met.hosts)
         return await_begin((), self.company, self.heard, 0, self.met.workspace)
 
     def recovery(self, topology: Topology, began: float) -> Recovery | None:
@@ -79,7 +83,7 @@ class Course:
         topology, missing = layout(self.met.job.cluster, begun.hosts.numbers), goes_on.missing
         vacant = [u.rank for u in topology.units if missing.issuperset(map(str, (*u.workers, *u.servers)))]
         made = Muster(number, range(1, len(topology.units)), vacant, self.hall.patience)
-        more = hint(self.saved, self.met.job.workspace)
+        more = hint(self.saved)
         if not muster(made, run.unread, self.company, self.heard, self._tell, f"; {more}" if more else ""):
             return None
         hosts = self.hall.regather(made.back, begun.hosts)

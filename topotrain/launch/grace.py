@@ -25,8 +25,9 @@ def waits(job: Job) -> float:
     return seconds + _LATER_S if seconds else 0.0
 
 
-def hint(saved: Saved | None, workspace: str) -> str:
-    """How to go on from what is there; "" where there is nothing."""
+def hint(saved: Saved | None, workspace: str = "") -> str:
+    """How to go on from what is there; "" where there is nothing. workspace: of a job of `topotrain run`."""
     if saved is None:
         return ""
-    return f"snapshot {saved.number} has step {saved.step}: `topotrain run --resume {workspace}` goes on from there"
+    how = f"`topotrain run --resume {workspace}` goes" if workspace else "with `resume: true` the same job goes"
+    return f"snapshot {saved.number} has step {saved.step}: {how} on from there"

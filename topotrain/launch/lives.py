@@ -1,9 +1,17 @@
-"""What a job goes on from when it starts again as a whole: its own newest snapshot, or what it has started from."""
+"""What a job goes on from when it starts again as a whole: its own newest snapshot, or what it has started from.
 
+Rule: over several units one of them chooses, and each looks whether it sees the same.
+"""
+
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from topotrain.checkpoint import FOLDER, latest
+from topotrain.checkpoint import FOLDER, MANIFEST, latest
+from topotrain.job import ConfigError, Job
+
+SHARED = "units on several hosts need one workspace that all of them see"
 
 
 class Origin:
@@ -26,6 +34,36 @@ class Origin:
             resume = resume if found is None else str(found.path)
         tell(f"the whole job starts again from {resume or 'its beginning'}")
         return resume
+
+
+def asked_for(job: Job, workspace: Path, tell: Callable[[str], None]) -> str:
+    """With `resume: true`, the newest snapshot of the job's workspace; "": the beginning.
+
+    Raises ConfigError for snapshots that are all damaged, and not where there is none: the same line starts a job and
+    goes on with it.
+    """
+    if not job.resume:
+        return ""
+    found = latest(workspace, tell)
+    if found is None:
+        tell(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
+    return "" if found is None else str(found.path)
+
+
+def seal(path: str) -> str:
+    """By which a snapshot is known; "" where there is none."""
+    with suppress(OSError):
+        return hashlib.sha256((Path(path) / MANIFEST).read_bytes()).hexdigest() if path else ""
+    return ""
+
+
+def seen(workspace: Path, name: str, sealed: str) -> str:
+    """The snapshot of this name that another unit has chosen; "" for "". Raises ConfigError where it is another one."""
+    path = str(workspace / FOLDER / name) if name else ""
+    if seal(path) != sealed:
+        accepted = f"has no snapshot {name} as unit 0 sees it, from which the job is to go on: {SHARED}"
+        raise ConfigError("cluster.workspace", str(workspace), accepted)
+    return path
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

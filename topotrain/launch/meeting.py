@@ -35,6 +35,7 @@ BEAT_S, ALIVE_S = 1.0, 4.0
 """A unit says so often that it lives, and is forgotten after so long a silence."""
 _LOOK_S = 1.0
 _T = TypeVar("_T")
+_FROM = "from"
 
 
 class Waiting:
@@ -247,6 +248,16 @@ class Hall:
     def learn(self) -> Hosts:
         """By all others: where all are. Raises Over, StoreError."""
         return Hosts.loaded(self._await(self.run, "hosts", "the other units"))
+
+    def choose(self, name: str, seal: str) -> None:
+        """By unit 0, before all know where all are: from which snapshot the job goes on, if any. Raises StoreError."""
+        if name:
+            self.run.set(_FROM, f"{seal} {name}".encode())
+
+    def chosen(self) -> tuple[str, str]:
+        """By all others, once they know where all are: its name and seal. Raises StoreError."""
+        sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
+        return name, sealed
 
     def introduce(self, given: str, url: str) -> Introduction:
         """This unit, at the address that was `given`, or else the one that it has on its way to the store."""

@@ -5,25 +5,21 @@ each other at the start; then the job ends. Unit 0 chooses the snapshot, and eac
 one: a workspace that is not shared is told, and not trained on.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
-from topotrain.checkpoint import FOLDER, MANIFEST
 from topotrain.events import Saved
 from topotrain.job import ConfigError, Job
 from topotrain.launch.asked import Signals
 from topotrain.launch.children import Life
 from topotrain.launch.company import Company
 from topotrain.launch.introduction import Hosts, Introduction
+from topotrain.launch.lives import SHARED, seal, seen
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
-
-_SHARED = "units on several hosts need one workspace that all of them see"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +113,7 @@ def begin_anew(company: Company, made: Muster, hosts: Hosts, life: Life) -> None
     company.expect(hosts, made.there)
     for rank, unit in made.back.items():
         post.open(rank, unit.word)
-    path = Path(life.resume)
-    words: dict[str, Any] = {"name": path.name if life.resume else "", "seal": _seal(path) if life.resume else ""}
+    words: dict[str, Any] = {"name": Path(life.resume).name, "seal": seal(life.resume)}
     words |= {"absent": sorted(life.absent), "hosts": asdict(hosts)}
     for rank in sorted(made.there):
         post.say(rank, {"life": life.number, "begin": words})
@@ -141,28 +136,18 @@ def await_begin(unread: Iterable[News], company: Company, heard: Signals, life: 
 
 
 def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> Begun:
-    path = workspace / FOLDER / words["name"]
-    if words["name"] and _seal(path) != words["seal"]:
-        accepted = f"has no snapshot {words['name']} as unit 0 sees it, from which the job is to go on: {_SHARED}"
-        raise ConfigError("cluster.workspace", str(workspace), accepted)
+    path = seen(workspace, words["name"], words["seal"])
     data = words["hosts"]
     numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
     hosts = Hosts(numbers, names, addresses, data["url"], data["served"])
-    return Begun(Life(number, str(path) if words["name"] else "", frozenset(words["absent"])), hosts)
+    return Begun(Life(number, path, frozenset(words["absent"])), hosts)
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:
     """Raise ConfigError where a snapshot was taken that cannot be seen by unit 0."""
     if saved is not None and not resume:
-        accepted = f"has no snapshot, though {saved.who} has taken number {saved.number}: {_SHARED}"
+        accepted = f"has no snapshot, though {saved.who} has taken number {saved.number}: {SHARED}"
         raise ConfigError("cluster.workspace", job.workspace, accepted)
-
-
-def _seal(path: Path) -> str:
-    """By which a snapshot is known; "" where there is none."""
-    with suppress(OSError):
-        return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-    return ""
 
 
 def _post(company: Company) -> Post:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from topotrain.launch.course import Course, Met
 from topotrain.launch.grace import LEADER
 from topotrain.launch.introduction import End, Hosts, Over, with_job
 from topotrain.launch.kept import Kept
-from topotrain.launch.lives import Origin
+from topotrain.launch.lives import Origin, asked_for, seal, seen
 from topotrain.launch.meeting import Hall, Restarted, forget, forget_lives, outlast
 from topotrain.launch.muster import Begun
 from topotrain.launch.running import DECIDE_S, Grounds, Run
@@ -119,12 +120,16 @@ class Part:
                 hall.check(job)
                 _check_program(job)
                 workspace = stack.enter_context(claimed_by_unit(job, rank))
-                origin = Origin(workspace)
                 if rank:
-                    return Met(job, hall.learn(), workspace, origin)
+                    hosts = hall.learn()
+                    resume = "" if hall.returns else seen(workspace, *hall.chosen())
+                    return Met(job, hosts, workspace, Origin(workspace, resume), resume)
+                resume = asked_for(job, workspace, _warn)
+                origin = Origin(workspace, resume)
+                hall.choose(Path(resume).name, seal(resume))
                 hosts = hall.gather(self._shown(served), served is not None)
                 self._register(root, hall.id, job, hosts)
-                return Met(job, hosts, workspace, origin)
+                return Met(job, hosts, workspace, origin, resume)
             except Restarted:
                 hall.close()
 
@@ -270,6 +275,10 @@ def _check_program(job: Job) -> None:
     if not Path(job.program).is_file():
         where = f"on {os.uname().nodename}, looked for from {os.getcwd()}"
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
+
+
+def _warn(text: str) -> None:
+    print(f"topotrain: warning: {text}", file=sys.stderr)
 
 
 def _base() -> str:

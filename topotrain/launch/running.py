@@ -543,7 +543,7 @@ class Run:
         if not self._saving or self._stopping:
             return
         if self._company is not None:
-            self._company.signalled(signal.SIGTERM, hint(self.saved, self.job.workspace))
+            self._company.signalled(signal.SIGTERM, hint(self.saved))
         self._stop()
 
     def _stop(self) -> None:
