@@ -156,6 +156,7 @@ class Hall:
         try:
             self._await(self.run, f"down/{self.rank}.{me.word}", what)
         except Restarted:
+            self.run.delete(f"back/{self.rank}")  # it may have come when all of that start was forgotten
             return False
         self.returns = True
         self.pulse = Pulse(self.run, self.rank).start()
