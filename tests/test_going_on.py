@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
 from topotrain.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
-from topotrain.launch import frozen, local
+from topotrain.launch import frozen, lives
 from topotrain.launch.local import LocalLauncher
 
 GONE_S = 5.0
@@ -183,7 +183,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
                 snapshots.mkdir()
             (tmp_path / "run" / "go").touch()
 
-    monkeypatch.setattr(local, "latest", latest)
+    monkeypatch.setattr(lives, "latest", latest)
     roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
     outcome, events = launch(tmp_path, roles, hear, restarts=3)
     assert (outcome.code, outcome.cause) == (0, None)
@@ -202,7 +202,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
 
 
 def test_a_job_that_is_continued_and_dies_before_its_first_snapshot_is_continued_again(tmp_path, mark, monkeypatch):
-    monkeypatch.setattr(local, "latest", lambda workspace, told: None)
+    monkeypatch.setattr(lives, "latest", lambda workspace, told: None)
     launcher = LocalLauncher(CALLS, resume=f"{tmp_path}/elsewhere/000007")
     roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
     (tmp_path / "lives").write_text("xx")
