@@ -107,6 +107,7 @@ class Town:
         assert wire is not None and wire._listener is not None
         wire._residents.clear()
         wire._listener.close()
+        wire._watch.close()
         for connection in list(wire._connections):
             connection.cut("killed")
         assert self.seats.lost(seat)
