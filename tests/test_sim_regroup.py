@@ -337,7 +337,7 @@ MUTANTS = [
     (streams_forgotten, one, "downpour of pairs", 1),
     (staging_kept, one, "sandblaster", 1),
     (steps_kept, one, "downpour of pairs", 1),
-    (readers_kept, one, "downpour of pairs", 5),
+    (readers_kept, one, "hogwild of pairs", 35),
     (encoding_kept, one, "encoded", 2),
     (clocks_stay, left_alone, "bounded", 0),
     (decreed_twice, one, "sandblaster", 10),

@@ -112,6 +112,10 @@ class Server:
         self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
         self._away: set[int] = set()  # groups that have left the job, and may come back
         self._parting: set[int] = set()  # groups that are to leave after their next step
+        self._paused: set[int] = (
+            set()
+        )  # groups that nobody waits for, as was decided, until it is decided that they are back
+        self._returned: set[int] = set()  # groups that came back before all had the same start
         self.clocks = Clocks(self.groups, job.cluster.max_staleness)
         for group in self.groups:
             if group != 0 and job.warmup_steps:
@@ -353,8 +357,10 @@ class Server:
         if self._resumed is not None:
             self.clocks.go_on(self._clocks_of(self._resumed))
         for group in self.groups:
-            if self._runs(group):
+            if self._runs(group) and group not in self._paused:  # shards come to this between different decisions
                 self.clocks.join(group)
+        for group in sorted(self._returned):
+            self.is_back(group)
         self._known.agreement.begin()
         self._inside += self._early
         self._early = []
@@ -648,13 +654,13 @@ class Server:
             self._send(server, decision)
 
     def _change(self, decision: m.Apply) -> None:
-        if decision.change == RESTARTS:
+        if decision.change in (RESTARTS, RESTS):
+            self._paused.add(decision.group)
             self.clocks.leave(decision.group)
+        if decision.change == RESTARTS:
             self._regroup.carry_out(decision.group, decision.step)
         elif decision.change == REPLACED:
             self._replace(decision)
-        elif decision.change == RESTS:
-            self.clocks.leave(decision.group)
         elif decision.change == AWAY:
             self._go_without(decision.group, decision.step)
         elif decision.change == SNAPSHOT:
@@ -662,8 +668,10 @@ class Server:
             self._freeze_at_rest()
         elif decision.change == SHOWS and self._backup is not None:
             self._backup.catch_up(decision)
-        elif self._runs(decision.group):
-            self.clocks.join(decision.group, decision.step)
+        elif decision.change == IS_BACK:
+            self._paused.discard(decision.group)
+            if self._runs(decision.group):
+                self.clocks.join(decision.group, decision.step)
 
     # --- backup workers (`backup`) -------------------------------------------------------------------------------
 
@@ -771,8 +779,12 @@ class Server:
             self._ending.back(group)
             if self.leases is not None:
                 self.leases.again(group)
-        if group not in self.clocks.live() and self._runs(group) and (self._common or group == 0):
+        if group in self.clocks.live() or not self._runs(group):
+            return
+        if self._common or group == 0:
             self._decree(group, self.clocks.entry(group), IS_BACK)
+        else:
+            self._returned.add(group)
 
     # --- a group that leaves, and may come back ------------------------------------------------------------------
 
