@@ -92,6 +92,13 @@ def test_a_group_that_is_gone_does_not_come_back_on_a_shard_that_gets_its_values
     assert not verdict.wrong
 
 
+def test_a_group_that_came_back_before_the_common_start_and_left_before_it_stays_away():
+    verdict = next(many([11332], name="warming up"))
+    assert verdict.kills
+    assert verdict.moves
+    assert not verdict.wrong
+
+
 def test_a_snapshot_leaves_out_epochs_that_are_over():
     verdict = next(many([11618], name="downpour on three shards"))
     assert verdict.schedule.epochs == 2 and verdict.snapshots > 1 and not verdict.wrong

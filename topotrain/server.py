@@ -360,7 +360,7 @@ class Server:
             if self._runs(group) and group not in self._paused:  # shards come to this between different decisions
                 self.clocks.join(group)
         for group in sorted(self._returned):
-            self.is_back(group)
+            self._rejoin(group)
         self._known.agreement.begin()
         self._inside += self._early
         self._early = []
@@ -656,6 +656,7 @@ class Server:
     def _change(self, decision: m.Apply) -> None:
         if decision.change in (RESTARTS, RESTS):
             self._paused.add(decision.group)
+            self._returned.discard(decision.group)
             self.clocks.leave(decision.group)
         if decision.change == RESTARTS:
             self._regroup.carry_out(decision.group, decision.step)
@@ -779,6 +780,9 @@ class Server:
             self._ending.back(group)
             if self.leases is not None:
                 self.leases.again(group)
+        self._rejoin(group)
+
+    def _rejoin(self, group: int) -> None:
         if group in self.clocks.live() or not self._runs(group):
             return
         if self._common or group == 0:
