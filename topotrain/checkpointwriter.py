@@ -37,9 +37,10 @@ from topotrain.events import Event, Notice, Saved, Unsaved
 from topotrain.flatfile import FlatFile
 from topotrain.job import Job
 from topotrain.message import Message, SnapshotAsk, SnapshotPart
+from topotrain.rhythm import wants_snapshots
 from topotrain.snapshot import Slab
 from topotrain.snapshotbook import PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
-from topotrain.snapshotting import Snapshots, wants_snapshots
+from topotrain.snapshotting import Snapshots
 from topotrain.statetable import model_file, state_file
 from topotrain.textproto import dumps
 from topotrain.topology import Address, Role, Topology

@@ -26,3 +26,8 @@ class Rhythm:
         if not self.freq or step < max(1, self.after):
             return 0
         return (step - self.after) // self.freq + (self.after > 0)
+
+
+def wants_snapshots(job: Job) -> bool:
+    """Whether the user wants any, by time or by steps."""
+    return job.snapshot_s > 0 or job.checkpoint_freq > 0

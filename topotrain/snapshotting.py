@@ -15,7 +15,7 @@ from topotrain.job import Agreement, Apply, Job
 from topotrain.message import Delta, Message, ProtocolError, Remainder, SnapshotPart
 from topotrain.model import Model
 from topotrain.position import Position
-from topotrain.rhythm import Rhythm
+from topotrain.rhythm import Rhythm, wants_snapshots
 from topotrain.snapshot import Freezer, Frozen, Source
 from topotrain.snapshotbook import (
     CUT,
@@ -48,11 +48,6 @@ def refusal(job: Job, topology: Topology) -> str:
     if job.apply is Apply.kOnArrival and topology.worker_groups > 1:
         return "with apply: kOnArrival parts of other groups' steps are in the values at any moment"
     return ""
-
-
-def wants_snapshots(job: Job) -> bool:
-    """Whether the user wants any."""
-    return job.snapshot_s > 0 or job.checkpoint_freq > 0
 
 
 def takes_snapshots(job: Job, topology: Topology) -> bool:

@@ -5,7 +5,6 @@ program and arguments. Another file may lay the job out in another way; what can
 of optimizer, which the servers compare. Nothing here loads torch.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
         found.verify()
         workspace = found.path.parent.parent
     else:
-        found = latest(workspace, _warn)
+        found = latest(workspace, lives.warn)
     if found is None:
         accepted = f"has no snapshot in {FOLDER}/: one is written every snapshot_s seconds, from the first step on"
         raise ConfigError("--resume", str(workspace), accepted)
@@ -46,7 +45,7 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
 
 def asked_for(job: Job) -> str:
     """See `lives.asked_for`."""
-    return lives.asked_for(job, Path(job.workspace), _warn)
+    return lives.asked_for(job, Path(job.workspace))
 
 
 def refuse_elsewhere(job: Job) -> None:
@@ -54,7 +53,3 @@ def refuse_elsewhere(job: Job) -> None:
     if job.start_groups:
         accepted = "needs `topotrain run`, through which groups join"
         raise ConfigError("start_groups", job.start_groups, accepted)
-
-
-def _warn(text: str) -> None:
-    print(f"topotrain: warning: {text}", file=sys.stderr)

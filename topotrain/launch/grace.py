@@ -5,6 +5,7 @@ import signal
 
 from topotrain.events import Saved
 from topotrain.job import Job
+from topotrain.rhythm import wants_snapshots
 from topotrain.topology import Address, Role
 
 _LATER_S = 3.0
@@ -15,8 +16,7 @@ WORDS = {"command": "snapshot"}
 
 def grace(job: Job, number: int) -> float:
     """Seconds that a job may take for a last snapshot after this signal; 0: it ends at once."""
-    wants = job.snapshot_s > 0 or job.checkpoint_freq > 0
-    return job.grace_s if wants and number == signal.SIGTERM else 0.0
+    return job.grace_s if wants_snapshots(job) and number == signal.SIGTERM else 0.0
 
 
 def waits(job: Job) -> float:

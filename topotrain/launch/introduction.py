@@ -4,9 +4,11 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from topotrain.events import Failed
@@ -116,11 +118,15 @@ class Hosts:
     def loaded(raw: bytes) -> "Hosts":
         """What `dumped` made. Raises StoreError."""
         try:
-            data = json.loads(raw)
-            numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
-            return Hosts(numbers, names, addresses, data["url"], data["served"])
+            return Hosts.of(json.loads(raw))
         except (ValueError, TypeError, KeyError):
             raise StoreError("hosts in the store cannot be read") from None
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> "Hosts":
+        """The inverse of `asdict`, by way of JSON. Raises KeyError, TypeError."""
+        numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
+        return Hosts(numbers, names, addresses, data["url"], data["served"])
 
 
 def machine() -> str:

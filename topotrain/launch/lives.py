@@ -4,6 +4,7 @@ Rule: over several units one of them chooses, and each looks whether it sees the
 """
 
 import hashlib
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,12 @@ class Origin:
         return resume
 
 
-def asked_for(job: Job, workspace: Path, tell: Callable[[str], None]) -> str:
+def warn(text: str) -> None:
+    """Before a job has windows in which it could tell anything."""
+    print(f"topotrain: warning: {text}", file=sys.stderr)
+
+
+def asked_for(job: Job, workspace: Path) -> str:
     """With `resume: true`, the newest snapshot of the job's workspace; "": the beginning.
 
     Raises ConfigError for snapshots that are all damaged, and not where there is none: the same line starts a job and
@@ -44,9 +50,9 @@ def asked_for(job: Job, workspace: Path, tell: Callable[[str], None]) -> str:
     """
     if not job.resume:
         return ""
-    found = latest(workspace, tell)
+    found = latest(workspace, warn)
     if found is None:
-        tell(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
+        warn(f"resume: true: {job.workspace} has no snapshot yet, so the job starts at the beginning")
     return "" if found is None else str(found.path)
 
 

@@ -137,10 +137,7 @@ def await_begin(unread: Iterable[News], company: Company, heard: Signals, life: 
 
 def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> Begun:
     path = seen(workspace, words["name"], words["seal"])
-    data = words["hosts"]
-    numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
-    hosts = Hosts(numbers, names, addresses, data["url"], data["served"])
-    return Begun(Life(number, path, frozenset(words["absent"])), hosts)
+    return Begun(Life(number, path, frozenset(words["absent"])), Hosts.of(words["hosts"]))
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:

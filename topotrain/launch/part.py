@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -124,7 +123,7 @@ class Part:
                     hosts = hall.learn()
                     resume = "" if hall.returns else seen(workspace, *hall.chosen())
                     return Met(job, hosts, workspace, Origin(workspace, resume), resume)
-                resume = asked_for(job, workspace, _warn)
+                resume = asked_for(job, workspace)
                 origin = Origin(workspace, resume)
                 hall.choose(Path(resume).name, seal(resume))
                 hosts = hall.gather(self._shown(served), served is not None)
@@ -275,10 +274,6 @@ def _check_program(job: Job) -> None:
     if not Path(job.program).is_file():
         where = f"on {os.uname().nodename}, looked for from {os.getcwd()}"
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
-
-
-def _warn(text: str) -> None:
-    print(f"topotrain: warning: {text}", file=sys.stderr)
 
 
 def _base() -> str:

@@ -297,10 +297,13 @@ class Run:
 
     def _send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Give a command to these units, here and elsewhere; None: to all."""
+        self._send_here(command, ranks, **values)
+        self._say(command, ranks, **values)
+
+    def _send_here(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         for unit in self._units:
             if ranks is None or unit.rank in ranks:
                 unit.command(command, **values)
-        self._say(command, ranks, **values)
 
     def _say(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Give a command to these of the units that run elsewhere, if this one decides for them."""
@@ -409,9 +412,7 @@ class Run:
     def _ask_to_save(self) -> None:
         """Ask the process in which the first server speaks for a last snapshot, if it is here."""
         home = self._home_of(LEADER)
-        for unit in self._units:
-            if unit.rank == self.topology.unit_of(home):
-                unit.command("tell", who=str(home), words=WORDS)
+        self._send_here("tell", {self.topology.unit_of(home)}, who=str(home), words=WORDS)
 
     @property
     def _missing(self) -> set[str]:
@@ -428,8 +429,7 @@ class Run:
         self._say("renew")
         self.again = self._stopping = True
         self._alarm = (time.monotonic() + END_S, self._kill)
-        for unit in self._units:
-            unit.command("kill")
+        self._send_here("kill")
 
     def _pass_on(self, event: Event) -> None:
         if self.again and isinstance(event, Failed | Lost):  # they follow from what is known
@@ -551,8 +551,7 @@ class Run:
             return
         self._stopping = True
         self._alarm = (time.monotonic() + END_S, self._kill)
-        for unit in self._units:
-            unit.command("stop")
+        self._send_here("stop")
 
     def _kill(self) -> None:
         for unit in self._units:
