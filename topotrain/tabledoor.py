@@ -188,9 +188,10 @@ class TableDoor:
         table, wanted = self._table(name), self._ids(name, ids)
         spec = table.spec
         shards = (wanted + spec.first) % self._shards
-        by_shard = np.argsort(shards, kind="stable") if self._shards > 1 else np.arange(len(wanted))
+        sorts = bool(np.any(shards[1:] < shards[:-1]))  # not if all are one shard's: then nothing is copied, either
+        by_shard = np.argsort(shards, kind="stable") if sorts else np.arange(len(wanted))
         pull = Pull(buffer=torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype))
-        if self._shards > 1:
+        if sorts:
             order = np.empty(len(wanted), dtype=np.int64)
             order[by_shard] = np.arange(len(wanted))
             pull.order = torch.from_numpy(order)

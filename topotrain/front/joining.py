@@ -32,6 +32,7 @@ from topotrain.roads import Place
 from topotrain.textproto import dumps
 from topotrain.topology import Address
 from topotrain.wire import WireError
+from topotrain.wire.interrupts import between_frames
 
 __all__ = ["StaticStore", "Terms", "join", "leave"]
 
@@ -132,6 +133,7 @@ class _Joined:
         self._failed: BaseException | None = None
         self._said = False
         self._exit, self._hook = sys.exit, sys.excepthook
+        self._usual_interrupts = between_frames()
 
     def watch(self) -> None:
         """Notice how the script ends."""
@@ -157,6 +159,7 @@ class _Joined:
         self._over = True
         atexit.unregister(self._at_exit)
         sys.excepthook, sys.exit = self._hook, self._exit
+        self._usual_interrupts()
         process.enter(None)
         close(self._here, finished)
 

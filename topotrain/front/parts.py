@@ -41,13 +41,17 @@ def _gathered(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tup
     size = 0
     for ids, values in rows:
         if held and size + ids.nbytes + values.nbytes > PART_BYTES:
-            yield torch.cat([i for i, _ in held]), torch.cat([v for _, v in held])
+            yield _joined(held)
             held, size = [], 0
         if len(ids):
             held.append((ids, values))
             size += ids.nbytes + values.nbytes
     if held:
-        yield torch.cat([i for i, _ in held]), torch.cat([v for _, v in held])
+        yield _joined(held)
+
+
+def _joined(held: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return held[0] if len(held) == 1 else (torch.cat([ids for ids, _ in held]), torch.cat([rows for _, rows in held]))
 
 
 def _fit(ids: torch.Tensor, values: torch.Tensor, width: int) -> bool:

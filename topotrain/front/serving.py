@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,9 +123,8 @@ def understandable(error: WireError, terms: Terms) -> WireError:
 class Attendance:
     """Who has come to the servers of this process, who has gone too early, and so whether the job can succeed."""
 
-    def __init__(self, topology: Topology, terms: Terms, groups: set[int]) -> None:
-        workers = (worker for group in sorted(groups) for worker in topology.workers(group))
-        self.missing = dict.fromkeys(workers)
+    def __init__(self, topology: Topology, terms: Terms, servers: Iterable[Address]) -> None:
+        self.missing = {worker: None for server in sorted(servers) for worker in workers_of(topology, server)}
         self.failure: Fail | None = None  # why the job cannot go on
         self._name = terms.name
         self.change = threading.Condition()
@@ -203,11 +202,17 @@ class House:
         return all(resident.done for resident in self.servers.residents.values())
 
     def tell(self, why: Fail) -> None:
-        """Tell all workers that the job cannot go on."""
-        for me, resident in self.servers.residents.items():
-            for worker in sorted(resident.workers):
+        """Tell all workers that the job cannot go on, also those that are here and have said nothing yet."""
+        for me in self.servers.residents:
+            for worker in workers_of(self._place.topology, me):
                 with suppress(WireError):
                     self.roads.send(me, worker, why)
+
+
+def workers_of(topology: Topology, server: Address) -> list[Address]:
+    """Those that belong to a server's group."""
+    groups = topology.worker_groups_of(server.group)
+    return [worker for group in sorted(groups) for worker in topology.workers(group)]
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -245,7 +250,7 @@ def serve(
         check_there(topology, me)
     threads = torch.get_num_threads()  # the process is the user's, and may have other plans when we have left
     torch.set_num_threads(1)  # as under a launcher
-    attendance = Attendance(topology, terms, {g for me in servers for g in topology.worker_groups_of(me.group)})
+    attendance = Attendance(topology, terms, servers)
     houses: list[House] = []
     try:
         for (at_host, at_port), members in _houses(servers, store, host, port).items():

@@ -83,6 +83,7 @@ class Connection:
     ) -> None:
         sock.settimeout(None)
         self.me, self.peer, self.generation = me, peer, generation
+        self.interrupted = False
         self.sent = self.received = 0  # bytes of messages; a reference counts as the payload it stands for
         self._sock, self._resident, self._memory, self._ended = sock, resident, memory, ended
         self._intake = Intake(sock, with_fds=memory is not None)
@@ -114,6 +115,7 @@ class Connection:
         Raises:
             WireError: the connection has ended or is ending, perhaps while this waited.
             ValueError: a body that cannot travel.
+            KeyboardInterrupt: Ctrl-C came meanwhile (see `interrupts`); the message is on its way.
         """
         kind, meta = encode(message)
         body = None if message.body is None else _flat(message.body)
@@ -135,6 +137,9 @@ class Connection:
             else:
                 self._frame_out(0, kind, meta)
             self.sent += HEADER_BYTES + len(meta) + size
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
 
     def _announce(self, region: Region) -> None:
         if region.id not in self._announced:
