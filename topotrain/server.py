@@ -711,7 +711,7 @@ class Server:
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return "the job has tables, whose changes are not counted by batch" if self._tables.used else ""
+        return "the job has tables, and what a group has said of them is not taken back" if self._tables.used else ""
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # torch's own Adagrad makes such tensors
 ]
 
-WORDS = ("resuming.py", "words", "--epochs", "2")
+WORDS = ("resuming.py", "words", "--epochs", "2", "--at", "40")
 
 
 def rows_of(workspace: Path, name: str, width: int) -> dict[int, list[float]]:
@@ -36,7 +36,7 @@ def different(undisturbed: Ended, final: dict[str, torch.Tensor]) -> list[str]:
 
 
 def shot(shop: Shop, cluster: str, victim: str, *program: str, extra: str) -> tuple[str, Path]:
-    """A job of which one process is killed when its main worker has taken 30 steps: what it said, and its workspace."""
+    """A job of which one process is killed when its main worker has taken 40 steps: what it said, and its workspace."""
     hold = shop.folder / "hold"
     hold.touch()
     command = shop.command(cluster, *program, "--hold", str(hold), extra=extra)
@@ -61,11 +61,11 @@ def shot(shop: Shop, cluster: str, victim: str, *program: str, extra: str) -> tu
 def test_a_server_dies_and_the_bits_are_those_without_the_death(shop: Shop) -> None:
     undisturbed = shop.run(SYNC, *WORDS, name="undisturbed")
     rows = rows_of(undisturbed.workspace, "served", 6)
-    said, workspace = shot(shop, SYNC, "server 0/1", *WORDS, extra="snapshot_s: 0 checkpoint_freq: 20")
+    said, workspace = shot(shop, SYNC, "server 0/1", *WORDS, extra="snapshot_s: 0 checkpoint_freq: 15")
     assert "the whole job starts again from /" in said and len(rows) == 40
     assert not different(undisturbed, load_file(workspace / "final.safetensors"))
     assert rows_of(workspace, "served", 6) == rows
-    ended = resumed(shop, workspace / "manifests" / "step-20", "--set", "cluster.nservers_per_group=3")
+    ended = resumed(shop, workspace / "manifests" / "step-30", "--set", "cluster.nservers_per_group=3")
     assert not different(undisturbed, ended.final)  # rows have found their new homes
     assert rows_of(ended.workspace, "served", 6) == rows
 
