@@ -163,6 +163,17 @@ def test_safetensors_reads_the_files(tmp_path: Path) -> None:
     assert rows == shelf.rows()
 
 
+def test_who_has_no_memory_for_a_copy_goes_without_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = Shelf([WORDS], 1).push(1)
+
+    def full(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr("topotrain.tablecopy.torch.empty_like", full)
+    with pytest.raises(StateError, match="no memory for a copy of table 'words': can't allocate memory"):
+        shelf.freeze()
+
+
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 

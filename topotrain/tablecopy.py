@@ -12,6 +12,7 @@ import torch
 from topotrain.job import ConfigError
 from topotrain.message import ProtocolError
 from topotrain.snapshot import Frozen, Slab, Source
+from topotrain.statetable import StateError
 from topotrain.tablefile import IDS, KeptTable, entry_of
 from topotrain.tablemodes import Table
 from topotrain.tablerows import VALUES, Rows
@@ -27,7 +28,7 @@ class Copier:
         self._rooms: dict[tuple[str, str, int], torch.Tensor] = {}
 
     def freeze(self, frozen: Frozen, tables: Iterable[Table]) -> Frozen:
-        """With the rows that these have now."""
+        """With the rows that these have now. Raises StateError where there is no memory for them."""
         kept, slabs = list[KeptTable](), list[Slab]()
         for table in tables:
             name, rows = table.spec.name, table.rows
@@ -42,10 +43,17 @@ class Copier:
         for number, (block, used) in enumerate(rows.blocks(column)):
             key = table, column, number
             if key not in self._rooms:
-                self._rooms[key] = torch.empty_like(block)
+                self._rooms[key] = _room(table, block)
             room = self._rooms[key][:used].copy_(block[:used])
             yield Slab(entry_of(table, column), at, room.view(-1))
             at += room.numel()
+
+
+def _room(table: str, block: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.empty_like(block)
+    except (MemoryError, RuntimeError) as error:  # costs the snapshot, and not the job
+        raise StateError(f"there is no memory for a copy of table {table!r}: {error}") from error
 
 
 class Kept:
