@@ -1,17 +1,19 @@
-"""What second copies and checks cost a synchronous step: MLP of 10.5 M parameters, 2 workers, 2 servers, over TCP.
+"""What second copies, checks and TLS cost a synchronous step: MLP of 10.5 M parameters, 2 workers, 2 servers, TCP.
 
 Rule: jobs that differ in one setting take turns on an idle machine. Second copies are meant for other hosts: here the
 processes that hold them take their time from the same two cores, so the figure is what they cost where nothing is free.
 """
 
 import argparse
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from benchmarks.harness import ROUNDS, Row, absent, interleave, row
 from benchmarks.record import run_table
 from benchmarks.sides import Refused, Side, Sides, cluster
 
-NAME, TITLE, GOALS = "safety", "What second copies and checks cost", ()
+NAME, TITLE, GOALS = "safety", "What second copies, checks and TLS cost", ()
 
 WHAT, STEPS = "a synchronous step, 2 workers, 2 servers, TCP, MLP of 10.5 M parameters", 20
 HIDDEN = "grads: kHidden"
@@ -34,20 +36,50 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="mlp", help="another one to see whether this works: small")
 
 
-def measure(options: argparse.Namespace) -> Sequence[Row]:
-    with Sides() as sides:
-        jobs: dict[str, Side] = {}
+def address() -> str:
+    """An address of this machine at which TLS is spoken: any that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         try:
-            for name, (inside, top) in WAYS.items():
-                jobs[name] = sides.job(name, cluster(servers=2, inside=inside, top=top), 2, options.model, "kTcp")
-        except Refused as reason:
-            return [absent("", WHAT, "x", str(reason), "< 1.10")]
-        found = interleave({name: lambda job=job: job.run(STEPS) for name, job in jobs.items()}, options.rounds)
+            one.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError as error:
+            raise Refused(f"this machine has no address but loopback ({error.strerror})") from None
+        found = str(one.getsockname()[0])
+    if found.startswith("127."):
+        raise Refused("this machine has no address but loopback")
+    return found
+
+
+def measure(options: argparse.Namespace) -> Sequence[Row]:
     rows = []
-    for what, way, without, bound in RATIOS:
-        note = f"{found[without].median * 1e3:.1f} ms without; {options.rounds} turns of {STEPS} steps each"
-        rows.append(row("", f"{WHAT}, {what}", found[way].over(found[without]), "x", bound, note))
+    with Sides() as sides:
+        for what, way, without, bound in RATIOS:
+            two = [partial(_job, sides, name, options.model) for name in (without, way)]
+            rows.append(_ratio(what, bound, two, options.rounds))
+        two = [partial(_units, sides, host, options.model) for host in (lambda: "127.0.0.1", address)]
+        rows.append(_ratio("under TLS, at an address that is not loopback", "", two, options.rounds))
     return rows
+
+
+def _job(sides: Sides, name: str, model: str) -> Side:
+    inside, top = WAYS[name]
+    return sides.living.get(name) or sides.job(name, cluster(servers=2, inside=inside, top=top), 2, model, "kTcp")
+
+
+def _units(sides: Sides, host: Callable[[], str], model: str) -> Side:
+    where = host()
+    return sides.units(f"at {where}", cluster(servers=2, top=HIDDEN), 4, 2, model, where)
+
+
+def _ratio(what: str, bound: str, pair: Sequence[Callable[[], Side]], rounds: int) -> Row:
+    """What the second one's step takes, over the first one's."""
+    title = f"{WHAT}, {what}"
+    try:
+        without, way = (make() for make in pair)
+    except Refused as reason:
+        return absent("", title, "x", str(reason), bound)
+    found = interleave({"without": lambda: without.run(STEPS), "with": lambda: way.run(STEPS)}, rounds)
+    note = f"{found['without'].median * 1e3:.1f} ms without; {rounds} turns of {STEPS} steps each"
+    return row("", title, found["with"].over(found["without"]), "x", bound, note)
 
 
 if __name__ == "__main__":
