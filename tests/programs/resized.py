@@ -1,10 +1,13 @@
 """A ledger, see ledger.py, whose main worker has workers join the job and leave it.
 
-WORKSPACE, then how many workers join (above 0) or leave (below 0) at its third step, its sixth one and so on. Whoever
-asks waits for the job to end this life; as each life begins at its first line, files in WORKSPACE say what was asked.
+WORKSPACE, then how many workers join (above 0) or leave (below 0) at its third step, at the third one of the life of
+the job that follows, and so on. Whoever asks is answered in that next life, so a file in WORKSPACE counts what was
+asked. Then, perhaps, when worker (0,1) is killed once: "asked", as soon as the first change is, or "begins", as the
+life that follows the first change begins.
 """
 
-import json
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -18,32 +21,41 @@ from topotrain.launch.resizing import Resize
 
 EPOCHS, SAMPLES = 3, 120
 workspace, changes = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
-lives = Path(workspace, "lives")
+dies = sys.argv[3] if len(sys.argv) > 3 else ""
+asked, dead = workspace / "asked", workspace / "dead"
+
+
+def done() -> int:
+    return len(asked.read_text()) if asked.exists() else 0
+
+
+def die_if(when: str) -> None:
+    if dies == when and tt.rank() == 1 and done() and not dead.exists():
+        dead.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wish(change: int) -> None:
-    """Answered in another life, unless it is refused."""
     try:
         ask(workspace, Resize("join" if change > 0 else "leave", abs(change), 60.0))
     except ConfigError as error:
         with Path(workspace, "refused").open("a") as file:
-            file.write(json.dumps(str(error)) + "\n")
-
-
-asked: list[threading.Thread] = []
+            file.write(f"{error}\n")
 
 
 def after(steps: int) -> None:
-    if not tt.is_main() or steps % 3:
-        return
-    done = len(lives.read_text()) if lives.exists() else 0
-    if done < len(changes) and not asked:
-        with lives.open("a") as file:
-            file.write("x")
-        asked.append(threading.Thread(target=wish, args=(changes[done],)))
-        asked[0].start()
-    elif asked:
+    global waits
+    die_if("asked")
+    if waits or (tt.is_main() and steps >= 3 and done() < len(changes)):
         threading.Event().wait(0.05)  # computing: the job must not come to its end before it has changed
+    if not waits and tt.is_main() and steps >= 3 and done() < len(changes):
+        waits = True
+        change = changes[done()]
+        with asked.open("a") as file:
+            file.write("x")
+        threading.Thread(target=wish, args=(change,)).start()
 
 
+waits = False
+die_if("begins")
 train(SAMPLES, EPOCHS, after)
