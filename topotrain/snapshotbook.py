@@ -226,7 +226,7 @@ class Book:
         return True
 
     def abandon(self, why: str) -> str:
-        """The state of some worker never comes: drop the snapshot as soon as nobody writes at it. Returns its reason."""
+        """The state of some worker never comes: drop the snapshot once nobody writes at it. Returns its reason."""
         now = self._now
         if now is None or now.publishing:
             return ""
