@@ -15,7 +15,9 @@ import torch
 
 from topotrain import message as m
 from topotrain import windows
+from topotrain.accord import StepError
 from topotrain.backup import Backup
+from topotrain.bitmaps import int_to_bits
 from topotrain.consistency import (
     AWAY,
     IS_BACK,
@@ -42,7 +44,7 @@ from topotrain.membership import Regroup
 from topotrain.model import Model, global_norm, step_factor
 from topotrain.opening import Opening
 from topotrain.readers import Readers
-from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
+from topotrain.reduction import Reduced, Staging
 from topotrain.regrouping import singly
 from topotrain.shard import Allocate
 from topotrain.slices import Bucket
