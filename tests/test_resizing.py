@@ -5,9 +5,13 @@ import threading
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.launch_targets import MARK, launch, marked, parts, processes, wait_for
 from topotrain import textproto
@@ -26,12 +30,14 @@ from topotrain.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.job import Cluster, ConfigError, Job
+from topotrain.front.bounds import bound
+from topotrain.job import Cluster, ConfigError, Job, Placement
 from topotrain.launch.door import ask
 from topotrain.launch.recovery import Recovery, recovery
 from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize, resized
 from topotrain.launch.words import Renew
-from topotrain.topology import layout
+from topotrain.split import devices
+from topotrain.topology import Address, Role, layout
 
 BEGAN = 100.0
 ALLREDUCE = Cluster(nworkers_per_group=3, nservers_per_group=3)
@@ -199,6 +205,33 @@ def test_a_death_meanwhile_starts_the_job_again_as_it_was() -> None:
     made.renewed()
     assert made.heard(SAVED, 107.0) == [SAVED]
     assert made.resize(Resize("leave", 1), 108.0) == [AskSnapshot()]
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+
+
+def said(fields: dict[str, Any], model: nn.Module, loader: Any, cut: bool = False, main: bool = True) -> list[Bounded]:
+    """What worker (0,0) tells of its script in a job with these fields."""
+    found: list[Bounded] = []
+    cluster = fields.pop("cluster", SANDBLASTER)
+    place = SimpleNamespace(job=job(cluster, **fields), topology=layout(cluster))
+    here = SimpleNamespace(is_main=main, me=Address(Role.WORKER, 0, 0), place=place, emit=found.append)
+    bound(here, model, loader, cut)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_first_worker_tells_what_only_its_script_shows() -> None:
+    model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.zeros(21)), batch_size=5)
+    assert said({}, model, loader) == []
+    (told,) = said({"per_worker_batch": True}, model, loader)
+    assert told.most == 4 and "for each of 4 workers" in told.text
+    assert said({"per_worker_batch": True}, model, loader, main=False) == []
+    for split in (said({}, model, loader, cut=True), said({"placement": Placement.kAuto}, model, loader)):
+        assert split[0].most == 0 and "one model is split" in split[0].text
+    model.__dict__[devices.PLACE] = "/job:worker/task:0"
+    assert said({"cluster": Cluster()}, model, loader)[0].most == 0, "with more workers it would be split"
+    (told,) = said({}, nn.Linear(2, 2), None)
+    assert told.most == 0 and "divides its data itself" in told.text
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------

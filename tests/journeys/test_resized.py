@@ -41,7 +41,7 @@ def test_a_death_meanwhile_costs_no_sample(shop: Shop, cluster: str, when: str) 
 
 def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_nobody_joined(shop: Shop) -> None:
     joined = resized(shop, SANDBLASTER, "1,-2", "line", extra="")
-    alone = resized(shop, SANDBLASTER, "0", "line", extra="", name="alone")
+    alone = resized(shop, SANDBLASTER, "", "line", extra="", name="alone")
     assert len(changes(joined)) == 2 and changes(alone) == []
     for name, tensor in alone.final.items():
         assert torch.allclose(tensor, joined.final[name], rtol=1e-9, atol=1e-9), name

@@ -23,7 +23,7 @@ from topotrain.launch.door import ask
 from topotrain.launch.resizing import Resize
 
 EPOCHS, SAMPLES = 3, 120
-workspace, changes = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",")]
+workspace, changes = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",") if word]
 dies = sys.argv[3] if len(sys.argv) > 3 else ""
 asked, dead = workspace / "asked", workspace / "dead"
 
@@ -50,7 +50,7 @@ def after(steps: int) -> None:
     global waits
     die_if("asked")
     if waits or (tt.is_main() and steps >= 3 and done() < len(changes)):
-        threading.Event().wait(0.05)  # computing: the job must not come to its end before it has changed
+        threading.Event().wait(0.2)  # computing: the job must not come to its end before it has changed
     if not waits and tt.is_main() and steps >= 3 and done() < len(changes):
         waits = True
         change = changes[done()]
