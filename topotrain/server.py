@@ -734,6 +734,8 @@ class Server:
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
+        if self.deposits is not None and self.snapshots.under_way:
+            self.snapshots.bereft(group, self._states())
         self._ending.forget(group, ended)
         if group not in self.groups:
             return
