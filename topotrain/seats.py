@@ -85,7 +85,7 @@ class Seats:
         return sum(w.shadow < 0 and self._domains[w.lead] != domain for w in self.standing.values())
 
     def filled(self, seat: int, domain: int | None = None) -> None:
-        """A fresh process takes a seat: it follows whoever has no second copy. domain: where it stands, if it is new."""
+        """A fresh process takes a seat: it follows whoever has no second copy. domain: where it stands."""
         if domain is not None:
             self._domains[seat] = domain
         for server, where in self.standing.items():
