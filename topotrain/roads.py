@@ -138,7 +138,7 @@ class Roads:
 
         moves: how often it had at least. Where a process is published may be where it has died, and another one is
         published then. Where it has not moved and answers, only the way has ended, and what was under way is lost.
-        Raises WireError for that, and if nobody answers for as long as processes look for each other.
+        Raises Broken for that, WireError if nobody answers for as long as processes look for each other.
         """
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
@@ -153,7 +153,7 @@ class Roads:
             time.sleep(spread(pause))
             pause = min(2 * pause, _GLANCE_S)
             if moves and not self._is_published(peer, moves) and self._answers(me, peer, moves - 1):
-                raise WireError(f"the way to {peer} has ended, which lives")
+                raise Broken("it lives, but the way to it has ended")
             if self._is_published(peer, moves + 1):
                 moves += 1
 

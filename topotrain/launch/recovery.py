@@ -248,13 +248,24 @@ class Recovery:
         cause = choose_cause(held)
         if cause is None:
             return []
-        # A worker that came back and is not taken in again: the servers may be past the point where they could.
-        again = self._waits.for_group(self._group_of.get(cause.who, _WHOLE))
-        if self._arriving(self._group_of.get(cause.who, _WHOLE)):
+        found = self._follows(cause, now)
+        if found is None:
+            return self._give_up(*held)
+        for other in held:  # of several groups that have lost somebody each starts again
+            if not self._over and other.kind == "peer" and other.who in self._group_of:
+                found += self._follows(other, now) or []
+        return found
+
+    def _follows(self, cause: Failed, now: float) -> list[Word] | None:
+        """What follows from an error for which there is no other cause; None: the end."""
+        group = self._group_of.get(cause.who, _WHOLE)
+        if cause.who in self._told.leaving:
+            return []
+        if self._arriving(group):
             return self._lost(cause, now)
-        if cause.kind == "peer" or again:
-            return self._lost(cause, now, alone=not again)
-        return self._give_up(*held)
+        # A worker that came back and is not taken in again: the servers may be past the point where they could.
+        again = self._waits.for_group(group)
+        return self._lost(cause, now, alone=not again) if cause.kind == "peer" or again else None
 
     # --- causes
 
