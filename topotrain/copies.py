@@ -30,7 +30,8 @@ from topotrain.shard import Allocate
 from topotrain.spans import Recorder
 from topotrain.topology import Address, Role
 from topotrain.transfer import portray, restore
-from topotrain.wire import WireError
+from topotrain.wire import Refused, WireError
+from topotrain.wire.auth import Peer
 
 GRACE_S, APART_S = 15.0, 4.0
 """So long nobody is told of an end; so much longer on the next seat: of two that miss each other only one shall end."""
@@ -151,6 +152,11 @@ class Speaker:
     def do(self, what: Callable[[Lead], Out]) -> None:
         """Have the copy do something."""
         self._do(lambda: what(self.lead))
+
+    def probe(self) -> int:
+        """Have something confirmed by the second copy; returns what, see `Lead.confirmed`."""
+        self.do(lambda lead: lead.probe())
+        return self.lead.copy.events
 
     def alone(self, shadows: int) -> None:
         """The second copy is gone; the next one is the so-manieth."""
@@ -335,6 +341,7 @@ class CopiedServers:
         self._speakers: dict[Address, Speaker] = {}
         self._listeners: dict[Address, Listener] = {}
         self._orders: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+        roads.admit(self._admit)
 
     # --- the beginning -------------------------------------------------------------------------------------------
 
@@ -464,16 +471,27 @@ class CopiedServers:
             self._apart(partial(self._seek, self._speakers[me], self._standing[0].moves), me)
 
     def _seek(self, speaker: Speaker, moves: int) -> None:
-        """Call the coordinator where it was, until somebody says that it has moved."""
+        """Call the coordinator where it was, until somebody says that it has moved.
+
+        It may be this host that is cut off, and another process may speak for the server by now: then the second copy
+        confirms nothing, and the call would take the way from who speaks.
+        """
         self._missed(speaker.lead.me)
         until = time.monotonic() + self._grace_s
         while self._standing[0].moves == moves and not speaker.done:
+            index = speaker.probe()
+            time.sleep(spread(_AGAIN_S))
             with suppress(WireError, TimeoutError):
-                self._call(speaker, moves)
-                return
+                if speaker.lead.confirmed(index):
+                    self._call(speaker, moves)
+                    return
             if time.monotonic() > until:
                 self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and nobody knows of its end")
-            time.sleep(spread(_AGAIN_S))
+
+    def _admit(self, peer: Peer, there_already: bool) -> None:
+        """Who calls as a server that speaks here was that, and has not heard of it."""
+        if peer.address in self._speakers:
+            raise Refused("FENCED", f"{peer.address} speaks in another process")
 
     def _call(self, speaker: Speaker, moves: int) -> None:
         coordinator = self._servers[0]

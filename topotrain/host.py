@@ -307,7 +307,9 @@ def serve(
     if place.job.cluster.replicas > 1:
         if seat is None:
             raise ConfigError(
-                "cluster.replicas", 2, "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes"
+                "cluster.replicas",
+                2,
+                "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
             )
         with flushing():
             copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)

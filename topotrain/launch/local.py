@@ -59,7 +59,6 @@ class LocalLauncher(Launcher):
                     if goes_on is None or not run.again or heard.came or (place is not None and place.over):
                         break
                     goes_on.renewed()
-                    goes_on.stands(topology)
                     resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
                     life = Life(life.number + 1, resume, goes_on.attendance.away)
                     if place is not None:

@@ -108,7 +108,7 @@ class Recovery:
         near: frozenset[str] | None = None,
     ) -> None:
         self._terms, self._began = terms, began
-        self._homes = Homes(topology)
+        self._topology, self._homes = topology, Homes(topology)
         self._units = {f"unit {unit.rank}": unit.rank for unit in topology.units}
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
@@ -161,6 +161,7 @@ class Recovery:
         self.attendance.renewed()
         self._told = _Told(self._up())
         self._waits.renewed()
+        self.stands(self._topology)
         self._over, self._due = False, None
 
     def stands(self, topology: Topology) -> None:
@@ -168,7 +169,7 @@ class Recovery:
 
         Raises ValueError where those do not do for two copies, see `seats.check`.
         """
-        self._homes = Homes(topology)
+        self._topology, self._homes = topology, Homes(topology)
         self._seats = None if self._seats is None else Seats(seats.domains(topology))
 
     @property
