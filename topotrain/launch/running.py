@@ -361,6 +361,10 @@ class Run:
         self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
         if self.again:
             self.unread.append(news)
+        elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed should more be lost
+            self.unread.append(news)
+            text = f"{news.unit.who} waits until the whole job starts again, if it does: others do its part"
+            self._on_event(Notice("launcher", text))
         elif not self._stopping and self._post is not None:
             self._post.open(news.rank, news.unit.word)
             self._post.say(news.rank, {"life": self._life, "outcast": True})
