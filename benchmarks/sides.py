@@ -226,6 +226,18 @@ class Sides:
         command += [str(file), str(script), "--socket", str(folder / "line"), word, model]
         return self._start(name, folder, [command], [{}], workers, terminal)
 
+    def units(self, name: str, conf: str, count: int, workers: int, model: str, host: str) -> Side:
+        """The same as `job`, over TCP, by `topotrain unit`: every process listens at this address. Raises Refused."""
+        folder = self.room(name)
+        file = folder / "job.conf"
+        file.write_text(conf)
+        common = [sys.executable, "-m", "topotrain", "unit", "--quiet", "--forkserver", self.serve()]
+        common += ["--set", f"cluster.workspace={folder / 'work'}", "--set", "cluster.road=kTcp", "--host", host]
+        common += ["--rendezvous", (folder / "meet").as_uri(), "--nprocs", str(count)]
+        script = [str(file), str(STEPPER), "--socket", str(folder / "line"), "--model", model]
+        commands = [[*common, "--rank", str(rank), *script] for rank in range(count)]
+        return self._start(name, folder, commands, [{}] * count, workers)
+
     def peer(self, name: str, way: str, size: int, model: str, wrap: Sequence[Sequence[str]] = (), **more: str) -> Side:
         """`size` processes of ordinary PyTorch.
 

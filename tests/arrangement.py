@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from topotrain.buffers import ModelParts, describe_model
+from topotrain.canonical import canonical_mean
 from topotrain.exchange import Exchange
 from topotrain.feeds import STATIC
 from topotrain.gateway import make_server
@@ -32,7 +33,6 @@ from topotrain.host import Monitor, WorkerRoads, _ServerResident, peers, serve
 from topotrain.job import Cluster, Job, Reduce
 from topotrain.lazy import wait_by_layer
 from topotrain.optimizer import _tracked, adopt
-from topotrain.reduction import canonical_mean
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
 from topotrain.server import Server

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from topotrain import textproto
-from topotrain.events import Event, Failed, Finished, Notice, Saved, Serving, Unsaved, to_json
+from topotrain.events import Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
 from topotrain.job import Cluster, ConfigError, Job, OnFailure
 from topotrain.launch import Outcome
 from topotrain.launch.child import Control
@@ -40,6 +40,7 @@ def play(spec, channel, fds):
     def hear(command):
         termination.hear(command)
         if answer and command["command"] == "snapshot":
+            Path(spec["job_dir"], "saved").touch()
             control.emit(answer)
 
     control = Control(channel, hear)
@@ -243,6 +244,14 @@ def life(spec, control, fds):
     return stay(spec, control, fds)
 
 
+def stay_once(spec, control, fds):
+    """Stays until the life of the job that follows a snapshot; there it makes a step."""
+    if not Path(spec["job_dir"], "saved").exists():
+        return stay(spec, control, fds)
+    control.emit(StepDone(spec["who"], 1.0, 71, 8, None, 0.0, 0, 0, 0))
+    return 0
+
+
 def share(spec, control, fds):
     """Two workers meet in shared memory: each writes its own byte and waits for the other's."""
     assert spec["shared_memfd"] and len(fds) == 1
@@ -277,10 +286,14 @@ def torch_world(spec, control, fds):
     return 0
 
 
-ANSWERS = {"saves": Saved("server 0/0", 3, 70, "manifests/000003", "end"), "unsaved": Unsaved("server 0/0", "why")}
+SAVED, UNSAVED = Saved("server 0/0", 3, 70, "manifests/000003", "end"), Unsaved("server 0/0", "why")
+ANSWERS = {"saves": SAVED, "saves once": SAVED, "unsaved": UNSAVED, "unsaved until over": UNSAVED}
 PARTS: dict[str, Any] = {
     "saves": stay,
+    "saves once": stay_once,
+    "stay once": stay_once,
     "unsaved": stay,
+    "unsaved until over": until_over,
     "finish": finish,
     "raise": raises,
     "misconfigured": misconfigured,

@@ -241,7 +241,7 @@ def test_what_cannot_be_is_refused_with_the_state_of_all_groups() -> None:
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True)), "--resume WORKSPACE"),
+        (Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True)), "leave WORKSPACE --workers 1"),
         (replace(JOB, on_failure=OnFailure.kStop), "kContinue is needed"),
         (replace(JOB, shard=Shard.kStatic), "shard: kStatic"),
         (replace(JOB, apply=Apply.kOnArrival, grads=Grads.kHidden), "kOnArrival"),

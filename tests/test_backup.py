@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from topotrain.accord import StepError
 from topotrain.backup import Quorum
+from topotrain.bitmaps import NO_REVISION
 from topotrain.consistency import SHOWS, DecisionLog
 from topotrain.data import ShardedLoader
 from topotrain.events import Notice
@@ -15,7 +17,7 @@ from topotrain.feeds import PLAIN, DataPlan
 from topotrain.front.progress import Telling
 from topotrain.job import Cluster, ConfigError
 from topotrain.message import CatchUp, Commit, Push, Staged
-from topotrain.reduction import NO_REVISION, Staging, StepError
+from topotrain.reduction import Staging
 from topotrain.rehearsal import parameters
 from topotrain.slices import cut
 from topotrain.topology import Address, Role, layout

@@ -147,6 +147,23 @@ def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
     assert ask("run", "a.conf", "--repport", "x")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--group", "1", "--workers", "1"), "--workers = 1: must not be given with --group"),
+        (("--workers", "1"), "WORKSPACE = 'nowhere': must be the workspace of a job that `topotrain run` has started"),
+        (("--within", "soon"), "--within"),
+        ((), "WORKSPACE = 'nowhere'"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["leave", "join"])
+def test_who_leaves_and_joins_is_one_group_or_so_many_workers(
+    ask: Ask, verb: str, words: Sequence[str], said: str
+) -> None:
+    code, _, err = ask(verb, "nowhere", *words)
+    assert code == 2 and said in err
+
+
 def test_version(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
     assert ask("--version") == (0, "topotrain 1.2.3\n", "")

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topotrain.canonical import canonical_mean
 from topotrain.collective import (
     VALUES,
     Part,
@@ -26,7 +27,6 @@ from topotrain.collective import (
 )
 from topotrain.job import Algorithm
 from topotrain.message import Hop, ProtocolError
-from topotrain.reduction import canonical_mean
 
 ALL = tuple(Algorithm)
 STARS = (Algorithm.kAuto, Algorithm.kNaive)

@@ -37,6 +37,8 @@ EXAMPLES: list[Event] = [
     events.Agreed("server 0/0", 2, "leave", "no other group trains"),
     events.Left(2, "has left", 1.5),
     events.Joined(2, 1, 2.5),
+    events.Bounded("worker 0/0", 3, "an epoch has one batch for each of 3 workers"),
+    events.Resized(0, 3, 2, 70, 1.5),
     events.Final("workspace/final.safetensors", 12.5),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]

@@ -8,10 +8,10 @@ from arrangement import adam, building, job_of
 from torch import nn
 
 from topotrain import message as m
+from topotrain.bitmaps import NO_REVISION
 from topotrain.buffers import describe_model
 from topotrain.exchange import Exchange, JobError, PeerLost, StepEnd
 from topotrain.host import Monitor
-from topotrain.reduction import NO_REVISION
 from topotrain.shard import FlatBuffers
 from topotrain.topology import Address, Role, layout
 from topotrain.update import describe

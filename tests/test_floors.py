@@ -21,9 +21,9 @@ TOP = "topotrain"
 FLOORS = (
     "checks job protofile textproto events spans",
     "topology regrouping seats slices flatfile statetable rhythm",
-    "message handling codecs finite compression reduction given collective consistency schedule "
-    "update neighbor leases deposits runs position shard encoding windows model snapshot backup readers ending "
-    "membership snapshotbook crosscut snapshotting "
+    "message handling codecs finite compression bitmaps canonical accord reduction given collective consistency "
+    "schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup readers "
+    "ending membership snapshotbook crosscut snapshotting "
     "tables tablerows tablerules tablemodes tablebook manners opening server gateway views comparison "
     "replication transfer",
     "jitter wire torchdist rendezvous torchurl",

@@ -17,11 +17,11 @@ from arrangement import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from topotrain.bitmaps import NO_REVISION
 from topotrain.buffers import ModelBuffers, describe_model
 from topotrain.exchange import JobError
 from topotrain.gradients import PushPath
 from topotrain.job import Grads
-from topotrain.reduction import NO_REVISION
 from topotrain.shard import FlatBuffers
 from topotrain.slices import cut
 

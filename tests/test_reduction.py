@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from topotrain.accord import StepError
+from topotrain.bitmaps import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.canonical import canonical_mean
 from topotrain.message import BackwardEnd, Commit, Edit, Push
-from topotrain.reduction import NO_REVISION, Staging, StepError, bits_to_int, canonical_mean, int_to_bits
+from topotrain.reduction import Staging
 from topotrain.slices import Parameter, cut
 
 SIZE = 100

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from topotrain import message as m
+from topotrain.bitmaps import NO_REVISION, int_to_bits
 from topotrain.buffers import describe_model
 from topotrain.job import Cluster, Job, Updater
-from topotrain.reduction import NO_REVISION, int_to_bits
 from topotrain.server import Server
 from topotrain.topology import Address, Role, layout
 from topotrain.update import describe, hyper

@@ -11,11 +11,11 @@ from simulation import STORM, Seat, Town, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from topotrain.canonical import canonical_mean
 from topotrain.faults import CALM, FAR, VIEWS, Fault, Schedule, What
 from topotrain.job import Grads, Reduce
 from topotrain.message import Apply
 from topotrain.position import STATIC
-from topotrain.reduction import canonical_mean
 from topotrain.topology import Address, Role
 from topotrain.trial import Trial
 from topotrain.wire.simulated import Weather

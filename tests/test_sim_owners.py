@@ -5,9 +5,9 @@ import torch
 from simulation import STORM, Seat, Town, job, parameters, same, total, trace
 
 from topotrain import message as m
+from topotrain.bitmaps import NO_REVISION
 from topotrain.exchange import StepEnd
 from topotrain.job import Grads
-from topotrain.reduction import NO_REVISION
 from topotrain.slices import Parameter
 from topotrain.topology import Role
 

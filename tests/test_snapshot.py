@@ -7,7 +7,7 @@ from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 from topotrain import message as m
 from topotrain.job import Agreement, Apply, Grads
 from topotrain.position import STATIC, Position
-from topotrain.snapshotbook import CUT, PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.snapshotbook import CUT, END, PUBLISHED, TIME, WRITTEN, Drop, Publish, Write, texts
 from topotrain.statetable import StateError, from_rows, merge, to_rows
 from topotrain.topology import Address, Role
 
@@ -305,6 +305,25 @@ def test_in_one_group_an_older_state_does_not_do():
     archive.ask()
     assert not archive.published and "worker 0/1" in archive.dropped[0].why
     assert town.server(0, 0).snapshots.under_way == 2
+
+
+@pytest.mark.parametrize(("why", "again"), [(TIME, 0), (END, 2)])
+def test_one_that_waits_for_a_worker_that_had_to_start_again_is_dropped_and_the_last_one_taken_anew(why, again):
+    town, archive, boxes = waiting(groups=1, workers=2)
+    server = town.server(0, 0)
+    server.snapshots.book._now.reason = why
+    boxes.left[1] = {town.workers[0]: torch.ones(2, dtype=torch.uint8)}
+    server.forget(0, ended=False)
+    assert "worker 0/1 had to start again" in archive.dropped[0].why
+    server._snapshot_before(0)  # the next step is about to be decided
+    assert server.snapshots.under_way == again
+
+
+def test_one_that_has_everybodys_state_does_not_care_who_starts_again():
+    town, archive, boxes = waiting(groups=1, workers=2)
+    boxes.left[1] = {worker: torch.ones(2, dtype=torch.uint8) for worker in town.workers}
+    town.server(0, 0).forget(0, ended=False)
+    assert not archive.dropped
 
 
 def test_a_worker_whose_script_has_ended_is_waited_for_no_more():

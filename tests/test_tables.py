@@ -19,11 +19,11 @@ from simulation import STORM, Seat, Town, job
 from torch import nn
 
 from topotrain import message as m
+from topotrain.canonical import canonical_mean
 from topotrain.exchange import JobError
 from topotrain.host import WorkerRoads, serve
 from topotrain.job import Algorithm, ConfigError, Job, Reduce, Road
 from topotrain.message import ProtocolError
-from topotrain.reduction import canonical_mean
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
 from topotrain.tablebook import TableBook

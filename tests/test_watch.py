@@ -23,6 +23,7 @@ from topotrain.events import (
     Notice,
     Output,
     Recovered,
+    Resized,
     Serving,
     Started,
     StepDone,
@@ -158,6 +159,30 @@ def test_incidents_are_listed_with_what_they_cost() -> None:
         "others_waited_s": 0.5,
     }
     assert (second["who"], second["waited_s"], second["others_waited_s"]) == ("server 0/0", None, None)
+
+
+def test_workers_that_leave_and_join_are_listed_and_what_they_did_counts() -> None:
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True)
+    report = Report(Job(cluster=cluster), layout(cluster))
+    for who, pid in (("worker 0/0", 7), ("worker 0/1", 8)):
+        report(Started(who, pid))
+        report(StepDone(who, 2.0, 5, 20, 0.5, 0.0, 0, 0, 0))
+    report(Resized(0, 2, 1, 5, 3.5))
+    report(Recovered(0, 0.75, 0.0))
+    report(Started("worker 0/0", 9))
+    report(StepDone("worker 0/0", 1.0, 9, 32, 0.25, 0.0, 0, 0, 0))
+    report(Resized(1, 1, 3, 9, 6.0))
+    for number in range(3):
+        report(Started(f"worker 0/{number}", 20 + number))
+    report(StepDone("worker 0/2", 1.0, 10, 4, 0.25, 0.0, 0, 0, 0))
+    data = report.as_data(Outcome(0, 12.0))
+    assert data["changes"] == [
+        {"what": "1 worker leaves", "workers": 1, "step": 5, "at_s": 3.5, "waited_s": 0.75},
+        {"what": "2 workers join", "workers": 3, "step": 9, "at_s": 6.0, "waited_s": None},
+    ]
+    assert (data["samples"], data["steps"], data["seconds"]) == (20 + 20 + 32 + 4, 10, 4.0)
+    assert len(data["layout"]["units"]) == 4 and len(data["processes"]) == 3
+    assert report.topology.workers_per_group == 3
 
 
 def test_a_worker_that_started_again_counts_on() -> None:
@@ -325,6 +350,25 @@ def test_what_the_job_survives_is_a_line_each() -> None:
         "topotrain: worker 1/0 was killed by SIGKILL; group 1 starts again",
         "topotrain: training again 0.8 s after that loss, other groups were without a step for at most 0.5 s",
         "topotrain: training again 0.8 s after that loss",
+    ]
+
+
+def test_workers_that_leave_have_a_line_and_no_row() -> None:
+    text, topology = io.StringIO(), layout(Cluster(nworkers_per_group=3, server_worker_separate=True))
+    with Silent(topology, Console(file=text, width=20)) as window:
+        window(StepDone("worker 0/1", 1.0, 5, 20, 0.5, 0.0, 0, 0, 0))
+        window(Resized(0, 3, 2, 5, 3.5))
+        window(Recovered(0, 0.75, 0.0))
+        assert [(row.who, row.unit, row.step) for row in window.rows.all()] == [
+            ("worker 0/0", 0, 0),
+            ("worker 0/1", 1, 5),
+        ]
+        window(Resized(1, 2, 4, 9, 3.5))
+        assert len(window.rows.all()) == 4
+    assert text.getvalue().splitlines() == [
+        "topotrain: 1 worker leaves; the job goes on behind step 5 with nworkers_per_group: 2",
+        "topotrain: training again 0.8 s after that change",
+        "topotrain: 2 workers join; the job goes on behind step 9 with nworkers_per_group: 4",
     ]
 
 

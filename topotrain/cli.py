@@ -46,7 +46,7 @@ VALUED = frozenset(
     {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
     | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
     | {"--kill-every", "--for", "--seed", "--freeze", "--whom", "--pairs", "--at", "--kills"}
-    | {"--seeds", "--layout", "--only", "--group", "--within"}
+    | {"--seeds", "--layout", "--only", "--group", "--workers", "--within"}
 )
 """Options that are followed by a value, of all commands."""
 

@@ -13,8 +13,8 @@ in order everywhere is state-machine replication, Schneider 1990).
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from topotrain.accord import StepError
 from topotrain.message import Apply, ProtocolError, Staged
-from topotrain.reduction import StepError
 
 
 class Clocks:

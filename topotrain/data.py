@@ -202,6 +202,12 @@ def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
         raise ConfigError("len(loader)", 0, "must be at least 1: the sampler gives no batch")
 
 
+def most_workers(loader: DataLoader[Any], per_worker_batch: bool) -> int | None:
+    """How many workers of a group can share this loader; None: any number, as far as is known."""
+    size, samples = _batch_of(loader) if per_worker_batch else (None, None)
+    return None if size is None or samples is None else samples // size
+
+
 def _length(what: Any) -> int | None:
     try:
         return len(what)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from topotrain.bitmaps import NO_REVISION
 from topotrain.codecs import Codec, Scratch
 from topotrain.compression import DeltaStream, ErrorFeedback, codec_for, working_dtype
 from topotrain.job import Cluster
 from topotrain.message import Mean, ProtocolError, Push, Values
-from topotrain.reduction import NO_REVISION
 from topotrain.shard import FlatBuffers, torch_dtype, typed
 from topotrain.slices import Bucket, SliceMap
 from topotrain.topology import Address

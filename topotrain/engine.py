@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from topotrain import message as m
+from topotrain.bitmaps import NO_REVISION
 from topotrain.exchange import Exchange, PeerLost, StepEnd, Waiter
 from topotrain.job import ConfigError, Engine, Grads, Job, Reduce
-from topotrain.reduction import NO_REVISION
 from topotrain.slices import Bucket
 from topotrain.topology import Address, Topology
 from topotrain.torchdist import DEADLINE, CollectiveError, TorchCollective, Work, check_engine

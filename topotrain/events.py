@@ -263,6 +263,29 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounded:
+    """A worker group of this script can have `most` workers; 0: no other number than it has. The text says why."""
+
+    who: str
+    most: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """The one worker group of a job had `former` workers and has `workers` from here on; it goes on behind step `step`.
+
+    at_s: seconds after the job's start. number: counted with the incidents; its Recovered tells when the job trains.
+    """
+
+    number: int
+    former: int
+    workers: int
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Covered:
     """The so-manieth second copy of server `who` has everything from now on; it was number 0 at the start."""
 
@@ -326,6 +349,8 @@ Event = (
     | Agreed
     | Left
     | Joined
+    | Bounded
+    | Resized
     | Covered
     | Missed
     | Differs

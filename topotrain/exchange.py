@@ -13,11 +13,11 @@ import torch
 from topotrain import deposits, windows
 from topotrain import message as m
 from topotrain.backup import values_round
+from topotrain.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.consistency import pairs
 from topotrain.deskdoor import DeskDoor
 from topotrain.encoding import WorkerEncoding
 from topotrain.manners import Manners, check_bits
-from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.shard import FlatBuffers, Schema, torch_dtype, typed
 from topotrain.slices import Bucket, Piece, SliceMap
 from topotrain.spans import SILENT, Recorder

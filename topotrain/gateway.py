@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from topotrain import message as m
+from topotrain.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.collective import VALUES, Out, Part, Relay, Result, Send, Total, children, up
 from topotrain.given import Given
 from topotrain.job import Algorithm, Apply, Grads, Job, Reduce
 from topotrain.manners import check_bits
-from topotrain.reduction import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.server import Server
 from topotrain.shard import Allocate, FlatBuffers, torch_dtype
 from topotrain.slices import Bucket, SliceMap

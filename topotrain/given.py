@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from topotrain.accord import agree
+from topotrain.bitmaps import bits_to_int, per_bucket
 from topotrain.message import BackwardEnd, Commit, Edit, ProtocolError, Push
-from topotrain.reduction import Reduced, Staging, agree, bits_to_int
+from topotrain.reduction import Reduced, Staging
 from topotrain.slices import Bucket
 
 
@@ -86,7 +88,7 @@ class Given(Staging):
         return len(self._given) == len(self._buckets)
 
     def _all_edits(self) -> bool:
-        wanted = self._per_bucket(bits_to_int(self.commits[0].edited))
+        wanted = per_bucket(self._buckets, bits_to_int(self.commits[0].edited))
         if not all(bucket.id in self._given for bucket, mask in wanted if mask):
             return False
         self._present = [mask for _, mask in wanted]

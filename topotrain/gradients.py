@@ -22,9 +22,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from topotrain.bitmaps import NO_REVISION
 from topotrain.buffers import ModelBuffers, ModelParts
 from topotrain.exchange import Exchange
-from topotrain.reduction import NO_REVISION
 from topotrain.slices import Bucket, SliceMap
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

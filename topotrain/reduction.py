@@ -1,20 +1,21 @@
-"""One group's step on one shard: what has arrived, whom it still waits for, and the canonical sum.
+"""One group's step on one shard: what has arrived, whom it still waits for, and what comes of it.
 
-Floating-point addition is not associative, so the order is part of the result: inside a unit in rank order, then the
-units in order (`Topology.sum_tree`). Whatever the road and whoever arrives first, the sum is taken in this order once
-everybody's part is there. That needs a buffer per contributor, and is why parts are kept until then.
+The sum is taken in the canonical order (`canonical`), so it is taken once everybody's part is there. That needs a
+buffer per contributor, and is why parts are kept until then.
 
 Two ways to reduce. *Visible*: every backward is a reduction of its own, the mean goes back to the workers, and the
 step's gradient is the running sum of the means with the script's edits written over it. *Replacing*: a push replaces
 the worker's former one; the sum is taken once, when all have committed.
 """
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from topotrain.accord import StepError, agree
+from topotrain.bitmaps import NO_REVISION, bits_to_int, per_bucket, per_piece
+from topotrain.canonical import Part, Tree, canonical_mean
 from topotrain.finite import NOBODY, look, spoiled
 from topotrain.message import BackwardEnd, Commit, Edit, ProtocolError, Push
 from topotrain.slices import Bucket, Segment
@@ -23,92 +24,6 @@ IN_CACHE = 1 << 17
 """Elements of a bucket that are added, divided and copied before the next ones: a core's cache holds them meanwhile."""
 
 _MOST_OPEN = 64  # backwards of a step: whoever ends one waits, as a rule, until all have ended it
-
-NO_REVISION = 255  # in Commit.revisions: this worker has no gradient in the bucket
-
-Tree = Sequence[Sequence[int]]
-Part = tuple[float, torch.Tensor | None]
-
-
-class StepError(Exception):
-    """Workers of one group disagree about a step; the text names both."""
-
-
-def canonical_mean(
-    parts: Mapping[int, Part],
-    tree: Tree,
-    out: torch.Tensor,
-    scratch: Callable[[int], torch.Tensor],
-    divide: bool = True,
-) -> None:
-    """Weighted mean (or, with `divide` false, plain sum) of the parts in the canonical order, into `out`.
-
-    Args:
-        parts: worker index -> (weight, 1-D gradient or None where the worker has none, which counts as zero).
-        tree: worker indices by unit, as `Topology.sum_tree` gives them.
-        out: 1-D result; must not overlap a part.
-        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}; asked for only where needed.
-        divide: divide by the sum of all weights. With equal weights the plain sum is divided by their number:
-            multiplying by 1/3 has other bits than dividing by 3.
-    """
-    weights = [weight for weight, _ in parts.values() if weight > 0]
-    equal = not divide or len(set(weights)) <= 1
-    started = False
-    for unit in tree:
-        terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
-        grads = [(weight, grad) for weight, grad in terms if grad is not None]
-        if not grads:
-            continue
-        if not started:
-            _sum_unit(grads, equal, out, scratch)
-            started = True
-        elif len(grads) == 1:
-            out.add_(_scaled(grads[0], equal, scratch))
-        else:
-            partial = scratch(0)
-            _sum_unit(grads, equal, partial, scratch)
-            out.add_(partial)
-    if not started:
-        out.zero_()
-    elif divide and (len(weights) > 1 or not equal):
-        _divide(out, len(weights) if equal else sum(weights))
-
-
-def _divide(out: torch.Tensor, by: float) -> None:
-    """In place. By a power of two a product has the quotient's bits, and multiplying is faster than dividing."""
-    if math.frexp(by)[0] == 0.5:
-        out.mul_(1.0 / by)
-    else:
-        out.div_(by)
-
-
-def _sum_unit(
-    grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: Callable[[int], torch.Tensor]
-) -> None:
-    weight, first = grads[0]
-    if equal and len(grads) > 1:
-        torch.add(first, grads[1][1], out=out)
-        rest = grads[2:]
-    else:
-        torch.mul(first, 1.0 if equal else weight, out=out)
-        rest = grads[1:]
-    for term in rest:
-        out.add_(_scaled(term, equal, scratch))
-
-
-def _scaled(term: tuple[float, torch.Tensor], equal: bool, scratch: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    weight, grad = term
-    return grad if equal else torch.mul(grad, weight, out=scratch(1))
-
-
-def bits_to_int(bits: bytes) -> int:
-    """A bitmap as it travels -> a Python int, bit i for item i."""
-    return int.from_bytes(bits, "little")
-
-
-def int_to_bits(value: int, count: int) -> bytes:
-    """A bitmap over `count` items as it travels."""
-    return value.to_bytes((count + 7) // 8, "little")
 
 
 @dataclass(slots=True)
@@ -406,15 +321,7 @@ class Staging:
         if reduction.done != (1 << len(self._buckets)) - 1:
             return None
         self._close(reduction)
-        return reduction.contributed, self._per_piece(reduction.written)
-
-    def _per_piece(self, written: Mapping[int, int]) -> int:
-        """Bitmaps by bucket as one bitmap over the shard's pieces: the inverse of `_per_bucket`."""
-        bits = shift = 0
-        for at, bucket in enumerate(self._buckets):
-            bits |= written.get(at, 0) << shift
-            shift += len(bucket.pieces)
-        return bits
+        return reduction.contributed, per_piece(self._buckets, reduction.written)
 
     # --- the commit ----------------------------------------------------------------------------------------------
 
@@ -483,21 +390,15 @@ class Staging:
                 return False
             self._settle()
             self._take_edits(edited)
-        changes = zip(self._per_bucket(edited), self._per_bucket(bits_to_int(commit.dropped)), strict=True)
+        changes = zip(
+            per_bucket(self._buckets, edited), per_bucket(self._buckets, bits_to_int(commit.dropped)), strict=True
+        )
         for at, ((_, new), (_, gone)) in enumerate(changes):
             self._present[at] = (self._present[at] | new) & ~gone
         return True
 
     def _edits_complete(self, edited: int) -> bool:
-        return all(bucket.id in self._edits for bucket, mask in self._per_bucket(edited) if mask)
-
-    def _per_bucket(self, bits: int) -> list[tuple[Bucket, int]]:
-        """A bitmap over the shard's pieces as one bitmap per bucket."""
-        found = []
-        for bucket in self._buckets:
-            found.append((bucket, bits & ((1 << len(bucket.pieces)) - 1)))
-            bits >>= len(bucket.pieces)
-        return found
+        return all(bucket.id in self._edits for bucket, mask in per_bucket(self._buckets, edited) if mask)
 
     def _settle(self) -> None:
         """The running sums move to the means' place: a segment's gradient must lie in one piece of memory."""
@@ -506,7 +407,7 @@ class Staging:
         self._in_total.clear()
 
     def _take_edits(self, edited: int) -> None:
-        for at, (bucket, mask) in enumerate(self._per_bucket(edited)):
+        for at, (bucket, mask) in enumerate(per_bucket(self._buckets, edited)):
             target = self._view("mean", bucket)
             self._doubtful |= {at} if mask else set()
             for i, piece in enumerate(bucket.pieces):
@@ -532,7 +433,7 @@ class Staging:
     def _find_present(self, workers: Collection[int]) -> None:
         """Replacing: which pieces some of these have a gradient for; nothing is added up yet."""
         pushes = self._reduction(0).pushes
-        for at, (bucket, dropped) in enumerate(self._per_bucket(bits_to_int(self.first.dropped))):
+        for at, (bucket, dropped) in enumerate(per_bucket(self._buckets, bits_to_int(self.first.dropped))):
             self._present[at] = 0
             for worker in workers:
                 if self.commits[worker].revisions[at] != NO_REVISION:
@@ -665,39 +566,3 @@ class Staging:
     def weight(self) -> float:
         """Sum of the weights of the step's commits."""
         return sum(commit.weight for commit in self.commits.values())
-
-
-_MUST_AGREE = {
-    "backwards": "the number of backwards",
-    "hyper": "the optimizer's hyper-parameters",
-    "inv_scale": "the loss scale",
-    "edited": "which gradients the script changed",
-    "dropped": "which gradients the script set to None",
-    "clip_norm": "the gradient clipping",
-    "marks": "the batches of the step",
-}
-
-
-_MAY_DIFFER = frozenset(["hyper", "marks"])  # with backup workers, which are not always at the same batch
-
-
-def agree(
-    a: int,
-    first: Commit,
-    b: int,
-    second: Commit,
-    other_words: Mapping[str, str] | None = None,
-    backup: bool = False,
-) -> None:
-    """Raise StepError, in these words, when two workers commit different things."""
-    for name, words in (_MUST_AGREE | dict(other_words or {})).items():
-        if getattr(first, name) != getattr(second, name) and not (backup and name in _MAY_DIFFER):
-            raise StepError(
-                f"workers {a} and {b} of a group disagree about {words} in step {first.step}: "
-                f"{_short(getattr(first, name))} and {_short(getattr(second, name))}"
-            )
-
-
-def _short(value: object) -> str:
-    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"

@@ -47,8 +47,8 @@ def leave_refusal(job: Job, topology: Topology, group: int) -> str:
     """Why a group cannot leave the job and come to it while it runs; empty: it can, as far as is known beforehand."""
     if topology.worker_groups == 1:
         return (
-            "the job has one worker group, and no worker leaves its group alone: stop the job and go on with another "
-            "number of workers, as in `topotrain run --resume WORKSPACE --set cluster.nworkers_per_group=2`"
+            "the job has one worker group; workers leave and join it in numbers, as in "
+            "`topotrain leave WORKSPACE --workers 1`"
         )
     if job.on_failure is not OnFailure.kContinue:
         return f"with on_failure: {job.on_failure.value} whoever is lost ends the job; kContinue is needed"

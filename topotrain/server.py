@@ -15,7 +15,9 @@ import torch
 
 from topotrain import message as m
 from topotrain import windows
+from topotrain.accord import StepError
 from topotrain.backup import Backup
+from topotrain.bitmaps import int_to_bits
 from topotrain.consistency import (
     AWAY,
     IS_BACK,
@@ -42,7 +44,7 @@ from topotrain.membership import Regroup
 from topotrain.model import Model, global_norm, step_factor
 from topotrain.opening import Opening
 from topotrain.readers import Readers
-from topotrain.reduction import Reduced, Staging, StepError, int_to_bits
+from topotrain.reduction import Reduced, Staging
 from topotrain.regrouping import singly
 from topotrain.shard import Allocate
 from topotrain.slices import Bucket
@@ -732,6 +734,8 @@ class Server:
 
     def forget(self, group: int, ended: bool) -> None:
         """Forget what a group has said, but for what is applied."""
+        if self.deposits is not None and self.snapshots.under_way:
+            self.snapshots.bereft(group, self._states())
         self._ending.forget(group, ended)
         if group not in self.groups:
             return

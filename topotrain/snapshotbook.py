@@ -225,6 +225,15 @@ class Book:
         self._drop(now, why)
         return True
 
+    def abandon(self, why: str) -> str:
+        """The state of some worker never comes: drop the snapshot once nobody writes at it. Returns its reason."""
+        now = self._now
+        if now is None or now.publishing:
+            return ""
+        now.why = now.why or why
+        self._end_if_failed(now)
+        return now.reason
+
     def ended(self) -> set[tuple[int, int]]:
         """Workers of other server groups whose scripts had come to their ends, as (group, index)."""
         return set() if self._now is None else {tuple(each) for each in self._now.facts.get("ended", ())}

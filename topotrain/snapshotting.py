@@ -205,6 +205,18 @@ class Snapshots:
         elif missing:
             book.give_up("the state of " + ", ".join(map(str, sorted(missing))) + " never came")
 
+    def bereft(self, group: int, workers: Workers) -> None:
+        """The workers of a group are others now: of those before nobody leaves the state that a snapshot waits for.
+
+        One that the job is to end with is taken again, behind their first step. Several groups have older states.
+        """
+        if self.book is None or self._several or not 0 < self.book.number <= self.cut:
+            return
+        missing = sorted(w for w in workers.expected - workers.taken.keys() if w.group == group)
+        if missing:
+            why = self.book.abandon(f"{', '.join(map(str, missing))} had to start again")
+            self._ends = self._ends or why == END
+
     def go_on(self, workers: Workers) -> None:
         """Something has come that a snapshot may have waited for."""
         if self.book is not None and not self.book.missing(workers.expected, workers.taken):

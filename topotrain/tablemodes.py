@@ -12,9 +12,9 @@ from operator import itemgetter
 import numpy as np
 import torch
 
+from topotrain.canonical import Tree, canonical_mean
 from topotrain.codecs import all_finite
 from topotrain.message import Commit, ProtocolError
-from topotrain.reduction import Tree, canonical_mean
 from topotrain.tablerows import Rows
 from topotrain.tablerules import Clip, Rule, check_rule, make_rule
 from topotrain.tables import Ids, TableSpec

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from topotrain.buffers import describe_model
 from topotrain.data import DataPlan, ShardedLoader
 from topotrain.front import context as process
+from topotrain.front.bounds import bound
 from topotrain.front.context import Context, Metric
 from topotrain.front.continuing import Continuing
 from topotrain.front.debug import NormLog
@@ -132,6 +133,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     if loader is not None:
         account = worker if place.job.cluster.backup else None
         here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, account)
+    bound(here, model, loader, cut is not None)
     worker.start()
     if cut is not None:
         cut.follow(worker, roads.meet_group())

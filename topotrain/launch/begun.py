@@ -53,7 +53,7 @@ def begin(place: Place, calls: Calls, life: Life, environ: Mapping[str, str], lo
     command = [sys.executable, "-m", "topotrain.launch.unit", *words]
     command += ["--worker-call", calls.worker, "--server-call", calls.server]
     command += ["--life", str(life.number), "--resume", life.resume]
-    command += ["--absent", ",".join(map(str, sorted(life.absent)))]
+    command += ["--absent", ",".join(map(str, sorted(life.absent))), "--why", life.why]
     with open(log, "wb") as errors:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)

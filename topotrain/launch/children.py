@@ -34,12 +34,13 @@ class Calls:
 class Life:
     """Which start of the whole job this is, from 0, and the manifest that it goes on from; "": the beginning.
 
-    absent: worker groups that are not started with the others.
+    absent: worker groups that are not started with the others. why: this one, for the logs; "": something was lost.
     """
 
     number: int = 0
     resume: str = ""
     absent: frozenset[int] = frozenset()
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
 
 def _open_log(log: Path, home: Home, birth: Birth) -> int:
     """The log of a job is one file per resident, however often its process was made; a line stands between two."""
-    again = birth.again or ("the whole job starts again" if home.life.number else "")
+    again = birth.again or home.life.why or ("the whole job starts again" if home.life.number else "")
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC), 0o644)
     if again:
         with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from typing import Any
 
 from topotrain.job import ConfigError
 from topotrain.launch.attendance import JOIN, LEAVE, Answer, Wish
+from topotrain.launch.resizing import Resize
 
 NAME = "door"
 CALLERS = 16
@@ -32,7 +33,23 @@ _CREDENTIALS = struct.Struct("3i")
 class _Caller:
     channel: socket.socket
     said: bytes = b""
-    wish: Wish | None = None
+    wish: Wish | Resize | None = None
+
+
+@dataclass(slots=True)
+class Promise:
+    """An answer to a wish that comes later, from another life of the job perhaps. number: of what it is to tell."""
+
+    number: int
+    data: dict[str, Any]
+    _channel: socket.socket | None = None
+
+    def keep(self, error: str = "") -> None:
+        """Say it, or why not; nothing happens a second time."""
+        if self._channel is not None:
+            _say(self._channel, {"error": error} if error else self.data)
+            self._channel.close()
+            self._channel = None
 
 
 class Door:
@@ -44,7 +61,7 @@ class Door:
         hear: takes a wish; its answer may come at any time.
     """
 
-    def __init__(self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[Wish], None]) -> None:
+    def __init__(self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[Wish | Resize], None]) -> None:
         self._selector, self._hear = selector, hear
         self._callers: dict[int, _Caller] = {}
         self._listener = socket.socket(socket.AF_UNIX)
@@ -87,18 +104,36 @@ class Door:
         """Tell all who have wished this."""
         said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
         for caller in list(self._callers.values()):
-            if caller.wish is not None and (caller.wish.verb, caller.wish.group) == (answer.verb, answer.group):
+            wish = caller.wish
+            if isinstance(wish, Wish) and (wish.verb, wish.group) == (answer.verb, answer.group):
                 self._tell(caller, said)
 
+    def refuse(self, wish: Resize, error: str) -> None:
+        """Tell whoever has wished just this, and not the same of others, why it cannot be."""
+        for caller in list(self._callers.values()):
+            if caller.wish is wish:
+                self._tell(caller, {"error": error})
+
+    def promise(self, wish: Resize, number: int, data: dict[str, Any]) -> Promise:
+        """Whoever has wished this waits on when the door closes."""
+        promise = Promise(number, data)
+        for caller in list(self._callers.values()):
+            if caller.wish is wish:
+                self._forget(caller)
+                promise = Promise(number, data, caller.channel)
+        return promise
+
     def _tell(self, caller: _Caller, said: dict[str, Any]) -> None:
-        with suppress(OSError):
-            caller.channel.send(json.dumps(said).encode() + b"\n")
+        _say(caller.channel, said)
         self._end(caller)
 
     def _end(self, caller: _Caller) -> None:
+        self._forget(caller)
+        caller.channel.close()
+
+    def _forget(self, caller: _Caller) -> None:
         self._selector.unregister(caller.channel)
         del self._callers[caller.channel.fileno()]
-        caller.channel.close()
 
     def close(self) -> None:
         """Whoever waits hears that the job has ended, or starts again as a whole."""
@@ -108,17 +143,23 @@ class Door:
         self._listener.close()
 
 
-def _wish(line: bytes) -> Wish:
+def _say(channel: socket.socket, said: dict[str, Any]) -> None:
+    with suppress(OSError):
+        channel.send(json.dumps(said).encode() + b"\n")
+
+
+def _wish(line: bytes) -> Wish | Resize:
     """What a caller wants. Raises ValueError."""
     try:
         said = json.loads(line)
-        verb, group, within_s = said["verb"], said["group"], said["within_s"]
+        verb, within_s = said["verb"], said["within_s"]
+        number = said["workers"] if "workers" in said else said["group"]
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"no wish: {error}") from None
-    numbers = isinstance(group, int) and isinstance(within_s, int | float) and not isinstance(group, bool)
+    numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
     if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
         raise ValueError(f"no wish: {said}")
-    return Wish(verb, group, float(within_s))
+    return (Resize if "workers" in said else Wish)(verb, number, float(within_s))
 
 
 @contextmanager
@@ -131,8 +172,11 @@ def _short(folder: Path) -> Iterator[str]:
         os.close(number)
 
 
-def ask(workspace: Path, wish: Wish) -> dict[str, Any]:
-    """Wish something of the job that runs in a workspace; returns {"group": …, "text": …} when it has been done.
+def ask(workspace: Path, wish: Wish | Resize) -> dict[str, Any]:
+    """Wish something of the job that runs in a workspace; returns what it answers when it has been done.
+
+    That is {"group": …, "text": …} of a group, and {"workers": …, "step": …, "text": …} of single workers: how many
+    there are now, and behind which step they go on.
 
     Raises:
         ConfigError: no job runs there, or it says why not.
@@ -145,15 +189,18 @@ def ask(workspace: Path, wish: Wish) -> dict[str, Any]:
         except OSError:
             accepted = "must be the workspace of a job that `topotrain run` has started, and that runs on this machine"
             raise ConfigError("WORKSPACE", str(workspace), accepted) from None
-        said = {"verb": wish.verb, "group": wish.group, "within_s": wish.within_s}
+        what = {"group": wish.group} if isinstance(wish, Wish) else {"workers": wish.workers}
+        said = {"verb": wish.verb, **what, "within_s": wish.within_s}
         try:
             channel.sendall(json.dumps(said).encode() + b"\n")
             answer = json.loads(_line(channel))
         except (OSError, ValueError):
             raise ConfigError("WORKSPACE", str(workspace), "the job there ended before it answered") from None
     if "error" in answer:
-        raise ConfigError("--group", wish.group, answer["error"])
-    return {"group": answer["group"], "text": answer["text"]}
+        option, number = ("--group", wish.group) if isinstance(wish, Wish) else ("--workers", wish.workers)
+        raise ConfigError(option, number, answer["error"])
+    names = ("group", "text") if isinstance(wish, Wish) else ("workers", "step", "text")
+    return {name: answer[name] for name in names}
 
 
 def _line(channel: socket.socket) -> bytes:

@@ -1,7 +1,8 @@
 """All units of a job on this machine.
 
 Rule: the launcher decides when a job is over, see running.py; `start` leaves no process behind. A job that starts again
-as a whole is one Run after the other, with one claim on the workspace and, if it lives, one forkserver.
+as a whole is one Run after the other, with one claim on the workspace and, if it lives, one forkserver; where workers
+leave or join, the next one has another layout.
 """
 
 import secrets
@@ -11,11 +12,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from topotrain.events import Notice
+from topotrain.events import Event, Notice, Recovered
 from topotrain.job import Job
 from topotrain.launch import Launcher, OnEvent, Outcome, Place
 from topotrain.launch.asked import signals
 from topotrain.launch.children import Calls, Life
+from topotrain.launch.door import Promise
 from topotrain.launch.kept import Kept
 from topotrain.launch.listed import Listed, listed
 from topotrain.launch.lives import Origin
@@ -23,7 +25,29 @@ from topotrain.launch.recovery import recovery
 from topotrain.launch.running import Grounds, Run
 from topotrain.launch.workspace import LOGS, PROCESSES_FILE, claimed, prepare
 from topotrain.regrouping import absent_groups
-from topotrain.topology import Topology
+from topotrain.topology import Topology, layout
+
+
+@dataclass(slots=True)
+class _Told:
+    """What happens is told to the listener, and to those who were promised to hear when a changed job trains."""
+
+    on_event: OnEvent
+    _promises: list[Promise] = field(default_factory=list)
+
+    def __call__(self, event: Event) -> None:
+        self.on_event(event)
+        if isinstance(event, Recovered):
+            for promise in self._promises:
+                if promise.number == event.number:
+                    promise.keep()
+
+    def promised(self, promise: Promise | None) -> None:
+        self._promises += [] if promise is None else [promise]
+
+    def close(self) -> None:
+        for promise in self._promises:
+            promise.keep("the job ended before it trained again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +74,25 @@ class LocalLauncher(Launcher):
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
             goes_on = recovery(job, topology, began)
-            with closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
+            tell = _Told(on_event)
+            with closing(tell), closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
                 grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
                 life, origin = Life(0, self.resume, absent_groups(job, topology)), Origin(workspace, self.resume)
                 while True:
-                    run = Run(job, topology, on_event, grounds, heard, kept, mark, place, goes_on)
+                    run = Run(job, topology, tell, grounds, heard, kept, mark, place, goes_on)
                     outcome = self._live(run, life, job, workspace, place)
+                    tell.promised(run.promised)
                     if goes_on is None or not run.again or heard.came or (place is not None and place.over):
                         break
-                    goes_on.renewed()
+                    why = ""
+                    if run.relaid is None:
+                        goes_on.renewed()
+                    else:
+                        job, topology = run.relaid, layout(run.relaid.cluster)
+                        goes_on.relaid(job, topology)
+                        why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
                     resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
-                    life = Life(life.number + 1, resume, goes_on.attendance.away)
+                    life = Life(life.number + 1, resume, goes_on.attendance.away, why)
                     if place is not None:
                         place.again()
             outcome = replace(outcome, seconds=time.monotonic() - began)

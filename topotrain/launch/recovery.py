@@ -8,6 +8,7 @@ hear (`following`), and a unit that is not heard of any more is lost with all wh
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
 A group that has used that up is given up, where others can read what it leaves; so is one that leaves (`attendance`).
+Workers leave a job of one group, and join it, between two lives of the whole job (`resizing`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from topotrain import seats
 from topotrain.events import (
     Agreed,
+    Bounded,
     Covered,
     Differs,
     Event,
@@ -28,9 +30,12 @@ from topotrain.events import (
     Left,
     Lost,
     Missed,
+    Resized,
+    Saved,
     Started,
     StepDone,
     Unrepeatable,
+    Unsaved,
 )
 from topotrain.job import Job, OnFailure
 from topotrain.launch import choose_cause
@@ -38,6 +43,7 @@ from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
 from topotrain.launch.homes import Homes
+from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize, Resizing
 from topotrain.launch.waits import Waits
 from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
 from topotrain.regrouping import absent_groups, leave_refusal, refusal, singly
@@ -97,6 +103,7 @@ class Recovery:
         began: when the job started, by the clock whose time it is told.
         twice: every server has two copies.
         near: the workers of whom every step is told; None: all. Of the others only while somebody waits (`listens`).
+        resizing: whether its workers can become more or fewer.
     """
 
     def __init__(
@@ -106,8 +113,17 @@ class Recovery:
         began: float,
         twice: bool = False,
         near: frozenset[str] | None = None,
+        resizing: Resizing | None = None,
     ) -> None:
-        self._terms, self._began = terms, began
+        self._began, self._near = began, near
+        self._allowance = Allowance(terms.limit, began)
+        self._incidents = 0
+        self._fresh = 0  # server processes that have taken another's seat
+        self._settle(topology, terms, twice, resizing)
+
+    def _settle(self, topology: Topology, terms: Terms, twice: bool, resizing: Resizing | None) -> None:
+        """What depends on who lives where."""
+        self._terms, self._resizing = terms, resizing
         self._topology, self._homes = topology, Homes(topology)
         self._units = {f"unit {unit.rank}": unit.rank for unit in topology.units}
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
@@ -118,12 +134,9 @@ class Recovery:
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = Seats(seats.domains(topology)) if twice else None
         self._differed: set[str] = set()  # servers whose copies have differed once
-        self._fresh = 0  # server processes that have taken another's seat
         self.attendance = Attendance(terms.refusals, terms.absent)
         self._told = _Told(self._up())
-        self._allowance = Allowance(terms.limit, began)
-        self._waits = Waits(self._group_of, near)
-        self._incidents = 0
+        self._waits = Waits(self._group_of, self._near)
         self._over = False  # the job ends, or this life of it
         self._due: float | None = None  # when those who wait for the cause of an error have waited enough
 
@@ -132,7 +145,8 @@ class Recovery:
         """When `turn` has something to say."""
         if self._over:
             return None
-        found = (self._due, self._told.frozen.due, self.attendance.due)
+        change = None if self._resizing is None else self._resizing.due
+        found = (self._due, self._told.frozen.due, self.attendance.due, change)
         return min((due for due in found if due is not None), default=None)
 
     @property
@@ -162,6 +176,7 @@ class Recovery:
         self._told = _Told(self._up())
         self._waits.renewed()
         self.stands(self._topology)
+        self._resizing = None if self._resizing is None else Resizing(self._resizing.job)
         self._over, self._due = False, None
 
     def stands(self, topology: Topology) -> None:
@@ -171,6 +186,12 @@ class Recovery:
         """
         self._topology, self._homes = topology, Homes(topology)
         self._seats = None if self._seats is None else Seats(seats.domains(topology))
+
+    def relaid(self, job: Job, topology: Topology) -> None:
+        """The whole job starts again, with another layout. What has happened so far counts on."""
+        waited = self._waits
+        self._settle(topology, _terms(job, topology), job.cluster.replicas > 1, Resizing(job))
+        self._waits.take_over(waited)
 
     @property
     def missing(self) -> set[str]:
@@ -212,6 +233,12 @@ class Recovery:
                 return []
             case Agreed():
                 return self._agreed(event, now)
+            case Bounded():
+                if self._resizing is not None:
+                    self._resizing.bound(event)
+                return []
+            case Saved(why="end") | Unsaved():
+                return [event, *self._snapshot(event, now)]
             case Finished(who=who):
                 told.finished.add(who)
                 return [event, *self._stepped(who, now), *self._needless()]
@@ -238,7 +265,8 @@ class Recovery:
             part = self.attendance[group]
             part.how = f"did not leave within {part.within_s:g} s and was ended"
             found += self._dismiss(group)
-        return found + self._explained(now)
+        late = None if self._resizing is None or self._over else self._resizing.late(now)
+        return found + self._explained(now) + ([] if late is None else [late])
 
     def _explained(self, now: float) -> list[Word]:
         """Whoever waited for the cause of an error has waited enough."""
@@ -370,7 +398,10 @@ class Recovery:
         self._due = self._due if told.held else None
         self._waits.begin(self._incidents, None, now)
         incident = self._incident(lost, _seated([word.unit for word in words if isinstance(word, Reseat)], lost), now)
-        return [incident, *words, *(self._said_again() if moved else [])]
+        again = self._said_again() if moved else []
+        if self._resizing is not None and self._resizing.under_way is not None:
+            again = [*again, AskSnapshot()]  # whoever was asked to take one may be the one that has died
+        return [incident, *words, *again]
 
     def _refilled(self, who: str, seats: Seats, lost: Failed) -> Reseat:
         """A fresh process takes a seat that is empty, where one may stand."""
@@ -465,6 +496,42 @@ class Recovery:
     def _give_up(self, *failures: Failed) -> list[Word]:
         self._over, self._due = True, None
         return [GiveUp(failures)]
+
+    # --- workers that leave, and come
+
+    def resize(self, wish: Resize, now: float) -> list[Word]:
+        """What follows from a user's wish; what is said to that comes with it, or later."""
+        if self._resizing is None or self._over or self._all_finished():
+            return [Refused(wish, "the job ends, or starts again as a whole just now")]
+        if True in self._told.bounds:
+            return [Refused(wish, f"it would go on from a snapshot, which cannot be: {self._told.bounds[True]}")]
+        try:
+            return [self._resizing.begin(wish, now)]
+        except ConfigError as error:
+            return [Refused(wish, str(error))]
+
+    def ends(self) -> list[Word]:
+        """The job is asked to end behind its next step: it does not go on with other workers."""
+        refused = None if self._resizing is None else self._resizing.give_up("the job is ending")
+        return [] if refused is None else [refused]
+
+    def _snapshot(self, event: Saved | Unsaved, now: float) -> list[Word]:
+        """The first server has answered: perhaps there is a snapshot now that somebody has waited for."""
+        if self._resizing is None or self._over:
+            return []
+        if self._resizing.under_way is not None and self._all_finished():
+            late = self._resizing.give_up("the job has come to its end meanwhile")
+            return [] if late is None else [late]
+        former = self._resizing.job.cluster.nworkers_per_group
+        word = self._resizing.answered(event, self._incidents)
+        if not isinstance(word, Relay):
+            return [] if word is None else [word]
+        number, self._incidents = self._incidents, self._incidents + 1
+        self._over, self._due = True, None
+        self._waits.widen()
+        self._waits.begin(number, None, now)
+        workers = word.job.cluster.nworkers_per_group
+        return [Resized(number, former, workers, word.step, now - self._began), word]
 
     # --- groups that leave, and come
 
@@ -603,10 +670,14 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
     seats.check(job, topology)
     if job.on_failure is not OnFailure.kContinue:
         return None
+    terms = _terms(job, topology)
+    if near is not None:
+        terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
+    return Recovery(topology, terms, began, job.cluster.replicas > 1, near, Resizing(job))
+
+
+def _terms(job: Job, topology: Topology) -> Terms:
     groups = range(topology.worker_groups)
     alone = frozenset(group for group in groups if not refusal(job, topology, group))
     refusals = {group: leave_refusal(job, topology, group) for group in groups}
-    terms = Terms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))
-    if near is not None:
-        terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
-    return Recovery(topology, terms, began, job.cluster.replicas > 1, near)
+    return Terms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))

@@ -34,7 +34,7 @@ from topotrain.launch.asked import Signals
 from topotrain.launch.attendance import Answer, Ask, Gone, Wish
 from topotrain.launch.begun import BegunUnit, begin
 from topotrain.launch.children import MAIN, Calls, Life
-from topotrain.launch.door import Door
+from topotrain.launch.door import Door, Promise
 from topotrain.launch.following import Following
 from topotrain.launch.grace import LEADER, WORDS, grace, hint
 from topotrain.launch.kept import Kept
@@ -42,6 +42,7 @@ from topotrain.launch.letters import Words
 from topotrain.launch.lines import ending, log_tail
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
 from topotrain.launch.recovery import Recovery
+from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize
 from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
 from topotrain.launch.workspace import Processes
@@ -167,6 +168,10 @@ class Run:
         self._door: Door | None = None
         self.again = False
         """The job is not over: it is to start again as a whole."""
+        self.relaid: Job | None = None
+        """With another layout, as this job."""
+        self.promised: Promise | None = None
+        """What is to be said to whoever wanted that, once it trains."""
 
     def begin(self, calls: Calls, places: Sequence[Place], life: Life = Life()) -> None:  # noqa: B008
         """Start the units at `places`."""
@@ -276,6 +281,13 @@ class Run:
                 case Answer():
                     if self._door is not None:
                         self._door.answer(word)
+                case AskSnapshot():
+                    self._ask_to_save()
+                case Refused(wish=wish, error=error):
+                    if self._door is not None:
+                        self._door.refuse(wish, error)
+                case Relay():
+                    self._relay(word)
                 case GiveUp(failures=failures):
                     for failed in failures:
                         self._on_event(failed)
@@ -363,6 +375,8 @@ class Run:
             self.unread.append(news)
         elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed should more be lost
             self.unread.append(news)
+            if self._post is not None:
+                self._post.open(news.rank, news.unit.word)
             text = f"{news.unit.who} waits until the whole job starts again, if it does: others do its part"
             self._on_event(Notice("launcher", text))
         elif not self._stopping and self._post is not None:
@@ -398,15 +412,21 @@ class Run:
                 self._send(command, **values)
         self._obey(())
 
-    def _wished(self, wish: Wish) -> None:
+    def _wished(self, wish: Wish | Resize) -> None:
         """Somebody at the door wants something."""
+        error = "the job is ending" if self._stopping or self._saving else ""
         if not isinstance(self._recovery, Recovery):
             error = "with on_failure: kStop whoever is lost ends the job; kContinue is needed"
-            self._obey([Answer(wish.verb, wish.group, "", error)])
-        elif self._stopping:
-            self._obey([Answer(wish.verb, wish.group, "", "the job is ending")])
+        if isinstance(wish, Resize):
+            self._obey([Refused(wish, error)] if error else self._decider.resize(wish, time.monotonic()))
         else:
-            self._obey(self._recovery.wish(wish, time.monotonic()))
+            no = Answer(wish.verb, wish.group, "", error)
+            self._obey([no] if error else self._decider.wish(wish, time.monotonic()))
+
+    @property
+    def _decider(self) -> Recovery:
+        assert isinstance(self._recovery, Recovery)
+        return self._recovery
 
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
         """Say something to the coordinator of a worker group."""
@@ -439,6 +459,14 @@ class Run:
         ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
         values = {"group": word.group, "incarnation": word.incarnation, "why": word.why, "who": word.who}
         self._send("restart", ranks, **values)
+
+    def _relay(self, word: Relay) -> None:
+        """The same with another layout; whoever wanted it waits for the first step."""
+        self.relaid = word.job
+        if self._door is not None:
+            data = {"workers": word.job.cluster.nworkers_per_group, "step": word.step, "text": word.text}
+            self.promised = self._door.promise(word.wish, word.number, data)
+        self._renew()
 
     def _renew(self) -> None:
         """End everything at once; who called `watch` starts the job again."""
@@ -549,6 +577,8 @@ class Run:
         if self._saving:
             return
         self._saving = True
+        if isinstance(self._recovery, Recovery):
+            self._obey(self._recovery.ends())
         self._alarm = (time.monotonic() + seconds, self._ends_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
         self._on_event(Notice("launcher", text))

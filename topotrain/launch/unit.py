@@ -32,12 +32,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--life", type=int, default=0)
     parser.add_argument("--resume", default="")
     parser.add_argument("--absent", default="")
+    parser.add_argument("--why", default="")
     given = parser.parse_args(arguments)
     place = Place(**{f.name: getattr(given, f.name) for f in fields(Place)})
     try:
         calls = Calls(given.worker_call, given.server_call, tuple(given.preload))
         absent = frozenset(int(group) for group in given.absent.split(",") if group)
-        return supervise(place, calls, Life(given.life, given.resume, absent))
+        return supervise(place, calls, Life(given.life, given.resume, absent, given.why))
     except (ConfigError, OSError) as error:
         wrong = isinstance(error, ConfigError)
         failed = Failed(f"unit {place.rank}", "config" if wrong else "internal", str(error), traceback.format_exc())

@@ -55,6 +55,10 @@ class Waits:
         for wait in self._waits:
             wait.group = None
 
+    def take_over(self, former: "Waits") -> None:
+        """Whoever was waited for in another layout of the job is waited for here."""
+        self._waits = former._waits
+
     def renewed(self) -> None:
         """No process is left of those that stepped."""
         self._stepped.clear()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from topotrain.events import Event, Failed
 from topotrain.launch.attendance import Answer, Ask, Gone
+from topotrain.launch.resizing import AskSnapshot, Refused, Relay
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +56,4 @@ class GiveUp:
     failures: tuple[Failed, ...]
 
 
-Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer
+Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer | AskSnapshot | Refused | Relay

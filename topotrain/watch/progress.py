@@ -27,11 +27,14 @@ from topotrain.events import (
     Notice,
     Output,
     Recovered,
+    Resized,
     Skipped,
     Started,
     StepDone,
 )
-from topotrain.topology import Topology
+from topotrain.launch.resizing import resized
+from topotrain.topology import Topology, layout
+from topotrain.watch.report import moved
 from topotrain.watch.stragglers import stragglers
 
 LINE_EVERY = 5.0
@@ -61,8 +64,14 @@ class Rows:
     """All workers' rows. An event replaces a row and never changes one, so a drawing thread needs no lock."""
 
     def __init__(self, topology: Topology) -> None:
+        self._rows: dict[str, Row] = {}
+        self.lay_out(topology)
+
+    def lay_out(self, topology: Topology) -> None:
+        """Who there is from here on; a row of before stays as it was."""
         workers = [worker for unit in topology.units for worker in unit.workers]
-        self._rows = {str(worker): Row(topology.unit_of(worker), str(worker)) for worker in workers}
+        rows = [Row(topology.unit_of(worker), str(worker)) for worker in workers]
+        self._rows = {row.who: replace(self._rows.get(row.who, row), unit=row.unit) for row in rows}
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -132,6 +141,7 @@ class Silent:
         self.rows = Rows(topology)
         self._topology = topology
         self._own: dict[str, float] = {}  # seconds that a worker itself takes for a step
+        self._changes: set[int] = set()  # what was no loss, and has a Recovered all the same
         self._main = str(topology.workers(0)[0])
         self._out = out
         self._inside_line = False  # the program's last word on the console had no newline
@@ -150,8 +160,10 @@ class Silent:
                 self._say(f"topotrain: {skip(event)}")
             case Incident():
                 self._say(f"topotrain: {event.what}; {event.action}")
+            case Resized():
+                self._resized(event)
             case Recovered():
-                self._say(f"topotrain: {recovery(event)}")
+                self._say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
             case Left():
                 self._say(f"topotrain: group {event.group} {event.how}; the others train on")
             case Joined():
@@ -166,6 +178,15 @@ class Silent:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._name_slow()
+
+    def _resized(self, event: Resized) -> None:
+        self._changes.add(event.number)
+        self._topology = layout(resized(self._topology.cluster, event.workers))
+        self.rows.lay_out(self._topology)
+        now = {str(worker) for worker in self._topology.workers(0)}
+        self._own = {who: own for who, own in self._own.items() if who in now}
+        many = f"nworkers_per_group: {event.workers}"
+        self._say(f"topotrain: {moved(event)}; the job goes on behind step {event.step} with {many}")
 
     def _name_slow(self) -> None:
         for slow in stragglers(self._topology, self._own):
@@ -257,10 +278,10 @@ class LiveTable(Silent):
             self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
 
 
-def recovery(event: Recovered) -> str:
+def recovery(event: Recovered, what: str = "loss") -> str:
     """What a recovery cost, in words."""
     others = f", other groups were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
-    return f"training again {event.waited_s:.1f} s after that loss{others}"
+    return f"training again {event.waited_s:.1f} s after that {what}{others}"
 
 
 def skip(event: Skipped) -> str:

@@ -22,6 +22,7 @@ from topotrain.events import (
     Left,
     Metrics,
     Recovered,
+    Resized,
     Serving,
     Skipped,
     Started,
@@ -31,7 +32,8 @@ from topotrain.events import (
 )
 from topotrain.job import Job
 from topotrain.launch import Outcome
-from topotrain.topology import Address, Role, Topology
+from topotrain.launch.resizing import resized
+from topotrain.topology import Address, Role, Topology, layout
 from topotrain.watch.stragglers import stragglers
 
 _MOST_SKIPS = 100  # that are kept by number, of each worker
@@ -171,8 +173,7 @@ class Report:
     def __init__(self, job: Job, topology: Topology) -> None:
         self._job = job
         self._topology = topology
-        residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
-        self._tallies = {str(resident): _Tally() for resident in residents}
+        self._tallies = {str(resident): _Tally() for resident in _residents(topology)}
         self._metrics: dict[str, float] = {}
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
@@ -181,6 +182,12 @@ class Report:
         self._incidents: list[Incident] = []
         self._recovered: dict[int, Recovered] = {}
         self._changes: list[Left | Joined] = []
+        self._resizes: list[Resized] = []
+
+    @property
+    def topology(self) -> Topology:
+        """The layout, as it is now."""
+        return self._topology
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -201,12 +208,22 @@ class Report:
                 self._recovered[event.number] = event
             case Left() | Joined():
                 self._changes.append(event)
+            case Resized():
+                self._resized(event)
             case Started() | Serving() | StepDone() | Finished():
                 tally = self._tallies.get(event.who)
                 if tally is not None:
                     _note(tally, event)
             case _:
                 pass
+
+    def _resized(self, event: Resized) -> None:
+        """Whoever has left is counted on with what it did."""
+        self._resizes.append(event)
+        self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
+        begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # for its curve of the loss
+        for resident in _residents(self._topology):
+            self._tallies.setdefault(str(resident), _Tally(before=begun))
 
     def curve(self, bins: int = 60) -> list[Point]:
         """Loss over time (seconds since the first step): per time bin the mean over groups of the groups' means."""
@@ -216,10 +233,11 @@ class Report:
 
     def as_data(self, outcome: Outcome) -> dict[str, Any]:
         """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
-        workers = self._of(Role.WORKER)
+        workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
         seconds = max((tally.whole.time for tally in workers), default=0.0)
         samples = sum(tally.whole.samples for tally in workers)
-        losses = [tally.loss for tally in workers if tally.loss is not None]
+        present = [self._tallies[str(r)] for r in _residents(self._topology) if r.role is Role.WORKER]
+        losses = [tally.loss for tally in present if tally.loss is not None]
         return {
             "job": self._job.name,
             "program": self._job.program,
@@ -246,6 +264,7 @@ class Report:
             "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
             "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
             "groups": [_change(found) for found in self._changes],
+            "changes": [_resize(found, self._recovered.get(found.number)) for found in self._resizes],
             **self._paces(),
             "processes": self._processes(),
         }
@@ -260,10 +279,6 @@ class Report:
             "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
             "late": {who: n for who, tally in told.items() if (n := tally.late_before + tally.late)},
         }
-
-    def _of(self, role: Role) -> list[_Tally]:
-        residents = [r for unit in self._topology.units for r in (*unit.workers, *unit.servers) if r.role is role]
-        return [self._tallies[str(resident)] for resident in residents]
 
     def _processes(self) -> list[dict[str, Any]]:
         """One entry per operating-system process that was heard of; residents with one pid share a process."""
@@ -325,6 +340,28 @@ def _change(found: Left | Joined) -> dict[str, Any]:
     """A worker group that was not there any more, or came."""
     what = found.how if isinstance(found, Left) else f"joins (incarnation {found.incarnation})"
     return {"group": found.group, "what": what, "at_s": found.at_s}
+
+
+def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
+    """Workers that left or joined; waited_s: for so long nobody trained, null: nobody ever did again."""
+    waited_s = None if recovered is None else recovered.waited_s
+    return {
+        "what": moved(found),
+        "workers": found.workers,
+        "step": found.step,
+        "at_s": found.at_s,
+        "waited_s": waited_s,
+    }
+
+
+def moved(found: Resized) -> str:
+    """Who has left or joined."""
+    count, verb = abs(found.workers - found.former), "join" if found.workers > found.former else "leave"
+    return f"1 worker {verb}s" if count == 1 else f"{count} workers {verb}"
+
+
+def _residents(topology: Topology) -> list[Address]:
+    return [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:

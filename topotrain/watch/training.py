@@ -61,7 +61,7 @@ def train(
         launcher = LocalLauncher(forkserver=forkserver, profile=profile, resume=resume)
         outcome = launcher.start(job, topology, on_event)
     if outcome.cause is not None:
-        complain(story(outcome.cause, job, topology))
+        complain(story(outcome.cause, job, report.topology))
     elif outcome.code >= 128:
         more = hint(saved, job.workspace)
         complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))

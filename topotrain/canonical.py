@@ -1,0 +1,80 @@
+"""The canonical sum of a group's parts: the order is part of the result.
+
+Floating-point addition is not associative. Inside a unit parts are added in rank order, then the units in order
+(`Topology.sum_tree`), whatever the road and whoever arrived first.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+Tree = Sequence[Sequence[int]]
+Part = tuple[float, torch.Tensor | None]
+
+
+def canonical_mean(
+    parts: Mapping[int, Part],
+    tree: Tree,
+    out: torch.Tensor,
+    scratch: Callable[[int], torch.Tensor],
+    divide: bool = True,
+) -> None:
+    """Weighted mean (or, with `divide` false, plain sum) of the parts in the canonical order, into `out`.
+
+    Args:
+        parts: worker index -> (weight, 1-D gradient or None where the worker has none, which counts as zero).
+        tree: worker indices by unit, as `Topology.sum_tree` gives them.
+        out: 1-D result; must not overlap a part.
+        scratch: scratch(k) is a 1-D buffer like `out`, k in {0, 1}; asked for only where needed.
+        divide: divide by the sum of all weights. With equal weights the plain sum is divided by their number:
+            multiplying by 1/3 has other bits than dividing by 3.
+    """
+    weights = [weight for weight, _ in parts.values() if weight > 0]
+    equal = not divide or len(set(weights)) <= 1
+    started = False
+    for unit in tree:
+        terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
+        grads = [(weight, grad) for weight, grad in terms if grad is not None]
+        if not grads:
+            continue
+        if not started:
+            _sum_unit(grads, equal, out, scratch)
+            started = True
+        elif len(grads) == 1:
+            out.add_(_scaled(grads[0], equal, scratch))
+        else:
+            partial = scratch(0)
+            _sum_unit(grads, equal, partial, scratch)
+            out.add_(partial)
+    if not started:
+        out.zero_()
+    elif divide and (len(weights) > 1 or not equal):
+        _divide(out, len(weights) if equal else sum(weights))
+
+
+def _divide(out: torch.Tensor, by: float) -> None:
+    """In place. By a power of two a product has the quotient's bits, and multiplying is faster than dividing."""
+    if math.frexp(by)[0] == 0.5:
+        out.mul_(1.0 / by)
+    else:
+        out.div_(by)
+
+
+def _sum_unit(
+    grads: list[tuple[float, torch.Tensor]], equal: bool, out: torch.Tensor, scratch: Callable[[int], torch.Tensor]
+) -> None:
+    weight, first = grads[0]
+    if equal and len(grads) > 1:
+        torch.add(first, grads[1][1], out=out)
+        rest = grads[2:]
+    else:
+        torch.mul(first, 1.0 if equal else weight, out=out)
+        rest = grads[1:]
+    for term in rest:
+        out.add_(_scaled(term, equal, scratch))
+
+
+def _scaled(term: tuple[float, torch.Tensor], equal: bool, scratch: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    weight, grad = term
+    return grad if equal else torch.mul(grad, weight, out=scratch(1))
