@@ -37,7 +37,7 @@ from topotrain.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.job import Job, OnFailure
+from topotrain.job import ConfigError, Job, OnFailure
 from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
