@@ -281,7 +281,9 @@ class Recovery:
         if found is None:
             return self._give_up(*held)
         for other in held:  # of several groups that have lost somebody each starts again
-            if not self._over and other.kind == "peer" and other.who in self._group_of:
+            group = self._group_of.get(other.who)
+            same = other is cause or (group == self._group_of.get(cause.who) and not self._terms.singly)
+            if not (self._over or same or group is None) and other.kind == "peer":
                 found += self._follows(other, now) or []
         return found
 
