@@ -274,7 +274,7 @@ def forged(path, change):
         lambda d: d.__setitem__("clocks", 3),
         lambda d: d.__setitem__("files", {}),
         lambda d: d.__setitem__("number", None),
-        lambda d: d.__setitem__("format", 2),
+        lambda d: d.__setitem__("format", 3),
         lambda d: d.clear(),
     ],
 )

@@ -20,11 +20,11 @@ TOP = "topotrain"
 
 FLOORS = (
     "checks job protofile textproto events spans",
-    "topology regrouping seats slices flatfile statetable rhythm",
+    "topology regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord reduction given collective consistency "
     "schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup readers "
     "ending membership snapshotbook crosscut snapshotting "
-    "tables tablerows tablerules tablemodes tablebook manners opening server gateway views comparison "
+    "tables tablerows tablerules tablemodes tablecopy tablebook manners opening server gateway views comparison "
     "replication transfer",
     "jitter wire torchdist rendezvous torchurl",
     "waiting deskdoor statedoor exchange tabledoor engine ferry mirror buffers gradients worker lazy optimizer split "

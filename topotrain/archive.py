@@ -16,6 +16,7 @@ from topotrain.runs import Runs, merged
 from topotrain.slices import Parameter
 from topotrain.snapshotbook import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
 from topotrain.statetable import Table
+from topotrain.tablefile import KeptTable
 from topotrain.topology import Address, Role
 from topotrain.witness import Wrong
 
@@ -68,6 +69,15 @@ class Kept:
     def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
         """There is none: a plain SGD steps here."""
         raise Wrong(f"a plain SGD holds {entry} of {parameter}")
+
+    @property
+    def tables(self) -> Sequence[Sequence[KeptTable]]:
+        """Nobody opens one here."""
+        return ()
+
+    def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
+        """There are none."""
+        raise Wrong(f"nobody has opened a table {table}")
 
 
 class Ledger(Protocol):

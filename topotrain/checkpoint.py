@@ -3,6 +3,7 @@
     WORKSPACE/manifests/000012/model.safetensors      parameters, which plain PyTorch loads
                                optimizer.safetensors  state of the optimizer: "parameter/entry"
                                workers.safetensors    what workers left for those who go on in their place
+                               tables-0.safetensors   rows of tables, where there are any (`tablefile`)
                                manifest.json          written last: without it there is no snapshot
 
 Rule: what is read is right or it is refused. manifest.json carries its own hash, and of every byte of the other files
@@ -25,6 +26,7 @@ from topotrain.job import ConfigError
 from topotrain.runs import Runs, merged
 from topotrain.slices import Parameter, parse
 from topotrain.statetable import Table, from_rows, model_file, state_file
+from topotrain.tablefile import KeptTable, entry_of, file_of, tables_file
 from topotrain.topology import Address, Role
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ ASIDE = "manifests.previous"
 MANIFEST = "manifest.json"
 MODEL, STATE, WORKERS = "model.safetensors", "optimizer.safetensors", "workers.safetensors"
 FILES = (MODEL, STATE, WORKERS)
-FORMAT = 1
+"""Those that every snapshot has."""
+FORMAT, WITH_TABLES = 1, 2
+"""Of a manifest; who knows only the first must not take one with tables for whole."""
 _MOST_MANIFEST = 1 << 28
 _CHUNK = 4 << 20
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -100,6 +104,7 @@ class Manifest:
         job, conf: the job's name, and its file as text.
         version, clocks: of the values, and of each worker group.
         parameters, optimizer, table: the model, `update.OptimizerSpec.to_text`, and what the optimizer held.
+        tables: what each server had of the tables that scripts had opened.
         first_epoch: of the first batch that is not in the values; None: nobody has read further yet.
     """
 
@@ -121,12 +126,14 @@ class Manifest:
         self.optimizer = str(optimizer)
         self.table: Table = from_rows(data["optimizer"], self.parameters)
         self._sizes = {Address(Role.WORKER, int(g), int(i)): int(size) for g, i, size in data["workers"]}
+        self.tables = tuple(tuple(map(KeptTable.from_data, kept)) for kept in data.get("tables", ()))
         self.files: Mapping[str, FlatFile] = {
             MODEL: model_file(self.parameters),
             STATE: state_file(self.parameters, self.table),
             WORKERS: workers_file(self._sizes),
+            **{file_of(shard): tables_file(kept) for shard, kept in enumerate(self.tables)},
         }
-        self._sums = {name: _Sums(self.files[name], data["files"][name]) for name in FILES}
+        self._sums = {name: _Sums(layout, data["files"][name]) for name, layout in self.files.items()}
 
     @staticmethod
     def open(path: Path | str) -> "Manifest":
@@ -146,14 +153,14 @@ class Manifest:
             told = data.pop("sha256")
             if told != hashed(data):
                 raise ValueError("its hash is another")
-            if data["format"] != FORMAT:
-                raise _damaged(path, f"is of format {data['format']}, must be {FORMAT}")
+            if data["format"] not in (FORMAT, WITH_TABLES):
+                raise _damaged(path, f"is of format {data['format']}, must be {FORMAT} or {WITH_TABLES}")
             made = Manifest(path, data)
         except ConfigError:
             raise
         except _WRONG as error:
             raise _damaged(path, f"has a damaged {MANIFEST} ({_short(error)})") from None
-        for name in FILES:
+        for name in made.files:
             made._check_header(name)
         return made
 
@@ -170,7 +177,7 @@ class Manifest:
     def verify(self) -> None:
         """Compare every byte with its checksum. Raises ConfigError."""
         buffer = memoryview(bytearray(_CHUNK))
-        for name in FILES:
+        for name in self.files:
             with self._opened(name) as fd:
                 for first, last, told in self._sums[name].ranges:
                     found = 0
@@ -222,6 +229,10 @@ class Manifest:
     def state(self, parameter: str, entry: str, lo: int, out: "torch.Tensor") -> None:
         """The same of a tensor of the optimizer's state."""
         self._read(STATE, f"{parameter}/{entry}", lo, out)
+
+    def rows(self, shard: int, table: str, column: str, lo: int, out: "torch.Tensor") -> None:
+        """The same of what a server had of a table: its ids, values, or a column of state. Raises ConfigError."""
+        self._read(file_of(shard), entry_of(table, column), lo, out)
 
     def _read(self, file: str, name: str, lo: int, out: "torch.Tensor") -> None:
         entry = self.files[file].entries.get(name)

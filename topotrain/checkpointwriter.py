@@ -26,6 +26,7 @@ from topotrain.checkpoint import (
     MANIFEST,
     MODEL,
     STATE,
+    WITH_TABLES,
     WORKERS,
     bytes_of,
     hashed,
@@ -42,6 +43,7 @@ from topotrain.snapshot import Slab
 from topotrain.snapshotbook import PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
 from topotrain.snapshotting import Snapshots
 from topotrain.statetable import model_file, state_file
+from topotrain.tablefile import KeptTable, file_of, tables_file
 from topotrain.textproto import dumps
 from topotrain.topology import Address, Role, Topology
 
@@ -255,24 +257,32 @@ class Writer:
             MODEL: (model_file(frozen.parameters), frozen.values),
             STATE: (state_file(frozen.parameters, what.table), frozen.state),
         }
-        return self._files.write(what.number, parts, first=what.server == LEADER)
+        answer = self._files.write(what.number, parts, first=what.server == LEADER)
+        if frozen.tables:
+            own = {file_of(what.server.index): (tables_file(frozen.tables), frozen.rows)}
+            answer |= self._files.write(what.number, own, first=True)
+            answer["tables"] = [table.to_data() for table in frozen.tables]
+        return answer
 
     def _publish(self, what: Publish) -> dict[str, Any]:
         layout = workers_file({worker: data.numel() for worker, data in what.deposits.items()})
         slabs = [Slab(str(worker), 0, data) for worker, data in what.deposits.items()]
         kept = self._files.write(what.number, {WORKERS: (layout, slabs)}, first=True)
         files = {name: _joined(part[name] for part in what.written) for name in (MODEL, STATE)}
+        tables = _tables(what.written)
+        files |= {file_of(shard): what.written[shard][file_of(shard)] for shard in range(len(tables))}
         topology = self._topology
         step = dict(what.facts["steps"])[0]
         path = self._files.publish(
             what.number,
             {
-                "format": FORMAT,
+                "format": WITH_TABLES if tables else FORMAT,
                 "number": what.number,
                 "job": self._job.name,
                 "conf": dumps(self._job),
                 "layout": [topology.worker_groups, topology.workers_per_group, topology.shards],
                 **what.facts,
+                **({"tables": tables} if tables else {}),
                 "workers": [[worker.group, worker.index, data.numel()] for worker, data in what.deposits.items()],
                 "files": {**files, **kept},
             },
@@ -372,6 +382,15 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The checksums of all shards."""
     known = list(parts)
     return {what: [row for part in known for row in part[what]] for what in ("ranges", "scattered")}
+
+
+def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What each server has written of tables; empty where there are none. Raises ValueError for others on each."""
+    tables = [part.get("tables", []) for part in written]
+    names = [sorted(KeptTable.from_data(table).name for table in own) for own in tables]
+    if any(own != names[0] for own in names):
+        raise ValueError(f"the servers had frozen different tables: {names}")
+    return tables if names[0] else []
 
 
 def _sync(path: Path) -> None:

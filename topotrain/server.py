@@ -129,7 +129,7 @@ class Server:
         self._streams = Streams()
         self._strikes = Strikes(job.nonfinite)
         self._ending = Ending(me, topology)
-        self._tables = TableBook(me, job, topology)
+        self._tables = TableBook(me, job, topology, resumed)
         is_desk = me.group == 0 and me.index == 0
         counts = (topology.worker_groups, topology.workers_per_group)
         self.leases = LeaseBook(*counts, singly=singly(job)) if is_desk else None
@@ -713,7 +713,7 @@ class Server:
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return "the job has tables, whose changes are not counted by batch" if self._tables.used else ""
+        return "the job has tables, and what a group has said of them is not taken back" if self._tables.used else ""
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""
@@ -961,13 +961,13 @@ class Server:
     def _snapshot_ask(self, sender: Address, message: m.SnapshotAsk) -> None:
         if message.last:
             self._snapshot_last()
-        elif not self._tables.used and self.complete() and (self._common or not self._topology.synced):
+        elif not self._tables.unkept and self.complete() and (self._common or not self._topology.synced):
             self._announce(self.snapshots.begin(self._states()))
 
     def _snapshot_last(self) -> None:
         """The job is to end. One whose scripts have come to their ends does so by itself."""
-        if self._tables.used:
-            self.snapshots.cannot("the job has tables")
+        if self._tables.unkept:
+            self.snapshots.cannot(self._tables.unkept)
         elif not self._common or not any(self.snapshots.steps.values()):
             self.snapshots.cannot("no step was taken yet")
         elif self.running:
@@ -975,7 +975,7 @@ class Server:
 
     def _snapshot_before(self, group: int) -> None:
         """A step is about to be decided, and perhaps one that somebody wants a snapshot of."""
-        if self.snapshots.wanted(group) and not self._tables.used:
+        if self.snapshots.wanted(group) and not self._tables.unkept:
             self._announce(self.snapshots.before(group, self._states))
 
     def _announce(self, number: int) -> None:
@@ -988,7 +988,7 @@ class Server:
 
     def _freeze(self) -> None:
         """If a snapshot is due, this is the moment; what other groups have sent behind theirs was waiting for it."""
-        self.snapshots.freeze(self._known, self._facts, self._streams.counts)
+        self.snapshots.freeze(self._known, self._facts, self._streams.counts, self._tables.freeze)
         if self._ahead:
             self._inside += self._ahead
             self._ahead = []

@@ -18,6 +18,7 @@ from topotrain.model import Model, Unit
 from topotrain.shard import torch_dtype
 from topotrain.slices import Parameter
 from topotrain.statetable import ELEMENTS, NUMBER, PLAIN, WHOLE, Held, State, StateError, Table, entry_name
+from topotrain.tablefile import KeptTable
 from topotrain.update import OptimizerSpec
 
 _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
@@ -34,7 +35,10 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """One shard's part of a snapshot. `table` says what the optimizer holds of the shard's parameters."""
+    """One shard's part of a snapshot. `table` says what the optimizer holds of the shard's parameters.
+
+    tables, rows: what it has of the tables that scripts have opened (`tablecopy`), with slabs of `tablefile`'s file.
+    """
 
     parameters: tuple[Parameter, ...]
     values: tuple[Slab, ...]
@@ -42,6 +46,8 @@ class Frozen:
     table: Table
     flats: Mapping[int, torch.Tensor]
     """The frozen values by bucket."""
+    tables: tuple[KeptTable, ...] = ()
+    rows: tuple[Slab, ...] = ()
 
 
 class Freezer:
@@ -190,6 +196,15 @@ class Source(Protocol):
 
     def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
         """The same of a tensor of the optimizer's state."""
+        ...
+
+    @property
+    def tables(self) -> Sequence[Sequence[KeptTable]]:
+        """What each server had of the tables that scripts had opened."""
+        ...
+
+    def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
+        """Elements of what a server had of a table (`tablefile`), from `lo` on. Raises ConfigError."""
         ...
 
 

@@ -247,7 +247,11 @@ class Snapshots:
             self._due, self._announced = self._announced, 0
 
     def freeze(
-        self, model: Model, facts: Callable[[], Mapping[str, Any]], counts: Callable[[], Mapping[int, int]]
+        self,
+        model: Model,
+        facts: Callable[[], Mapping[str, Any]],
+        counts: Callable[[], Mapping[int, int]],
+        with_tables: Callable[[Frozen], Frozen],
     ) -> None:
         """The step is carried out: if a snapshot is due, this is the moment."""
         if not self._due:
@@ -270,7 +274,7 @@ class Snapshots:
         if self._freezer is None:
             self._freezer = Freezer(model, self._me.index, self._me.group if self._across else None)
         try:
-            frozen = self._freezer.freeze()
+            frozen = with_tables(self._freezer.freeze())
         except StateError as error:
             self._say(number, FROZEN, {"error": str(error)})
             return

@@ -17,6 +17,9 @@ from topotrain.codecs import all_finite
 from topotrain.finite import NOBODY, Strikes
 from topotrain.job import ConfigError, Job, NonFinite, Reduce
 from topotrain.model import to_power
+from topotrain.snapshot import Frozen, Source
+from topotrain.statetable import StateError
+from topotrain.tablecopy import Copier, Kept
 from topotrain.tablemodes import KINDS, StepTable, SyncTable, Table
 from topotrain.tables import Ids, TableSpec, difference, pack_ids, unpack_ids
 from topotrain.topology import Address, Topology
@@ -49,15 +52,18 @@ class TableBook:
     Args:
         me: the server.
         job, topology: its job.
+        source: the snapshot that the job goes on from.
     """
 
-    def __init__(self, me: Address, job: Job, topology: Topology) -> None:
+    def __init__(self, me: Address, job: Job, topology: Topology, source: Source | None = None) -> None:
         self._me = me
         self._job = job
         self._topology = topology
         self._workers = [w for group in range(topology.worker_groups) for w in topology.workers(group)]
         self._clients = {worker: _Client() for worker in self._workers}
         self._tables: dict[str, Table] = {}
+        self._copier = Copier()
+        self._kept = Kept(source, me.index, topology.shards)
         self._over: dict[int, int] = {}  # group -> its steps that are over
         self._means: dict[tuple[int, int], Found] = {}
         self._held: list[tuple[Address, Table, m.TablePull]] = []
@@ -79,6 +85,17 @@ class TableBook:
     def used(self) -> bool:
         """Whether any script has a table."""
         return bool(self._tables)
+
+    @property
+    def unkept(self) -> str:
+        """Why no snapshot can be taken now; empty: one can."""
+        return next((table.unkept for table in self._tables.values() if table.unkept), "")
+
+    def freeze(self, frozen: Frozen) -> Frozen:
+        """With the rows as they are now. Raises StateError where no snapshot can have them."""
+        if self.unkept:
+            raise StateError(self.unkept)
+        return self._copier.freeze(frozen, self._tables.values())
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor:
         """Where rows are to be received. Raises ProtocolError."""
@@ -135,7 +152,9 @@ class TableBook:
         spec = TableSpec.from_text(message.spec)
         known = self._tables.get(spec.name)
         if known is None:
-            known = self._tables[spec.name] = self._made(spec)
+            known = self._made(spec)
+            self._kept.refill(known)
+            self._tables[spec.name] = known
         text = difference(known.spec, spec)
         if text:
             self._fail(text, config=True)
@@ -176,7 +195,8 @@ class TableBook:
     def _give(self, sender: Address, client: _Client, message: m.TableGive) -> None:
         table = self._table(sender, message.table)
         ids, rows = self._rows(table, message)
-        if rows is not None:
+        # What a script gives before its first step it had given before the snapshot: what is here is younger.
+        if rows is not None and not (table.restored and client.steps == 0):
             table.rows.give(ids, rows)
 
     def _set_rule(self, sender: Address, client: _Client, message: m.TableRule) -> None:
@@ -297,6 +317,8 @@ class TableBook:
     def apply(self, group: int, step: int, commits: Mapping[int, m.Commit], factor: float) -> Out:
         """The step counts: its rows change. factor: of every gradient."""
         self._out = []
+        if text := self._kept.missed:
+            self._fail(f"tables: {text}", config=True)
         if self._tables:
             for name, found in self._found(group, step, commits).items():
                 table = self._tables[name]

@@ -14,11 +14,13 @@ import torch
 
 from topotrain.canonical import Tree, canonical_mean
 from topotrain.codecs import all_finite
+from topotrain.job import ConfigError
 from topotrain.message import Commit, ProtocolError
 from topotrain.tablerows import Rows
-from topotrain.tablerules import Clip, Rule, check_rule, make_rule
+from topotrain.tablerules import Clip, Rule, SparseRule, check_rule, make_rule
 from topotrain.tables import Ids, TableSpec
 from topotrain.topology import Address
+from topotrain.update import OptimizerSpec
 
 _MOST_OPEN = 64  # pushes of one worker that are not complete, or whose step is not over
 _MOST_RULES = 1 << 12  # that a group has said for turns to come
@@ -65,6 +67,8 @@ class Table:
         most: int,
     ) -> None:
         self.spec = spec
+        self.restored = False
+        """Its rows are those of a snapshot."""
         self._most, self._left_out = most, 0
         self.rows = Rows(spec, shard, shards)
         self._workers = workers
@@ -103,6 +107,33 @@ class Table:
     def ended(self, sender: Address) -> str:
         """A worker pushes nothing more; returns, in words, who waits for it in vain, or ""."""
         return ""
+
+    # --- snapshots (`tablecopy`) ---------------------------------------------------------------------------------
+
+    @property
+    def unkept(self) -> str:
+        """Why no snapshot can have it; empty: one can."""
+        return f"pushes of table {self.spec.name!r} belong to no step of the model"
+
+    @property
+    def optimizer(self) -> str:
+        """What moved the rows last, as `TableSpec.optimizer` has it."""
+        return self._text
+
+    @property
+    def pushes(self) -> int:
+        """So many the optimizer of a sparse table has applied."""
+        return self._rule.pushes if isinstance(self._rule, SparseRule) else 0
+
+    def go_on(self, optimizer: str, pushes: int) -> None:
+        """The rows and their state are those of a snapshot. Raises ConfigError where another optimizer moved them.
+
+        Its settings are the script's, as with the model's own optimizer.
+        """
+        then, now = (OptimizerSpec.from_text(text).name for text in (optimizer, self._text))
+        if then != now or not isinstance(self._rule, SparseRule):
+            raise ConfigError("resume", f"table {self.spec.name}", f"is moved by {now} now, and was by {then}")
+        self._rule.pushes, self.restored = pushes, True
 
     # --- for the modes -------------------------------------------------------------------------------------------
 
@@ -218,6 +249,11 @@ class SyncTable(Table):
 
 class StepTable(Table):
     """Pushes belong to a step of the worker group and are applied, or dropped, with it."""
+
+    @property
+    def unkept(self) -> str:
+        """See `Table`."""
+        return f"table {self.spec.name!r} is dense" if self.spec.dense else ""
 
     def _group(self, sender: Address) -> int:
         return sender.group

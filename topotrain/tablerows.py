@@ -5,7 +5,7 @@ lists of blocks, (slots, width) each; a new block is as large as all before it, 
 moved and little is ever empty. No loop runs over rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -200,6 +200,15 @@ class Rows:
     def drop_columns(self) -> None:
         """Forget all state."""
         self._columns = {VALUES: self._columns[VALUES]}
+
+    def columns(self) -> Mapping[str, float]:
+        """What there is of each row, by name, and what it begins with."""
+        return {name: self._fills[name] for name in self._columns}
+
+    def blocks(self, name: str) -> Iterator[tuple[torch.Tensor, int]]:
+        """A column's memory, (slots, width) each, and how many slots from the first on have rows."""
+        for first, block in zip([0, *self._ends], self._columns[name], strict=False):
+            yield block, max(0, min(len(block), self.count - first))
 
     def block(self) -> torch.Tensor | None:
         """All values of a dense table, 1-D: the memory itself."""

@@ -137,7 +137,8 @@ class SparseRule:
     def __init__(self, rows: Rows, text: str, clip: Clip = None) -> None:
         self._rows, self._clip = rows, clip
         self._name, self._settings = _sparse_settings(text)
-        self._steps = 0
+        self.pushes = 0
+        """So many it has applied."""
 
     def set(self, text: str) -> bool:
         """Take new settings; False if the text is of another optimizer. Raises ConfigError."""
@@ -149,12 +150,12 @@ class SparseRule:
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """One push."""
-        self._steps += 1
+        self.pushes += 1
         if not len(slots):
             return
         grad = rows if self._clip is None else rows.clamp_(*self._clip)
         grad = grad.neg_() if self._settings.get("maximize") else grad
-        _UPDATES[self._name](self._rows, slots, grad, self._settings, self._steps)
+        _UPDATES[self._name](self._rows, slots, grad, self._settings, self.pushes)
 
     @property
     def state_bytes(self) -> int:

@@ -1,9 +1,10 @@
 """A ledger, see ledger.py, of whose job one process is killed once.
 
-WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze]: VICTIM ("server 0/0") is killed when worker number
-KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made a step in its
-next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when
-everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be.
+WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze] [table]: VICTIM ("server 0/0") is killed when worker
+number KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made a step
+in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when
+everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be; `table`: each
+sample has a row of a table, too.
 """
 
 import json
@@ -12,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ledger import train, wait_for
+from ledger import Ledger, Tabled, train, wait_for
 
 import topotrain as tt
 
@@ -48,6 +49,6 @@ def after(steps: int) -> None:
         wait_for(back.exists)
 
 
-train(SAMPLES, EPOCHS, after)
+train(SAMPLES, EPOCHS, after, Tabled if "table" in wishes else Ledger)
 if "late" in wishes:
     tt.report(trained=measured)

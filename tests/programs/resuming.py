@@ -1,4 +1,4 @@
-"""Two programs whose result shows whether a job went on where it was: all that a training has, or one cell per sample.
+"""Programs whose result shows whether a job went on where it was: all that a training has, or one cell per sample.
 
 As long as the file `--hold` is there, the main worker stops behind step `--at`, for somebody to kill it.
 """
@@ -38,17 +38,32 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.layers(x).squeeze(1), y)
 
 
+class Words(Net):
+    """A part of what goes in is looked up: in a table on the servers, and in a weight whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rule = tt.kvstore.Adagrad(lr=0.3, lr_decay=0.01)
+        self.served = tt.Embedding(None, 6, init="normal 0 1", optimizer=rule, name="served")
+        self.weight = nn.Embedding(40, 6, sparse=True)
+
+    def loss(self, number: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss(number, x + self.served(number % 40 * 7919) + self.weight(number % 30), y)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["ledger", "net"])
+    parser.add_argument("kind", choices=["ledger", "net", "words"])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--hold", type=Path, default=Path("nothing"))
     parser.add_argument("--at", type=int, default=30)
     given = parser.parse_args()
     torch.manual_seed(5)
-    model = Ledger() if given.kind == "ledger" else Net()
+    model = {"ledger": Ledger, "net": Net, "words": Words}[given.kind]()
     if given.kind == "ledger":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    elif given.kind == "words":
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     else:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 6), torch.randn(SAMPLES))
@@ -69,3 +84,5 @@ if __name__ == "__main__":
                 if given.hold.exists() and tt.is_main():
                     still.wait()
         schedule.step()
+        if given.kind == "words":  # a table's rate is its own
+            model.served.optimizer.param_groups[0]["lr"] *= 0.7

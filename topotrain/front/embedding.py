@@ -85,6 +85,8 @@ class Embedding(nn.Module):
             raise ConfigError("tt.Embedding", self.name, "must be made before tt.prepare, and be part of its model")
         if self._kept is not None:
             self._kept.open(self.spec)
+        if here is not None:
+            here.kept[f"table {self.name}"] = _Settings(optimizer)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of these ids: [..., embedding_dim] for int64 or int32 ids of any shape.
@@ -168,6 +170,21 @@ class Embedding(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Embedding":
         raise RuntimeError(f"{self.name} lives on the servers: a copy of it would be another table; make one")
+
+
+class _Settings:
+    """What a script has set of a table's own optimizer, a rate for instance; kept as `tt.keep` does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._group = optimizer.param_groups[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {name: value for name, value in self._group.items() if name not in ("params", "param_names")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set them again."""
+        self._group.update(state)
 
 
 def follow(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:

@@ -274,5 +274,9 @@ def keeping(here: Context | None) -> Keeping:
         return Own()
     if here.tables is None:
         here.tables = InJob(here)
-        here.emit(Unrepeatable(str(here.me), "the job has tables, whose changes are not counted by batch", job=False))
+        here.emit(
+            Unrepeatable(
+                str(here.me), "the job has tables, and what a group has said of them is not taken back", job=False
+            )
+        )
     return cast(InJob, here.tables)
