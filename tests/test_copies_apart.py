@@ -64,6 +64,7 @@ class Town:
         (folder / "store").mkdir(mode=0o700)
         self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
         self.urls: list[str] = []
+        self.missed: list[Address] = []
 
     def place(self, unit: int, number: int = 0) -> Place:
         identity = Identity(self.job.name, b"7" * 32, number, 0, self.job.digest())
@@ -80,7 +81,8 @@ class Town:
         place = self.place(self.topology.unit_of(me), number)
         self.roads[seat] = roads = Roads(place, Memory())
         standing = standings(self.seats.to_data())
-        words = Seat(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None)
+        missed = self.missed.append
+        words = Seat(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
         ears = (self.trouble(roads), lambda *_: SILENT, None, words)
         copied = self.processes[seat] = CopiedServers(place, roads, zeros, me, *ears)
 
@@ -101,8 +103,10 @@ class Town:
         everybody = set(self.seats.standing)
         with self.complete:
             assert self.complete.wait_for(lambda: self.seats._covered == everybody, WAIT_S)
-        for speaker in self.processes.pop(seat)._speakers.values():
+        dead = self.processes.pop(seat)
+        for speaker in dead._speakers.values():
             speaker._do = lambda what: None  # type: ignore[method-assign]  # else it would tell of its own end
+        dead._speakers.clear()  # nor does it look for others
         wire = self.roads.pop(seat)._tcp
         assert wire is not None and wire._listener is not None
         wire._residents.clear()
@@ -116,8 +120,19 @@ class Town:
             process.arrange(standings(self.seats.to_data()))
         self.begin(seat, number)
 
+    def sever(self, one: int, other: int) -> None:
+        """The way between two servers ends, and nobody has died."""
+        wire = self.roads[one]._tcp
+        assert wire is not None
+        ways = [c for c in wire._connections if c.me.role is c.peer.role is Role.SERVER and c.peer.index == other]
+        assert ways
+        for way in ways:
+            way.cut("the network was down for a moment")
 
-def run(job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int]) -> Result:
+
+def run(
+    job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int], cuts: dict[int, tuple[int, int]]
+) -> Result:
     town = Town(job, addresses, folder)
     for seat in town.seats.standing:
         town.begin(seat)
@@ -135,11 +150,14 @@ def run(job: Job, addresses: tuple[str, str], folder: Path, kills: dict[int, int
             barrier.wait(WAIT_S)
             if number in kills and handle.me.index == 0:
                 town.kill(kills[number], next(deaths))
+            if number in cuts and handle.me.index == 0:
+                town.sever(*cuts[number])
             usual_loop([batch])(handle)
 
     _train(town.crew, handles, mortal, lambda me: roads[me].close(finished=not town.crew.errors))
     if town.crew.errors:
         raise town.crew.errors[0]
+    assert bool(cuts) is (len(town.missed) > 0) or kills
     assert all(url.startswith("tcp" if town.addresses[0].startswith("127.") else "tls") for url in town.urls)
     return Result.of(handles[0].model, workers=handles, traffic=(0, 0))
 
@@ -151,5 +169,13 @@ def test_workers_find_a_server_that_has_moved_to_another_host(away: bool, tmp_pa
     if not here or (away and here.startswith("127.")):
         pytest.skip("this machine has no other address")
     job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
-    found = run(job, (here, here if away else "127.0.0.2"), tmp_path, {2: 0, 4: 1, 6: 0})
+    found = run(job, (here, here if away else "127.0.0.2"), tmp_path, {2: 0, 4: 1, 6: 0}, {})
+    assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))
+
+
+def test_a_way_between_two_servers_that_has_ended_is_made_anew(tmp_path: Path) -> None:
+    """To the first server where it began, and where it has moved; what was under way is said again."""
+    job = job_of(road="kTcp", nservers_per_group=3, replicas=2)
+    cuts = {2: (1, 0), 3: (0, 2), 6: (2, 0)}
+    found = run(job, ("127.0.0.1", "127.0.0.2"), tmp_path, {}, cuts)
     assert found.same_bits(reference(job_of(nservers_per_group=3), building(), usual_loop(vectors(8))))

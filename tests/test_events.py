@@ -30,6 +30,7 @@ EXAMPLES: list[Event] = [
     events.Incident(0, "worker 0/1", "was killed by SIGKILL", "group 0 starts again", 1.5),
     events.Recovered(0, 0.5, 0.25),
     events.Covered("server 0/1", 2),
+    events.Missed("server 0/1"),
     events.Differs("server 0/1", 2),
     events.Saved("server 0/0", 3, 70, "workspace/job/manifests/step-70", "step"),
     events.Unsaved("server 0/0", "no step was taken yet"),

@@ -7,6 +7,8 @@ import pytest
 
 from topotrain.events import (
     Agreed,
+    Covered,
+    Differs,
     Event,
     Exited,
     Failed,
@@ -15,13 +17,15 @@ from topotrain.events import (
     Incident,
     Left,
     Lost,
+    Missed,
     Notice,
     Recovered,
     Started,
     StepDone,
     Unrepeatable,
+    Unsaved,
 )
-from topotrain.job import Cluster, ConfigError, Job
+from topotrain.job import Cluster, FailureDomain, Job, Road
 from topotrain.launch.attendance import LOSE, Ask, Gone
 from topotrain.launch.following import Following
 from topotrain.launch.introduction import Introduction
@@ -29,8 +33,8 @@ from topotrain.launch.letters import PAGE_BYTES, Ends, shortened
 from topotrain.launch.muster import Muster
 from topotrain.launch.post import Back, Letter, Vanished
 from topotrain.launch.recovery import FAR_CAUSE_S, Recovery, recovery
-from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew
-from topotrain.topology import layout
+from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat
+from topotrain.topology import Address, Role, layout
 
 BEGAN = 100.0
 DOWNPOUR = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True)
@@ -195,10 +199,86 @@ def test_no_unit_ends_before_who_lives_there() -> None:
     assert made.complete
 
 
-def test_second_copies_still_need_one_launcher() -> None:
-    cluster = replace(SANDBLASTER, nservers_per_group=2, replicas=2)
-    with pytest.raises(ConfigError, match="replicas"):
-        recovery(Job(cluster=cluster), layout(cluster), BEGAN, frozenset())
+# --- servers with a second copy -------------------------------------------------------------------------------------
+
+TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, road=Road.kTcp, replicas=2)
+"""Unit 0 has the workers, and units 1 and 2 a server each."""
+
+
+def covered(made: Recovery, shadows: int, *of: int) -> Recovery:
+    tell(made, 101.0, *(Covered(f"server 0/{index}", shadows) for index in of or range(2)))
+    return made
+
+
+def test_the_seat_of_a_unit_that_is_gone_is_filled_in_another_and_the_second_copies_speak() -> None:
+    made = covered(machine(TWICE), 0)
+    incident, reseat = made.vanished(2, silent(2), 105.0)
+    assert isinstance(incident, Incident) and "fresh processes in unit 0" in incident.action
+    assert reseat == Reseat("server 0/1", 1, silent(2).text, [[0, 1, 0, 1], [0, 1, 1, 1]], 0)
+    assert made.gone == {2}
+    tell(made, 105.5, Started("server 0/1", 9))
+    # There it may die as anywhere, and what unit 0 hears of unit 2 would be of somebody else.
+    covered(made, 1)
+    incident, reseat = tell(made, 106.0, lost("server 0/1"))
+    assert isinstance(reseat, Reseat) and reseat.unit == 0
+    tell(made, 106.5, Started("server 0/1", 10))
+    covered(made, 2)
+    assert made.speaks(Address(Role.SERVER, 0, 1)) == ("server 0/0", 1)
+    incident, reseat, *_ = made.vanished(1, silent(1), 107.0)
+    assert isinstance(reseat, Reseat) and (reseat.who, reseat.unit) == ("server 0/0", 0)
+    assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/1", 0)
+    made.renewed()
+    assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/0", 1)
+
+
+def test_a_unit_with_a_seat_and_a_group_that_others_can_do_without() -> None:
+    cluster = replace(TWICE, nworker_groups=2, nworkers_per_group=1, nworkers_per_procs=1, server_worker_separate=False)
+    made = covered(machine(cluster), 0)
+    words = made.vanished(1, silent(1), 105.0)
+    assert [word.unit for word in words if isinstance(word, Reseat)] == [0]
+    assert words.index(Ask(LOSE, 1)) > next(n for n, word in enumerate(words) if isinstance(word, Reseat))
+
+
+def test_both_copies_in_units_that_are_gone_are_a_new_start() -> None:
+    made = covered(machine(TWICE), 0)
+    made.vanished(2, silent(2), 105.0)
+    assert isinstance(made.vanished(1, silent(1), 105.1)[-1], Renew), "nobody has everything but who is gone"
+    made = covered(machine(TWICE), 0, 0)  # server 1 has one copy
+    assert isinstance(made.vanished(2, silent(2), 105.0)[-1], Renew)
+    made = covered(machine(TWICE), 0)
+    made.vanished(2, silent(2), 105.0)  # a fresh process is about to stand in unit 0
+    assert isinstance(tell(made, 105.1, lost("server 0/0"))[-1], Renew)
+
+
+def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
+    topology = layout(replace(TWICE, failure_domain=FailureDomain.kHost), (0, 0, 1))
+    made = recovery(Job(cluster=topology.cluster), topology, BEGAN, frozenset())
+    assert made is not None
+    tell(made, BEGAN, *(Started(who, 1) for unit in residents(TWICE) for who in unit))
+    covered(made, 0)
+    incident, reseat = made.vanished(2, silent(2), 105.0)
+    assert isinstance(incident, Incident) and "alone" in incident.action
+    assert reseat == Reseat("server 0/1", 0, silent(2).text, [[0, -1, 0, 0], [0, -1, 1, 0]], -1)
+    made.renewed()
+    made.stands(layout(topology.cluster, (0, 1, 0)))  # the units have come back elsewhere
+    covered(made, 0)
+    assert isinstance(tell(made, 106.0, lost("server 0/0"))[-1], Reseat)
+
+
+def test_servers_that_miss_each_other_let_silent_units_be_suspected() -> None:
+    made = covered(machine(TWICE), 0)
+    tell(made, 104.0, Missed("server 0/0"))
+    assert made.suspects and made.due is None
+    made.vanished(2, silent(2), 105.0)
+    assert not made.suspects
+
+
+def test_all_groups_that_have_lost_somebody_start_again() -> None:
+    made = machine(DOWNPOUR)
+    for who in ("worker 1/0", "worker 2/1", "worker 1/1"):
+        tell(made, 105.0, Failed(who, "peer", "lost server 0/0", ""))
+    words = made.turn(105.0 + FAR_CAUSE_S)
+    assert sorted(word.group for word in words if isinstance(word, Regroup)) == [1, 2]
 
 
 # --- units that follow ----------------------------------------------------------------------------------------------
@@ -214,6 +294,7 @@ def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:
     peer, program = Failed("worker 0/1", "peer", "lost", ""), Failed("worker 0/1", "program", "boom", "")
     held: list[Event] = [lost("worker 0/1"), peer, Unrepeatable("worker 0/1", "a loop", True)]
     passed: list[Event] = [Started("worker 0/1", 1), Frozen("worker 0/1", 1), program, Exited("worker 0/1", 1, 1)]
+    passed += [Covered("server 0/1", 1), Differs("server 0/1", 1), Missed("server 0/1"), Unsaved("server 0/1", "why")]
     assert [word for event in held for word in made.heard(event, 1.0)] == []
     assert [word for event in passed for word in made.heard(event, 1.0)] == passed
     assert said == [*held, *passed]
@@ -225,6 +306,20 @@ def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:
     assert made.complete
     # Nothing starts again from here on: what dies now ends the job.
     assert made.heard(lost("worker 0/1"), 2.0) == [Failed("worker 0/1", "died", lost("worker 0/1").text, "last words")]
+
+
+def test_a_server_from_a_unit_that_is_gone_keeps_a_unit_that_is_alone() -> None:
+    made, _ = following()
+    tell_following(made, Started("server 0/1", 3), Exited("worker 0/1", 1, 0))
+    made.told(all=False, alone=True)
+    assert not made.complete
+    tell_following(made, Exited("server 0/1", 3, 0))
+    assert made.complete
+
+
+def tell_following(made: Following, *events: Event) -> None:
+    for event in events:
+        made.heard(event, 1.0)
 
 
 def test_of_steps_the_first_is_told_and_the_others_when_they_are_wanted() -> None:

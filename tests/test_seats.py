@@ -18,7 +18,8 @@ from topotrain.job import (
     Road,
 )
 from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
-from topotrain.launch.recovery import Recovery, Terms, recovery
+from topotrain.launch.homes import Homes
+from topotrain.launch.recovery import Recovery, Terms
 from topotrain.launch.words import Dismiss, GiveUp, Renew, Reseat
 from topotrain.seats import Seats, Standing, check, domains, standings
 from topotrain.topology import Address, Role, layout
@@ -104,9 +105,41 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
     assert named in str(told.value)
 
 
-def test_a_launcher_that_sees_only_some_processes_refuses() -> None:
-    with pytest.raises(ConfigError, match="starts all units"):
-        recovery(JOB, TOPOLOGY, 0.0, near=frozenset())
+def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere() -> None:
+    seats = whole(Seats((0, 1, 2)))  # server i has its second copy on host i + 1
+    assert seats.lost(1)
+    assert seats.wanting(0) == 1, "server 1 speaks in seat 2 now; server 0 speaks on host 0 itself"
+    assert seats.wanting(2) == 1
+    seats.filled(1, 0)
+    assert seats.standing[1] == Standing(2, 1, 1, 1)
+    assert seats.standing[0] == Standing(0, -1), "both copies would be lost with host 0"
+    whole(seats)
+    assert not seats.lost(0), "so with host 0 all of server 0 is lost"
+
+
+def test_in_which_unit_an_empty_seat_is_filled() -> None:
+    cluster = replace(CLUSTER, nservers_per_group=3)
+    for hosts, wanted, first in (
+        ((0, 0, 0, 1, 2), FailureDomain.kAuto, 0),  # of the units of host 0 one without servers
+        ((0, 1, 0, 1, 2), FailureDomain.kHost, 1),  # there it is of use to both servers without a second copy
+        ((2, 2, 0, 1, 2), FailureDomain.kHost, 0),
+        ((0, 0, 0, 0, 0), FailureDomain.kAuto, 0),
+    ):
+        topology = layout(replace(cluster, failure_domain=wanted), hosts)
+        seats, homes = whole(Seats(domains(topology))), Homes(topology)
+        assert seats.lost(1)
+        assert homes.refuge("server 0/1", 1, seats, set()) == 3, "at home, while that lives"
+        rank = homes.refuge("server 0/1", 1, seats, {3})
+        assert rank == first
+        homes.move("server 0/1", rank)
+        assert "server 0/1" in homes.who(rank) and homes.who(3) == set()
+        seats.filled(1, homes.domain(1, rank))
+        for where in seats.standing.values():
+            assert where.shadow < 0 or seats._apart(where.lead, where.shadow)
+    two = layout(replace(CLUSTER, failure_domain=FailureDomain.kHost), (0, 0, 0, 1))
+    seats = whole(Seats(domains(two)))
+    assert seats.lost(1)
+    assert Homes(two).refuge("server 0/1", 1, seats, {3}) == -1, "nobody lives on another host"
 
 
 def machine() -> Recovery:
@@ -130,13 +163,13 @@ def test_a_dead_server_is_replaced_again_and_again_and_nobody_starts_again() -> 
     made = covered(machine(), 0)
     incident, reseat = made.heard(lost("server 0/1"), 105.0)
     assert isinstance(incident, Incident)
-    assert reseat == Reseat("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]])
+    assert reseat == Reseat("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]], 3)
     step = StepDone("worker 0/0", 1.0, 1, 8, None, 0.0, 0, 0, 0)
     assert made.heard(step, 105.5) == [step, Recovered(0, 0.5, 0.0)]
     made.heard(Started("server 0/1", 9), 106.0)
     covered(made, 1)
     _, reseat = made.heard(lost("server 0/0"), 107.0)
-    assert reseat == Reseat("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]])
+    assert reseat == Reseat("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]], 2)
 
 
 def test_both_copies_lost_is_a_new_start() -> None:
@@ -172,7 +205,7 @@ def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone()
     covered(made, 1)
     _, reseat, *words = made.heard(lost("server 0/0"), 103.0)
     assert isinstance(reseat, Reseat) and words == [Ask(LEAVE, 1)]
-    assert made.speaks(Address(Role.SERVER, 0, 0)) == Address(Role.SERVER, 0, 1)
+    assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/1", SEVERAL.unit_of(Address(Role.SERVER, 0, 1)))
     made.heard(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
     left = made.heard(Exited("worker 1/0", 5, 0), 104.0)
     assert Gone(1, 1) in left

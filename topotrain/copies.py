@@ -3,11 +3,13 @@
 Rule: who speaks is not decided here. Whoever sees all processes of the job (the launcher) says who has which seat
 (`seats`), and here that is done: a copy that listened speaks, and is published where its peers look for it; a server
 whose second copy is gone stops waiting for it, and looks for the fresh one. A lost connection alone proves nothing, so
-a server that has lost its second copy says nothing more until it is told that nobody is there; if nobody tells it
-within GRACE_S seconds, it ends its process, and is replaced itself.
+a server that has lost its second copy says nothing more until it is told that nobody is there, and one that has lost
+the first server calls it again. Both tell that they miss somebody; if nobody says anything within GRACE_S seconds, and
+somewhat later on each further seat, the process ends itself, and is replaced.
 """
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import torch
 
 from topotrain.checkpointwriter import Aside, Writer
 from topotrain.gateway import make_server
+from topotrain.jitter import spread
 from topotrain.message import Dismissed, Message, ProtocolError
 from topotrain.replication import Copy, Lead, Out, Shadow
 from topotrain.roads import Place, Roads
@@ -27,9 +30,12 @@ from topotrain.shard import Allocate
 from topotrain.spans import Recorder
 from topotrain.topology import Address, Role
 from topotrain.transfer import portray, restore
-from topotrain.wire import WireError
+from topotrain.wire import Refused, WireError
+from topotrain.wire.auth import Peer
 
-GRACE_S = 15.0
+GRACE_S, APART_S = 15.0, 4.0
+"""So long nobody is told of an end; so much longer on the next seat: of two that miss each other only one shall end."""
+_AGAIN_S = 0.5
 _END_S = 5.0
 """How long the end of a dead server's connection may take to be heard."""
 
@@ -44,7 +50,7 @@ class Seat:
     standing: who has which seat when the process begins. taken: given, once, what to call with what it is later.
     covered: told (server, second copies that there have been) when a server's second copy has everything. differs: told
     the same when that one was found to be another than the first. despair: ends the process, which is then replaced;
-    given why.
+    given why. missed: told a server that has lost the way to another one, of whose end it knows nothing.
     """
 
     standing: Mapping[int, Standing]
@@ -52,6 +58,7 @@ class Seat:
     covered: Callable[[Address, int], None]
     differs: Callable[[Address, int], None]
     despair: Callable[[str], None]
+    missed: Callable[[Address], None] = lambda server: None
 
 
 def shadow_of(server: Address) -> Address:
@@ -68,7 +75,10 @@ class Speaker:
         change: notified when something may be over.
         trouble: see Trouble.
         covered: told when the second copy has everything, with the number of second copies that there have been.
-        differs, despair: see Seat; this one knows whose.
+        differs, missed: see Seat; this one knows whose.
+        despair: given a text when the second copy was missed for too long.
+        parted: told of another server to which the way has ended.
+        grace_s: how long is too long.
     """
 
     def __init__(
@@ -79,12 +89,16 @@ class Speaker:
         trouble: Trouble,
         covered: Callable[[int], None],
         differs: Callable[[int], None],
+        missed: Callable[[], None],
         despair: Callable[[str], None],
+        parted: Callable[[Address], None],
+        grace_s: float,
     ) -> None:
         self.lead, self.server = lead, lead.copy.server
         self.shadows = 0
         self.aside: Aside | None = None
         self._despair, self._differs, self._differed = despair, differs, 0
+        self._missed, self._parted, self._grace_s = missed, parted, grace_s
         self._roads, self._change, self._trouble, self._covered = roads, change, trouble, covered
         self._lock = threading.Lock()
         self._told_covered = self._dismissed = False
@@ -116,6 +130,7 @@ class Speaker:
             if not self._roads.leads(self.lead.me, peer):  # else there is another way already
                 with self._lock:
                     self.lead.parted(peer)
+                self._parted(peer)
         else:
             self._do(lambda: self.lead.lost(peer) if peer in self.lead.up else [])
 
@@ -138,6 +153,11 @@ class Speaker:
         """Have the copy do something."""
         self._do(lambda: what(self.lead))
 
+    def probe(self) -> int:
+        """Have something confirmed by the second copy; returns what, see `Lead.confirmed`."""
+        self.do(lambda lead: lead.probe())
+        return self.lead.copy.events
+
     def alone(self, shadows: int) -> None:
         """The second copy is gone; the next one is the so-manieth."""
         self._calm()
@@ -155,9 +175,11 @@ class Speaker:
             waits = self.lead.joined and not self._dismissed and self._alarm is None
             if waits:
                 why = f"{self.lead.me} has lost its second copy, and nobody knows of its end"
-                self._alarm = threading.Timer(GRACE_S, self._despair, (why,))
+                self._alarm = threading.Timer(self._grace_s, self._despair, (why,))
                 self._alarm.daemon = True
                 self._alarm.start()
+        if waits:
+            self._missed()
         self._look()
 
     def _calm(self) -> None:
@@ -312,12 +334,14 @@ class CopiedServers:
         self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
         self._trouble, self._recorder, self._writer = trouble, recorder, writer
         self._standing, self._covered = dict(seat.standing), seat.covered
-        self._differs, self._despair = seat.differs, seat.despair
+        self._differs, self._despair, self._missed = seat.differs, seat.despair, seat.missed
+        self._grace_s = GRACE_S + APART_S * (me.index % 4)
         self._change = threading.Condition()
         self._servers = place.topology.servers(me.group)
         self._speakers: dict[Address, Speaker] = {}
         self._listeners: dict[Address, Listener] = {}
         self._orders: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+        roads.admit(self._admit)
 
     # --- the beginning -------------------------------------------------------------------------------------------
 
@@ -374,8 +398,10 @@ class CopiedServers:
 
     def _speaker(self, copy: Copy) -> Speaker:
         lead = Lead(copy, portray)
-        told = (partial(self._covered, lead.me), partial(self._differs, lead.me), self._despair)
-        self._speakers[lead.me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, *told)
+        me = lead.me
+        told = (partial(self._covered, me), partial(self._differs, me), partial(self._missed, me))
+        ends = (self._despair, partial(self._parted, me), self._grace_s)
+        self._speakers[me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, *told, *ends)
         return speaker
 
     def coordinator(self, group: int) -> Speaker | None:
@@ -438,6 +464,34 @@ class CopiedServers:
                     speaker.do(lambda lead: lead.reconnected(coordinator))
                 else:
                     self._apart(partial(self._call, speaker, new[0].moves), server)
+
+    def _parted(self, me: Address, peer: Address) -> None:
+        """The way to another server has ended, as its process has, or only the way."""
+        if me in self._speakers and peer == self._servers[0]:
+            self._apart(partial(self._seek, self._speakers[me], self._standing[0].moves), me)
+
+    def _seek(self, speaker: Speaker, moves: int) -> None:
+        """Call the coordinator where it was, until somebody says that it has moved.
+
+        It may be this host that is cut off, and another process may speak for the server by now: then the second copy
+        confirms nothing, and the call would take the way from who speaks.
+        """
+        self._missed(speaker.lead.me)
+        until = time.monotonic() + self._grace_s
+        while self._standing[0].moves == moves and not speaker.done:
+            index = speaker.probe()
+            time.sleep(spread(_AGAIN_S))
+            with suppress(WireError, TimeoutError):
+                if speaker.lead.confirmed(index):
+                    self._call(speaker, moves)
+                    return
+            if time.monotonic() > until:
+                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and nobody knows of its end")
+
+    def _admit(self, peer: Peer, there_already: bool) -> None:
+        """Who calls as a server that speaks here was that, and has not heard of it."""
+        if peer.address in self._speakers:
+            raise Refused("FENCED", f"{peer.address} speaks in another process")
 
     def _call(self, speaker: Speaker, moves: int) -> None:
         coordinator = self._servers[0]

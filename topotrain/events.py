@@ -294,6 +294,13 @@ class Covered:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """The way from server `who` to its second copy, or to the first server, has ended, and why is not known to it."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
 class Differs:
     """The so-manieth second copy of server `who` was found to be another than the first; it is made anew."""
 
@@ -345,6 +352,7 @@ Event = (
     | Bounded
     | Resized
     | Covered
+    | Missed
     | Differs
     | Final
     | Tabled

@@ -33,7 +33,7 @@ from topotrain.shard import Allocate
 from topotrain.spans import SILENT, Recorder
 from topotrain.split.crossing import Crossing
 from topotrain.topology import Address, Role, Topology
-from topotrain.wire import WireError
+from topotrain.wire import Broken, WireError
 from topotrain.wire.pump import Pump
 from topotrain.wire.shm import Memory
 
@@ -307,7 +307,9 @@ def serve(
     if place.job.cluster.replicas > 1:
         if seat is None:
             raise ConfigError(
-                "cluster.replicas", 2, "needs a launcher that starts all processes of the job on this machine"
+                "cluster.replicas",
+                2,
+                "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
             )
         with flushing():
             copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)
@@ -484,6 +486,8 @@ class WorkerRoads:
         def look() -> None:
             try:
                 lines.connected(server, self._roads.follow(self.me, server, moves))
+            except Broken as error:
+                lines.failed(server, str(error))
             except (WireError, TimeoutError) as error:
                 lines.failed(server, f"its process has died, and no other one took its place: {error}")
 

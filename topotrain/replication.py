@@ -199,6 +199,14 @@ class Lead:
         self.up.discard(server)
         return [(server, m.Resume(self._heard(server)))]
 
+    def probe(self) -> Out:
+        """An event in which nothing happens, to be confirmed."""
+        return self._event(TAKEN, self.me)
+
+    def confirmed(self, index: int) -> bool:
+        """Whether the second copy, if there is one, has taken that event from here, and so did not speak itself."""
+        return not self.joined or self._confirmed >= index
+
     def orphaned(self) -> Out:
         """This copy speaks from now on, in place of one whose process is gone."""
         return self._event(ORPHANED, self.me)

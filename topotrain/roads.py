@@ -137,7 +137,8 @@ class Roads:
         """Open the way to a server with a second copy, in whichever process it speaks; returns how often it has moved.
 
         moves: how often it had at least. Where a process is published may be where it has died, and another one is
-        published then. Raises WireError if nobody answers for as long as processes look for each other.
+        published then. Where it has not moved and answers, only the way has ended, and what was under way is lost.
+        Raises Broken for that, WireError if nobody answers for as long as processes look for each other.
         """
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
@@ -151,8 +152,21 @@ class Roads:
                     raise WireError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
             time.sleep(spread(pause))
             pause = min(2 * pause, _GLANCE_S)
-            if self._store.get(f"server-{moves + 1}/{peer.group}/{peer.index}") is not None:
+            if moves and not self._is_published(peer, moves) and self._answers(me, peer, moves - 1):
+                raise Broken("it lives, but the way to it has ended")
+            if self._is_published(peer, moves + 1):
                 moves += 1
+
+    def _is_published(self, peer: Address, moves: int) -> bool:
+        return self._store.get(f"server-{moves}/{peer.group}/{peer.index}") is not None
+
+    def _answers(self, me: Address, peer: Address, moves: int) -> bool:
+        """Whether the process is there from which a server has moved, as it seemed."""
+        try:
+            self._connect(me, peer, f"server-{moves}" if moves else "server", _GLANCE_S, anew=True)
+        except (WireError, TimeoutError):
+            return False
+        return True
 
     def _connect(self, me: Address, peer: Address, kind: str, seconds: float, anew: bool) -> None:
         try:

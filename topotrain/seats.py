@@ -4,7 +4,8 @@ Rule: pure. A seat is a place for one server process; the process in it may be a
 seat i, its second copy in the next seat, or the next one on another host where a host's loss must not take both. Copies
 move only where a process has died: the second copy speaks from then on, and the fresh process in the dead one's seat
 follows whoever has no second copy. So of the two copies of a server the one that listens is never in an older process
-than the one that speaks, and they stay as far apart as they were.
+than the one that speaks, and they stay as far apart as they were. Where a host is lost its seats are all lost before
+the first is filled: nothing may be handed from one dead process to another. A seat may be filled on another host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ class Seats:
     def __init__(self, domains: Sequence[int]) -> None:
         if len(set(domains)) < 2:
             raise ValueError("two copies need two failure domains")
-        self._domains = tuple(domains)
+        self._domains = list(domains)
         self.standing = {index: Standing(index, self._next(index)) for index in range(len(domains))}
         self._covered: set[int] = set()
 
@@ -79,8 +80,14 @@ class Seats:
                 self._covered.discard(server)
         return True
 
-    def filled(self, seat: int) -> None:
-        """A fresh process takes a seat: it follows whoever has no second copy."""
+    def wanting(self, domain: int) -> int:
+        """How many servers have no second copy and could have one in a process that stands there."""
+        return sum(w.shadow < 0 and self._domains[w.lead] != domain for w in self.standing.values())
+
+    def filled(self, seat: int, domain: int | None = None) -> None:
+        """A fresh process takes a seat: it follows whoever has no second copy. domain: where it stands."""
+        if domain is not None:
+            self._domains[seat] = domain
         for server, where in self.standing.items():
             if where.shadow < 0 and self._apart(where.lead, seat):
                 self.standing[server] = replace(where, shadow=seat, shadows=where.shadows + 1)
@@ -102,10 +109,18 @@ def standings(data: Any) -> Mapping[int, Standing]:
 def domains(topology: Topology) -> tuple[int, ...]:
     """The failure domain of each seat: its host, or itself (`failure_domain`)."""
     servers = topology.servers(0)
-    hosts = tuple(map(topology.host_of, servers))
+    return tuple(map(topology.host_of, servers)) if _by_host(topology) else tuple(range(len(servers)))
+
+
+def domain_in(topology: Topology, seat: int, rank: int) -> int:
+    """The failure domain of a seat whose process stands in that unit."""
+    return topology.hosts[rank] if _by_host(topology) and topology.hosts else seat
+
+
+def _by_host(topology: Topology) -> bool:
     wanted = topology.cluster.failure_domain
-    by_host = wanted is FailureDomain.kHost or (wanted is FailureDomain.kAuto and len(set(hosts)) > 1)
-    return hosts if by_host else tuple(range(len(servers)))
+    several = len(set(map(topology.host_of, topology.servers(0)))) > 1
+    return wanted is FailureDomain.kHost or (wanted is FailureDomain.kAuto and several)
 
 
 def check(job: Job, topology: Topology) -> None:

@@ -1,7 +1,8 @@
 """A synchronous job in which servers are killed in the middle of a backward; nothing in it depends on that.
 
 WORKSPACE [STEP:SERVER ...]: the process in the seat of server 0/SERVER is killed while the main worker computes its
-gradients of step STEP. Before that all workers wait until the job says that every server has two copies again.
+gradients of step STEP; STEP:unit-R: all processes of that unit, and what has started it. Two steps before that all
+workers wait until the job says that every server has two copies again.
 """
 
 import json
@@ -18,19 +19,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 
 workspace = Path(sys.argv[1])
-kills = {int(step): f"server 0/{server}" for step, _, server in (word.partition(":") for word in sys.argv[2:])}
+kills = {int(step): who for step, _, who in (word.partition(":") for word in sys.argv[2:])}
 due = ""
 
 
-def entries() -> list[dict[str, object]]:
-    path = workspace / "processes.json"
-    return json.loads(path.read_text()) if path.exists() else []
+def entries(of: str = "processes*.json") -> list[dict[str, object]]:
+    return [entry for path in workspace.glob(of) for entry in json.loads(path.read_text())]
 
 
 def whole(deaths: int) -> bool:
-    """With two servers each death takes one copy of both."""
-    servers = [entry for entry in entries() if entry["servers"]]
-    return bool(servers) and all(entry["second"] == deaths for entry in servers)
+    """With two servers each death takes one copy of both; a unit knows of those servers alone that it began with."""
+    told = [entry["second"] == deaths for entry in entries() if entry["servers"]]
+    return bool(told) and (any(told) if deaths and not (workspace / "processes.json").exists() else all(told))
 
 
 def meet(step: int) -> None:
@@ -47,10 +47,13 @@ def meet(step: int) -> None:
 
 def kill(gradient: torch.Tensor) -> None:
     global due
-    if due:
-        (pid,) = (entry["pid"] for entry in entries() if due in entry["roles"])  # type: ignore[operator]
+    if due and steps in kills:
+        unit = due.startswith("unit-")
+        found = entries(due.replace("unit", "processes") + ".json") if unit else entries()
+        for entry in found:
+            if unit or f"server 0/{due}" in entry["roles"]:  # type: ignore[operator]
+                os.kill(int(entry["pid"]), signal.SIGKILL)  # type: ignore[call-overload]
         due = ""
-        os.kill(int(pid), signal.SIGKILL)  # type: ignore[call-overload]
 
 
 torch.manual_seed(1)
@@ -65,8 +68,8 @@ steps = 0
 for _ in range(2):
     for inputs, targets in loader:
         steps += 1
-        if steps in kills:
-            meet(steps)
+        if steps + 2 in kills:
+            meet(steps + 2)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()

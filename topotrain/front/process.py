@@ -19,7 +19,7 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Differs, Failed, Finished, Serving
+from topotrain.events import Covered, Differs, Failed, Finished, Missed, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
@@ -109,11 +109,14 @@ def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | No
     def differs(server: Address, shadows: int) -> None:
         control.emit(Differs(str(server), shadows))
 
+    def missed(server: Address) -> None:
+        control.emit(Missed(str(server)))
+
     def despair(why: str) -> None:
         print(why, file=sys.stderr, flush=True)
         os._exit(1)
 
-    return Seat(standings(spec["seats"]), seating.to, covered, differs, despair)
+    return Seat(standings(spec["seats"]), seating.to, covered, differs, despair, missed)
 
 
 class Watchful:

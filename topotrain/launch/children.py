@@ -125,6 +125,7 @@ class Birth:
     """A child to be made: who lives in it, the memfds that it gets, and the incarnation of its workers' group.
 
     again: why there is a second one; "" for the first. seats: of a server's process, as `seats.Seats.to_data` has them.
+    guest: the layout has it in another unit, which is gone.
     """
 
     residents: tuple[Address, ...]
@@ -132,6 +133,7 @@ class Birth:
     incarnation: int = 0
     again: str = ""
     seats: list[list[int]] = field(default_factory=list)
+    guest: bool = False
 
 
 def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> Child:
@@ -141,7 +143,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
     control.setblocking(False)
     first = birth.residents[0]
     serving = first.role is Role.SERVER
-    log = home.logs / _log_name(home.unit, first)
+    log = home.logs / _log_name(home.unit, first, birth)
     log_fd = _open_log(log, home, birth)
     child = Child(birth.residents, birth.fds, log, control, Lines(control.fileno()))
     if MAIN in birth.residents:
@@ -179,7 +181,9 @@ def _open_log(log: Path, home: Home, birth: Birth) -> int:
     return fd
 
 
-def _log_name(unit: int, first: Address) -> str:
+def _log_name(unit: int, first: Address, birth: Birth) -> str:
+    if birth.guest:
+        return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
     return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
 
 

@@ -65,7 +65,8 @@ class Company:
         stores: what to watch.
         rank: of this unit.
         hosts: where all units are.
-        leads: the first server is in this unit, which takes the last snapshot where another unit is asked to end.
+        leads: the first server is in this unit, or this one knows where it is: it has the last snapshot taken where
+            another unit is asked to end.
         lines: where the job goes on when processes die, see `Post`; None: the loss of a unit ends it.
         hear: reads the introduction of a unit that has come back.
     """

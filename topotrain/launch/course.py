@@ -22,6 +22,7 @@ from topotrain.launch.meeting import Hall
 from topotrain.launch.muster import Begun, Muster, await_begin, begin_anew, check_found, muster
 from topotrain.launch.recovery import Recovery, recovery
 from topotrain.launch.running import Run
+from topotrain.seats import check
 from topotrain.topology import Topology, layout
 
 
@@ -87,6 +88,9 @@ class Course:
         if not muster(made, run.unread, self.company, self.heard, self._tell, f"; {more}" if more else ""):
             return None
         hosts = self.hall.regather(made.back, begun.hosts)
+        topology = layout(self.met.job.cluster, hosts.numbers)
+        check(self.met.job, topology)
+        goes_on.stands(topology)
         resume = self.met.origin.newest(self._tell)
         check_found(resume, self.saved, self.met.job)
         life = Life(number + 1, resume, goes_on.attendance.away)

@@ -10,17 +10,20 @@ from collections.abc import Callable, Collection, Sequence
 from topotrain.events import (
     Agreed,
     Covered,
+    Differs,
     Event,
     Exited,
     Failed,
     Finished,
     Frozen,
     Lost,
+    Missed,
     Saved,
     Started,
     StepDone,
     Thawed,
     Unrepeatable,
+    Unsaved,
 )
 from topotrain.launch.words import GiveUp, Word
 
@@ -34,7 +37,7 @@ class Following:
     """
 
     def __init__(self, residents: Collection[str], say: Callable[[Event], None]) -> None:
-        self._residents, self._say = frozenset(residents), say
+        self._residents, self._say = set(residents), say
         self._first: set[str] = set()  # whose next step is the first of its process
         self._held: list[Failed] = []
         self._exited: set[str] = set()
@@ -96,6 +99,8 @@ class Following:
                 return []
             case Started(who=who):
                 self._first.add(who)
+                if who.startswith("server"):  # it may have come from a unit that is gone
+                    self._residents.add(who)
                 self._exited.discard(who)
                 self._held = [held for held in self._held if held.who != who]
                 self._say(event)
@@ -106,7 +111,9 @@ class Following:
                 if self._listens or who in self._first:
                     self._say(event)
                 self._first.discard(who)
-            case Finished() | Agreed() | Covered() | Saved() | Frozen() | Thawed():
+            case Finished() | Agreed() | Frozen() | Thawed():
+                self._say(event)
+            case Covered() | Missed() | Differs() | Saved() | Unsaved():
                 self._say(event)
             case _:
                 pass

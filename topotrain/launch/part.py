@@ -163,7 +163,8 @@ class Part:
         stores = Stores(hall.run, hall.shared, Registry(root), hall.id)
         lines = hall.lines if job.on_failure is OnFailure.kContinue else None
         with ExitStack() as stack:
-            leads = LEADER in here.units[0].servers
+            twice = job.cluster.replicas > 1  # then the first server may move, and unit 0 knows where it is
+            leads = rank == 0 if twice else LEADER in here.units[0].servers
             company = stack.enter_context(closing(Company(stores, rank, hosts, leads, lines, hall.hear)))
             company.where = _where(topology)
             heard = stack.enter_context(signals())

@@ -134,6 +134,8 @@ class Post:
     def open(self, rank: int, word: str) -> None:
         """From now on another process is that unit; what was said to the former one is void."""
         with self._lock:
+            if rank in self._lines and self._lines[rank].word == word:
+                return
             self._lines[rank] = _Line(rank, word, Ends())
             self._lock.notify_all()
 

@@ -11,7 +11,8 @@ A group that has used that up is given up, where others can read what it leaves;
 Workers leave a job of one group, and join it, between two lives of the whole job (`resizing`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from topotrain import seats
@@ -28,6 +29,7 @@ from topotrain.events import (
     Joined,
     Left,
     Lost,
+    Missed,
     Resized,
     Saved,
     Started,
@@ -40,6 +42,7 @@ from topotrain.launch import choose_cause
 from topotrain.launch.allowance import Allowance
 from topotrain.launch.attendance import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
 from topotrain.launch.frozen import Patience
+from topotrain.launch.homes import Homes
 from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize, Resizing
 from topotrain.launch.waits import Waits
 from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
@@ -87,6 +90,8 @@ class _Told:
     frozen: Patience = field(default_factory=Patience)
     gone: set[int] = field(default_factory=set)
     """Units."""
+    missed: set[str] = field(default_factory=set)
+    """Servers that have lost the way to another one, of whose end nobody has told."""
 
 
 class Recovery:
@@ -119,17 +124,15 @@ class Recovery:
     def _settle(self, topology: Topology, terms: Terms, twice: bool, resizing: Resizing | None) -> None:
         """What depends on who lives where."""
         self._terms, self._resizing = terms, resizing
-        self._living_in = {
-            f"unit {unit.rank}": frozenset(map(str, (*unit.workers, *unit.servers))) for unit in topology.units
-        }
+        self._topology, self._homes = topology, Homes(topology)
+        self._units = {f"unit {unit.rank}": unit.rank for unit in topology.units}
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
         self._residents = frozenset(map(str, residents))
         self._group_of = {str(worker): worker.group for worker in workers}
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
-        self._domains = seats.domains(topology) if twice else ()
-        self._seats = Seats(self._domains) if twice else None
+        self._seats = Seats(seats.domains(topology)) if twice else None
         self._differed: set[str] = set()  # servers whose copies have differed once
         self.attendance = Attendance(terms.refusals, terms.absent)
         self._told = _Told(self._up())
@@ -155,7 +158,12 @@ class Recovery:
     @property
     def suspects(self) -> bool:
         """Somebody has said what may follow from a loss that was not told yet."""
-        return bool(self._told.held)
+        return bool(self._told.held or self._told.missed)
+
+    @property
+    def gone(self) -> AbstractSet[int]:
+        """Units that have vanished in this life of the job: what they still say counts for nothing."""
+        return self._told.gone
 
     @property
     def listens(self) -> bool:
@@ -167,9 +175,17 @@ class Recovery:
         self.attendance.renewed()
         self._told = _Told(self._up())
         self._waits.renewed()
-        self._seats = None if self._seats is None else Seats(self._domains)
+        self.stands(self._topology)
         self._resizing = None if self._resizing is None else Resizing(self._resizing.job)
         self._over, self._due = False, None
+
+    def stands(self, topology: Topology) -> None:
+        """The next life of the job begins, in units that may stand on other hosts than those of the one before.
+
+        Raises ValueError where those do not do for two copies, see `seats.check`.
+        """
+        self._topology, self._homes = topology, Homes(topology)
+        self._seats = None if self._seats is None else Seats(seats.domains(topology))
 
     def relaid(self, job: Job, topology: Topology) -> None:
         """The whole job starts again, with another layout. What has happened so far counts on."""
@@ -209,7 +225,8 @@ class Recovery:
                 told.leaving.discard(who)
                 told.up.add(who)
             case Exited(who=who) if who not in told.leaving:
-                told.up -= self._living_in.get(who, frozenset((who,)))  # no unit ends before who lives there
+                # No unit ends before who lives there.
+                told.up -= self._homes.who(self._units[who]) if who in self._units else {who}
                 return [event, *self._emptied(self._group_of.get(who), now)]
             case Unrepeatable(text=text, job=job):
                 told.bounds[job] = text
@@ -227,6 +244,9 @@ class Recovery:
                 return [event, *self._stepped(who, now), *self._needless()]
             case Covered(who=who, shadows=shadows) if self._seats is not None:
                 self._seats.covered(self._seat_of[who], shadows)
+                told.missed.discard(who)
+            case Missed(who=who):
+                told.missed.add(who)
             case Differs() if self._seats is not None:
                 return self._unlike(event, self._seats, now)
             case StepDone(who=who):
@@ -257,13 +277,26 @@ class Recovery:
         cause = choose_cause(held)
         if cause is None:
             return []
-        # A worker that came back and is not taken in again: the servers may be past the point where they could.
-        again = self._waits.for_group(self._group_of.get(cause.who, _WHOLE))
-        if self._arriving(self._group_of.get(cause.who, _WHOLE)):
+        found = self._follows(cause, now)
+        if found is None:
+            return self._give_up(*held)
+        for other in held:  # of several groups that have lost somebody each starts again
+            group = self._group_of.get(other.who)
+            same = other is cause or (group == self._group_of.get(cause.who) and not self._terms.singly)
+            if not (self._over or same or group is None) and other.kind == "peer":
+                found += self._follows(other, now) or []
+        return found
+
+    def _follows(self, cause: Failed, now: float) -> list[Word] | None:
+        """What follows from an error for which there is no other cause; None: the end."""
+        group = self._group_of.get(cause.who, _WHOLE)
+        if cause.who in self._told.leaving:
+            return []
+        if self._arriving(group):
             return self._lost(cause, now)
-        if cause.kind == "peer" or again:
-            return self._lost(cause, now, alone=not again)
-        return self._give_up(*held)
+        # A worker that came back and is not taken in again: the servers may be past the point where they could.
+        again = self._waits.for_group(group)
+        return self._lost(cause, now, alone=not again) if cause.kind == "peer" or again else None
 
     # --- causes
 
@@ -287,7 +320,7 @@ class Recovery:
 
     def vanished(self, rank: int, lost: Failed, now: float) -> list[Word]:
         """What follows when a unit is not heard of any more, with all who live there."""
-        told, gone = self._told, self._living_in[f"unit {rank}"]
+        told, gone = self._told, self._homes.who(rank)
         if self._over or rank in told.gone:
             return []
         told.gone.add(rank)
@@ -295,15 +328,17 @@ class Recovery:
         told.leaving -= gone
         for who in gone:
             told.frozen.forget(who)
-        if gone <= told.finished or self._all_finished():
+        servers = gone & self._seat_of.keys()
+        if gone <= told.finished or (self._all_finished() and not servers):
             return [self._incident(lost, "nothing is missing: its part was done", now)]
         groups = {self._group_of[who] for who in gone if who in self._group_of and who not in told.finished}
         groups -= self.attendance.away
         rest = set(self._group_of.values()) - self.attendance.away - groups
-        if gone - self._group_of.keys() or not rest or not all(self.attendance.elastic(group) for group in groups):
+        lasting = gone - self._group_of.keys() - servers
+        if lasting or not rest or not all(self.attendance.elastic(group) for group in groups):
             return self._renew(lost, now) if True not in told.bounds else self._give_up(self._unrepeated(lost))
-        found: list[Word] = []
-        for group in sorted(groups):
+        found = self._lost_servers(servers, lost, now) if servers else []
+        for group in [] if self._over else sorted(groups):
             found += (
                 self._emptied(group, now)
                 if self.attendance.going(group)
@@ -318,7 +353,7 @@ class Recovery:
         if lost.who in self._told.leaving:
             return []
         if lost.who in self._seat_of and alone:
-            return self._lost_server(lost, now)
+            return self._lost_servers({lost.who}, lost, now)
         group = self._group_of.get(lost.who)
         if group is not None and self.attendance.going(group):
             self.attendance[group].how = self.attendance[group].how or "was lost while it left"
@@ -333,41 +368,55 @@ class Recovery:
             return self._renew(lost, now)
         return self._give_up(self._unrepeated(lost))
 
-    def _lost_server(self, lost: Failed, now: float) -> list[Word]:
-        """A server with two copies is missed until the workers' processes have ended, and not only their scripts."""
+    def _lost_servers(self, gone: AbstractSet[str], lost: Failed, now: float) -> list[Word]:
+        """Servers with two copies are missed until the workers' processes have ended, and not only their scripts."""
         told, seats = self._told, self._seats
         assert seats is not None
-        heirs = seats.heirs(self._seat_of[lost.who])
+        missed = sorted(gone - told.finished)
+        heirs = {heir for who in missed for heir in seats.heirs(self._seat_of[who])}
         ended = {seat for who, seat in self._seat_of.items() if who in told.finished}
-        if lost.who in told.finished or heirs & ended or not self._group_of.keys() & told.up:
+        if not missed or heirs & ended or not self._group_of.keys() & told.up:
             return [self._incident(lost, "nothing is missing: its part was done", now)]
-        return self._reseat(lost, now)
+        return self._reseat(missed, lost, now)
 
-    def _reseat(self, lost: Failed, now: float) -> list[Word]:
-        """A server process is lost: the second copies of what it was speak, if they are complete."""
-        seat, seats = self._seat_of[lost.who], self._seats
-        key = _WHOLE - 1 - seat
-        if not self._allowance.allows(key, now):
-            return self._give_up(self._exhausted(lost, key))
-        moved = seats is not None and seats.standing[0].lead == seat
-        if seats is None or not seats.lost(seat):
-            return self._renew(lost, now)
-        self._allowance.count(key, _what(lost), now)
-        seats.filled(seat)
-        told = self._told
-        told.leaving.add(lost.who)
-        told.up.add(lost.who)
-        told.frozen.forget(lost.who)
+    def _reseat(self, missed: Sequence[str], lost: Failed, now: float) -> list[Word]:
+        """Server processes are lost: the second copies of what they were speak, if they are complete.
+
+        All are lost before a seat is filled: what one of them was, none of the others can go on with.
+        """
+        seats, keys = self._seats, {who: _WHOLE - 1 - self._seat_of[who] for who in missed}
+        spent = next((key for key in keys.values() if not self._allowance.allows(key, now)), None)
+        if spent is not None:
+            return self._give_up(self._exhausted(lost, spent))
+        moved = seats is not None and seats.standing[0].lead in map(self._seat_of.__getitem__, missed)
+        if seats is None or not all(seats.lost(self._seat_of[who]) for who in missed):
+            return self._renew(lost, now) if True not in self._told.bounds else self._give_up(self._unrepeated(lost))
+        told, words = self._told, list[Word]()
+        for who, key in keys.items():
+            self._allowance.count(key, _what(lost), now)
+            words.append(self._refilled(who, seats, lost))
         told.held = [held for held in told.held if held.who not in self._seat_of]
+        told.missed.clear()
         self._due = self._due if told.held else None
-        self._fresh += 1
         self._waits.begin(self._incidents, None, now)
-        incident = self._incident(lost, "its second copy goes on; a fresh process becomes the second one", now)
-        reseat = Reseat(lost.who, self._fresh, _what(lost), seats.to_data())
+        incident = self._incident(lost, _seated([word.unit for word in words if isinstance(word, Reseat)], lost), now)
         again = self._said_again() if moved else []
         if self._resizing is not None and self._resizing.under_way is not None:
             again = [*again, AskSnapshot()]  # whoever was asked to take one may be the one that has died
-        return [incident, reseat, *again]
+        return [incident, *words, *again]
+
+    def _refilled(self, who: str, seats: Seats, lost: Failed) -> Reseat:
+        """A fresh process takes a seat that is empty, where one may stand."""
+        told, seat = self._told, self._seat_of[who]
+        rank = self._homes.refuge(who, seat, seats, told.gone)
+        told.frozen.forget(who)
+        if rank >= 0:
+            seats.filled(seat, self._homes.domain(seat, rank))
+            self._homes.move(who, rank)
+            told.leaving.add(who)
+            told.up.add(who)
+            self._fresh += 1
+        return Reseat(who, self._fresh, _what(lost), seats.to_data(), rank)
 
     def _said_again(self) -> list[Word]:
         """What the coordinator may have been told in vain: its successor is told, whom nothing of it surprises."""
@@ -375,10 +424,11 @@ class Recovery:
         gone = sorted(group for group in self.attendance.away)
         return words + [Gone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
 
-    def speaks(self, server: Address) -> Address:
-        """The server in whose process this one speaks."""
+    def speaks(self, server: Address) -> tuple[str, int]:
+        """The server in whose process this one speaks, and the unit in which that is."""
         lead = server.index if self._seats is None else self._seats.standing[server.index].lead
-        return Address(server.role, server.group, lead)
+        home = str(Address(server.role, server.group, lead))
+        return home, self._homes.of(home)
 
     def _unlike(self, event: Differs, seats: Seats, now: float) -> list[Word]:
         """The copies of a server have come to differ, which only a fault of memory or of ours can do."""
@@ -600,6 +650,16 @@ def _what(lost: Failed) -> str:
     return lost.text if lost.text.startswith(lost.who) else f"{lost.who} cannot go on: {lost.text}"
 
 
+def _seated(units: Sequence[int], lost: Failed) -> str:
+    """What becomes of seats that are filled in these units, -1 being nowhere."""
+    if not lost.who.startswith("unit"):
+        return "its second copy goes on; a fresh process becomes the second one"
+    if min(units) < 0:
+        return "the second copies of its servers go on, alone where no other unit may have a second one"
+    where = " and ".join(f"unit {unit}" for unit in sorted(set(units)))
+    return f"the second copies of its servers go on; fresh processes in {where} become the second ones"
+
+
 def _no(wish: Wish, error: str) -> Answer:
     return Answer(wish.verb, wish.group, "", error)
 
@@ -610,8 +670,6 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
     near: where others start the units, the workers of this one; None: all units have one launcher.
     """
     seats.check(job, topology)
-    if job.cluster.replicas > 1 and near is not None:
-        raise ConfigError("cluster.replicas", job.cluster.replicas, "needs a launcher that starts all units of the job")
     if job.on_failure is not OnFailure.kContinue:
         return None
     terms = _terms(job, topology)

@@ -268,8 +268,8 @@ class Run:
                     self._regroup(word)
                 case Dismiss(who=who):
                     self._send("dismiss", who=who)  # one of them has it
-                case Reseat(who=who, number=number, why=why, seats=seats):
-                    self._send("seats", who=who, number=number, why=why, seats=seats)
+                case Reseat(who=who, number=number, why=why, seats=seats, unit=unit):
+                    self._send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
                     if self._saving:  # whoever was asked to may be the one that has died
                         self._ask_to_save()
                 case Renew():
@@ -346,8 +346,8 @@ class Run:
         assert self._post is not None
         for news in self._post.news():
             match news:
-                case Letter(words=words) if words.get("life") == self._life and "ready" not in words:
-                    if not self._stopping:
+                case Letter(rank=rank, words=words) if words.get("life") == self._life and "ready" not in words:
+                    if not self._stopping and not self._is_void(rank):
                         self._read(words)
                 case Letter():
                     self.unread.append(news)
@@ -356,6 +356,10 @@ class Run:
                 case Vanished(rank=rank, failed=failed):
                     self.unread.append(news)
                     self._lost_unit(rank, failed)
+
+    def _is_void(self, rank: int) -> bool:
+        """The job goes on without that unit: whoever lived there may live elsewhere."""
+        return isinstance(self._recovery, Recovery) and rank in self._recovery.gone
 
     def _lost_unit(self, rank: int, failed: Failed) -> None:
         if isinstance(self._recovery, Recovery) and not self._stopping:
@@ -369,6 +373,12 @@ class Run:
         self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
         if self.again:
             self.unread.append(news)
+        elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed should more be lost
+            self.unread.append(news)
+            if self._post is not None:
+                self._post.open(news.rank, news.unit.word)
+            text = f"{news.unit.who} waits until the whole job starts again, if it does: others do its part"
+            self._on_event(Notice("launcher", text))
         elif not self._stopping and self._post is not None:
             self._post.open(news.rank, news.unit.word)
             self._post.say(news.rank, {"life": self._life, "outcast": True})
@@ -379,6 +389,8 @@ class Run:
             event = from_json(json.dumps(words["event"]))
             if isinstance(event, Saved):
                 self.saved = event
+            if isinstance(event, Unsaved) or (isinstance(event, Saved) and event.why == "end"):
+                self._ends_now()  # we have asked for it, or this does nothing
             said = self._recovery.heard(event, time.monotonic())
             # The other unit shows and keeps what it has told; it is in its report.
             self._obey([word for word in said if word is not event or isinstance(event, Failed)])
@@ -419,18 +431,24 @@ class Run:
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
         """Say something to the coordinator of a worker group."""
         server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
-        home = self._home_of(server)
+        home, rank = self._home_of(server)
         words = {"command": command, "group": group, **values}
-        self._send("tell", {self.topology.unit_of(home)}, who=str(home), words=words)
+        self._send("tell", {rank}, who=home, words=words)
 
-    def _home_of(self, server: Address) -> Address:
-        """The server in whose process this one speaks."""
-        return self._recovery.speaks(server) if isinstance(self._recovery, Recovery) else server
+    def _home_of(self, server: Address) -> tuple[str, int]:
+        """The server in whose process this one speaks, and the unit in which that is."""
+        if isinstance(self._recovery, Recovery):
+            return self._recovery.speaks(server)
+        return str(server), self.topology.unit_of(server)
 
     def _ask_to_save(self) -> None:
-        """Ask the process in which the first server speaks for a last snapshot, if it is here."""
-        home = self._home_of(LEADER)
-        self._send_here("tell", {self.topology.unit_of(home)}, who=str(home), words=WORDS)
+        """Ask the process in which the first server speaks for a last snapshot, if it is here, or if we know it."""
+        twice = self.job.cluster.replicas > 1
+        if twice and isinstance(self._recovery, Following):  # it may have moved: the unit that decides asks it
+            return
+        home, rank = self._home_of(LEADER)
+        send = self._send if twice else self._send_here
+        send("tell", {rank}, who=home, words=WORDS)
 
     @property
     def _missing(self) -> set[str]:

@@ -43,7 +43,7 @@ from topotrain.launch.grace import waits
 from topotrain.launch.lines import Lines, Outbox, Raw, ending, log_tail
 from topotrain.launch.renewal import Renewal
 from topotrain.seats import Seats, domains
-from topotrain.topology import Role, Topology
+from topotrain.topology import Address, Role, Topology
 
 GRACE_S = 1.5
 """From SIGTERM to SIGKILL."""
@@ -263,10 +263,15 @@ class Unit:
             if child.residents[0].role is Role.SERVER and child.who != command["who"]:
                 with contextlib.suppress(OSError):
                     child.control.send(line)
-        if any(child.who == command["who"] for child in self._children):
-            self._empty[command["who"]] = command["number"], command["why"]
-            self._dismiss([child for child in self._living() if child.who == command["who"]])
+        who, here = command["who"], command["unit"] == self._home.unit
+        former = [child for child in self._children if child.who == who]
+        self._dismiss([child for child in former if child.code is None])
+        if here and former:
+            self._empty[who] = command["number"], command["why"]
             self._refill()
+        elif here:  # its own unit is gone
+            residents = tuple(r for unit in self._topology.units for r in unit.servers if str(r) == who)
+            self._seat(residents, command["number"], command["why"])
 
     def _refill(self) -> None:
         """Start a process for each empty seat whose former one has ended."""
@@ -274,7 +279,11 @@ class Unit:
             number, why = self._empty.pop(child.who)
             self._children.remove(child)
             if self._stage is Stage.RUNNING:
-                self._bear(Birth(child.residents, child.fds, number, why, self._seats))
+                self._seat(child.residents, number, why)
+
+    def _seat(self, residents: tuple[Address, ...], number: int, why: str) -> None:
+        guest = self._topology.unit_of(residents[0]) != self._home.unit
+        self._bear(Birth(residents, (), number, why, self._seats, guest))
 
     # Starting a group again
 

@@ -31,13 +31,15 @@ class Dismiss:
 class Reseat:
     """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
 
-    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`.
+    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`. unit: where the fresh one is
+    to stand; -1: nowhere, the seat stays empty.
     """
 
     who: str
     number: int
     why: str
     seats: list[list[int]]
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)

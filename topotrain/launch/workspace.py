@@ -159,7 +159,7 @@ class Processes:
         self._changed = False
 
     def __call__(self, event: Event) -> None:
-        entry = self._by_role.get(getattr(event, "who", ""))
+        entry = self._by_role.get(getattr(event, "who", "")) or self._guest(event)
         if entry is None:
             return
         if isinstance(event, Started):
@@ -174,6 +174,16 @@ class Processes:
         else:
             return
         self._changed = True
+
+    def _guest(self, event: Event) -> Entry | None:
+        """A server from a unit that is gone, which is listed with the one unit that is here."""
+        if not isinstance(event, Started) or not event.who.startswith("server "):
+            return None
+        group, _, index = event.who.removeprefix("server ").partition("/")
+        rank = self._topology.units[0].rank
+        entry = self._by_role[event.who] = Entry([event.who], rank, servers=[[int(group), int(index)]])
+        self._entries.append(entry)
+        return entry
 
     def save(self, missing: Collection[str] = ()) -> None:
         """Write the file, at once and whole, if it is time. A disk that cannot take it does not end the job.

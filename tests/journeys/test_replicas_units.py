@@ -1,0 +1,119 @@
+"""Servers with a second copy in units that are started one by one: a process dies, then a whole unit, then one more."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts_town import Job, port
+from shop import Shop
+
+pytestmark = pytest.mark.journey
+
+PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
+MIXED = "nworker_groups: 2 nservers_per_group: 2 road: kTcp"
+# The product waits longer before it takes a silent unit for a lost one; a test need not.
+HASTY = """
+import sys
+from topotrain.cli import main
+from topotrain.launch import meeting
+meeting.BEAT_S, meeting.ALIVE_S = 0.3, 1.5
+from topotrain.launch import company, part
+company.LOST_S, company.STORE_LOST_S, part.STORE_S = 3.0, 2.5, 1.0
+sys.exit(main())
+"""
+HASTILY = (sys.executable, "-c", HASTY, "unit")
+
+
+@pytest.fixture
+def units(shop: Shop) -> Iterator[Any]:
+    """Starts the units of a job."""
+    made: list[Job] = []
+
+    def begin(cluster: str, count: int, program: str, *words: str, extra: str = "") -> Job:
+        url = f"tcp://127.0.0.1:{port()}?job=twice"
+        job = Job(shop, f"{cluster} replicas: 2", program, words, [None] * count, url)
+        job.conf.write_text(f"on_failure: kContinue restarts: 2 snapshot_s: 0.2 {extra}\n{job.conf.read_text()}")
+        made.append(job)
+        for rank in range(count):
+            job.start(rank, command=HASTILY)
+        return job
+
+    yield begin
+    for job in made:
+        for unit in job.units.values():
+            unit.kill()
+
+
+def entries(job: Job) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in job.workspace.glob("processes-*.json")]
+    return [entry for unit in found for entry in unit if entry["servers"]]
+
+
+def wait(condition: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def covered(job: Job, servers: int) -> None:
+    """Wait until all servers have a second copy, as they had at the start, and unit 0 has long heard of it."""
+    wait(lambda: sum(entry["second"] is not None for entry in entries(job)) == servers)
+    number = max((int(path.parent.name) for path in manifests(job)), default=0)
+    wait(lambda: any(int(path.parent.name) > number + 1 for path in manifests(job)))
+
+
+def manifests(job: Job) -> list[Path]:
+    return list((job.workspace / "manifests").glob("*/manifest.json"))
+
+
+def incidents(job: Job) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((job.folder / "report-0.json").read_text())["incidents"]
+    return found
+
+
+def test_a_server_and_a_unit_die_and_nobody_can_tell_from_the_result(shop: Shop, units: Any) -> None:
+    calm = shop.run(PAIRS, "twice.py", str(shop.folder / "calm"), name="calm").final
+    job = units(PAIRS, 3, "twice.py", str(shop.folder / "units"), "6:0", "16:unit-2", "26:0")
+    ends = {rank: unit.end() for rank, unit in job.units.items()}
+    assert [code for code, _, _ in ends.values()] == [0, 0, -9], "\n".join(err for _, _, err in ends.values())
+    assert calm.keys() == job.final.keys()
+    for name, values in calm.items():
+        assert torch.equal(values, job.final[name]), name
+    found = incidents(job)
+    assert [incident["who"] for incident in found] == ["server 0/0", "unit 2", "server 0/0"]
+    assert "fresh processes in unit 0" in found[1]["action"]
+
+
+def test_a_unit_with_a_server_and_a_group_that_others_can_do_without(units: Any) -> None:
+    """What was counted there counts, and what was not is done by the others. Whoever comes in its place waits."""
+    job = units(MIXED, 2, "ledger.py", "--epochs", "4", "--step-s", "0.03", extra="reduce: kSum")
+    covered(job, 2)
+    job.units[1].kill()
+    job.start(1, command=HASTILY)
+    wait(lambda: any(entry["second"] == 1 for entry in entries(job)))
+    (pid,) = (entry["pid"] for entry in entries(job) if "server 0/0" in entry["roles"])
+    os.kill(pid, signal.SIGKILL)
+    job.end_well()
+    assert all(bool((cells == 4).all()) for cells in job.final.values())
+    assert [incident["who"] for incident in incidents(job)] == ["unit 1", "unit 1", "server 0/0"]
+
+
+def test_units_with_both_copies_are_started_again_and_the_job_from_its_snapshot(units: Any) -> None:
+    job = units(PAIRS, 3, "ledger.py", "--epochs", "2", "--step-s", "0.03", extra="reduce: kSum")
+    covered(job, 2)
+    for rank in (1, 2):
+        job.units.pop(rank).kill()
+    for rank in (1, 2):
+        job.start(rank, command=HASTILY)
+    job.end_well()
+    assert all(bool((cells == 2).all()) for cells in job.final.values())
+    assert incidents(job)[-1]["action"] == "the whole job starts again"
+    assert "manifests/" in job.said[0]
