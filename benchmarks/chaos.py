@@ -287,7 +287,7 @@ def run(check: Check, until: float) -> Line:
         return Line(check.id, check.what, NOT_RUN, f"stopped after {left:.0f} s, the time was over")
     if done.returncode:
         say(done.stdout[-4000:] + done.stderr[-2000:])
-    last = _last(done.stdout + "\n" + done.stderr)
+    last = _last(done.stdout) or _last(done.stderr)
     if last.startswith(NOT_RUN):
         return Line(check.id, check.what, NOT_RUN, last.removeprefix(NOT_RUN).lstrip(": "))
     verdict = "FAILED" if done.returncode else "ok"
