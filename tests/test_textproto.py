@@ -281,7 +281,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if type(None) in args:
         return st.none() | values(args[0])
     if origin is tuple:
-        return st.lists(values(args[0]), max_size=3).map(tuple)
+        few = st.lists(values(args[0]), max_size=3)
+        return few.map(lambda found: tuple(value for value in found if value is not None))
     base = args[0] if origin is Annotated else kind
     plain = {
         int: st.integers(0, 9),
@@ -289,19 +290,24 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         str: st.text(max_size=9),
         bool: st.booleans(),
     }
-    return (plain[base] if base in plain else st.sampled_from(list(base))).filter(accepted)
+    found = plain[base] if base in plain else st.sampled_from(list(base))
+    return found.map(lambda value: value if accepted(value) else None)
 
 
 def blocks(cls: Any) -> st.SearchStrategy[Any]:
-    def build(settings_: dict[str, Any]) -> Any:
-        try:
-            return cls(**settings_)
-        except ConfigError:  # fields that exclude each other
-            needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-            return None if cls is FixedStep else cls(**{k: v for k, v in settings_.items() if k in needed})
+    """Blocks of this kind, or None; a field whose value cannot be is left out."""
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
 
-    chosen = st.fixed_dictionaries({f.name: values(f.type) for f in dataclasses.fields(cls)})
-    return chosen.map(build).filter(lambda block: block is not None)
+    def build(drawn: dict[str, Any]) -> Any:
+        given = {name: value for name, value in drawn.items() if value is not None}
+        if any(name not in given for name in needed):
+            return None
+        try:
+            return cls(**given)
+        except ConfigError:  # fields that exclude each other
+            return None if cls is FixedStep else cls(**{name: given[name] for name in needed})
+
+    return st.fixed_dictionaries({f.name: values(f.type) for f in dataclasses.fields(cls)}).map(build)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

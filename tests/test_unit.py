@@ -129,6 +129,8 @@ def test_signaled_with_everybody_else_it_waits_for_the_launchers_word(unit):
     one.until(Notice, text="forked")
     if not any(event.text == "own" for event in one.of(Notice)):
         one.until(Notice, text="own")
+    if not any(event.who == "server 0/0" for event in one.of(Serving)):
+        one.until(Serving, who="server 0/0")
     pids = {event.who: event.pid for event in one.of(Started)}
     for pid in (one.process.pid, pids["worker 0/0"], pids["server 0/0"], pids["worker 0/1"]):
         os.kill(pid, signal.SIGTERM)

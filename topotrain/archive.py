@@ -21,6 +21,8 @@ from topotrain.topology import Address, Role
 from topotrain.witness import Wrong
 
 _DESK = Address(Role.SERVER, 0, 0)
+_FOR_A_REASON = (" never came", " had to start again")
+"""The next snapshot was due before a worker had made its next step, or a worker died before it."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Archive:
     def _work(self, me: Address, what: Write | Publish | Drop) -> None:
         if isinstance(what, Drop):
             self._values.pop(what.number, None)
-            if not what.why.endswith(" never came"):  # the next one was due before a worker had made its next step
+            if not what.why.endswith(_FOR_A_REASON):
                 raise Wrong(f"snapshot {what.number} came to nothing: {what.why}")
             return
         if isinstance(what, Publish):
