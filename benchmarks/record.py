@@ -59,12 +59,17 @@ def _processor() -> str:
     return platform.machine()
 
 
+FIGURES = ("benchmarks/results", "benchmarks/RESULTS.md", "docs/fault-tolerance.md")
+"""Where figures stand."""
+
+
 def commit() -> str:
     """The commit, with "+changes" where the tree holds something else (figures themselves do not count)."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
-    dirty = _git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!benchmarks/RESULTS.md")
+    figures = [f":!{path}" for path in FIGURES]
+    dirty = _git("status", "--porcelain", "--", ".", *figures)
     return head + ("+changes" if dirty else "")
 
 
