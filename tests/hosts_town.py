@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
@@ -20,6 +21,17 @@ from shop import PROGRAMS, Shop
 
 UNIT = (sys.executable, "-m", "topotrain", "unit")
 TOKEN = "a" * 64
+# The product waits longer before it takes a silent unit for a lost one; a test need not.
+HASTY = """
+import sys
+from topotrain.cli import main
+from topotrain.launch import meeting
+meeting.BEAT_S, meeting.ALIVE_S = {beat_s}, {alive_s}
+from topotrain.launch import company, part
+company.LOST_S, company.STORE_LOST_S, part.STORE_S = {lost_s}, 2.5, 1.0
+company.AWAY_S = {away_s} or company.AWAY_S
+sys.exit(main())
+"""
 # A forkserver makes its processes where it is itself, so each host has one.
 WARM = """
 import sys
@@ -31,6 +43,19 @@ with closing(warm.start(Path(sys.argv[1]))) as running:
     print(running.served, running.path, flush=True)
     sys.stdin.read()
 """
+
+
+def hastily(beat_s: float, alive_s: float, lost_s: float = 3.0, away_s: float | None = None) -> tuple[str, ...]:
+    """The command `topotrain unit` with less patience."""
+    return sys.executable, "-c", HASTY.format(beat_s=beat_s, alive_s=alive_s, lost_s=lost_s, away_s=away_s), "unit"
+
+
+def wait(condition: Callable[[], object]) -> None:
+    """Until it holds, for a minute at most."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 class Unit:

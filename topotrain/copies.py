@@ -23,7 +23,7 @@ from topotrain.gateway import make_server
 from topotrain.jitter import spread
 from topotrain.message import Dismissed, Message, ProtocolError
 from topotrain.replication import Copy, Lead, Out, Shadow
-from topotrain.roads import Place, Roads
+from topotrain.roads import Place, Roads, spoken
 from topotrain.seats import Standing
 from topotrain.server import Server
 from topotrain.shard import Allocate
@@ -450,7 +450,7 @@ class CopiedServers:
         urls = self._roads.attach(server, speaker)
         speaker.do(lambda lead: lead.orphaned())
         self._roads.publish("server", server, urls)
-        self._roads.publish(f"server-{where.moves}", server, urls)
+        self._roads.publish(spoken(where.moves), server, urls)
         self._opened(self)
 
     def _meet(self, old: Mapping[int, Standing], new: Mapping[int, Standing], risen: list[Address]) -> None:
@@ -495,7 +495,7 @@ class CopiedServers:
 
     def _call(self, speaker: Speaker, moves: int) -> None:
         coordinator = self._servers[0]
-        self._roads.connect(speaker.lead.me, coordinator, f"server-{moves}" if moves else "server", anew=True)
+        self._roads.connect(speaker.lead.me, coordinator, spoken(moves), anew=True)
         speaker.do(lambda lead: lead.reconnected(coordinator))
 
     def _follow(self, speaker: Speaker, where: Standing) -> None:

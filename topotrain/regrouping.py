@@ -7,6 +7,9 @@ servers know, such as tables that the script has opened, they add themselves.
 from topotrain.job import Apply, ConfigError, Job, OnFailure, Shard
 from topotrain.topology import Topology
 
+TABLES = "the job has tables, and what a group has said of them is not taken back"
+"""Why no group can be started again alone, as only servers and scripts know."""
+
 
 def refusal(job: Job, topology: Topology, group: int) -> str:
     """Why the workers of a group cannot be started again while everybody else stays; empty: they can."""

@@ -29,6 +29,11 @@ _NOT_HERE = ("JOB", "FULL")  # the codes of refusals by somebody else, or by one
 _ROADS = {"tls": "tcp"}  # the road that takes a scheme of another name
 
 
+def spoken(moves: int) -> str:
+    """Under which kind a server is published that has moved so often from one process to another."""
+    return f"server-{moves}" if moves else "server"
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """How long a process looks for another one before it gives up.
@@ -143,7 +148,7 @@ class Roads:
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
             try:
-                self._connect(me, peer, f"server-{moves}" if moves else "server", _GLANCE_S, anew=True)
+                self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
                 return moves
             except WireError as error:
                 if isinstance(error, Refused) and error.code not in _NOT_HERE:
@@ -158,12 +163,12 @@ class Roads:
                 moves += 1
 
     def _is_published(self, peer: Address, moves: int) -> bool:
-        return self._store.get(f"server-{moves}/{peer.group}/{peer.index}") is not None
+        return self._store.get(f"{spoken(moves)}/{peer.group}/{peer.index}") is not None
 
     def _answers(self, me: Address, peer: Address, moves: int) -> bool:
         """Whether the process is there from which a server has moved, as it seemed."""
         try:
-            self._connect(me, peer, f"server-{moves}" if moves else "server", _GLANCE_S, anew=True)
+            self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
         except (WireError, TimeoutError):
             return False
         return True

@@ -45,7 +45,7 @@ from topotrain.model import Model, global_norm, step_factor
 from topotrain.opening import Opening
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging
-from topotrain.regrouping import singly
+from topotrain.regrouping import TABLES, singly
 from topotrain.shard import Allocate
 from topotrain.slices import Bucket
 from topotrain.snapshot import Source, restore
@@ -114,9 +114,7 @@ class Server:
         self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
         self._away: set[int] = set()  # groups that have left the job, and may come back
         self._parting: set[int] = set()  # groups that are to leave after their next step
-        self._paused: set[int] = (
-            set()
-        )  # groups that nobody waits for, as was decided, until it is decided that they are back
+        self._paused: set[int] = set()  # groups that, as was decided, nobody waits for until they are back
         self._returned: set[int] = set()  # groups that came back before all had the same start
         self.clocks = Clocks(self.groups, job.cluster.max_staleness)
         for group in self.groups:
@@ -713,7 +711,7 @@ class Server:
 
     def objection(self) -> str:
         """Why no group can be started again by itself."""
-        return "the job has tables, and what a group has said of them is not taken back" if self._tables.used else ""
+        return TABLES if self._tables.used else ""
 
     def ended(self, group: int) -> bool:
         """Whether all scripts of the group have come to their end."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_town import TOKEN, UNIT, Job, Town, Unit, port
+from hosts_town import TOKEN, UNIT, Job, Town, Unit, hastily, port
 from safetensors.torch import load_file
 from shop import PROGRAMS, Shop
 from warm import client
@@ -33,16 +33,6 @@ with open(sys.argv[1], "wb") as file:
     while True:
         file.write(heard.recv(65536))
         file.flush()
-"""
-# The product waits longer before it takes a silent unit for a lost one; a test need not.
-HASTY = """
-import sys
-from topotrain.cli import main
-from topotrain.launch import meeting
-meeting.BEAT_S, meeting.ALIVE_S = 0.5, 2.0
-from topotrain.launch import company, part
-company.LOST_S, company.STORE_LOST_S, part.STORE_S = 3.0, 2.5, 1.0
-sys.exit(main())
 """
 
 
@@ -92,7 +82,7 @@ def gone(pids: Sequence[int]) -> bool:
     return not alive(pids)
 
 
-HASTILY = (sys.executable, "-c", HASTY, "unit")
+HASTILY = hastily(0.5, 2.0)
 
 
 def endless(shop: Shop, jobs: list[Job]) -> Job:

@@ -1,6 +1,5 @@
 """The network between two hosts is cut, or the store of a job is lost: a short version of `benchmarks.partitions`."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import redisserver
-from hosts_town import Job, Town
+from hosts_town import Job, Town, hastily
 from shop import Shop
 
 from benchmarks.partitions import EPOCHS, LEDGER, Ground, trial
@@ -16,17 +15,7 @@ from topotrain.rendezvous.url import parse
 
 pytestmark = pytest.mark.journey
 
-# The product waits longer before it takes silence for an end; a test need not.
-HASTY = """
-import sys
-from topotrain.cli import main
-from topotrain.launch import meeting
-meeting.BEAT_S, meeting.ALIVE_S = 0.5, 2.0
-from topotrain.launch import company, part
-company.LOST_S, company.STORE_LOST_S, company.AWAY_S, part.STORE_S = 5.0, 2.5, 2.0, 1.0
-sys.exit(main())
-"""
-HASTILY = (sys.executable, "-c", HASTY, "unit")
+HASTILY = hastily(0.5, 2.0, lost_s=5.0, away_s=2.0)
 
 
 @pytest.fixture

@@ -3,32 +3,20 @@
 import json
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hosts_town import Job, port
+from hosts_town import Job, hastily, port, wait
 from shop import Shop
 
 pytestmark = pytest.mark.journey
 
 PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true road: kTcp"
 MIXED = "nworker_groups: 2 nservers_per_group: 2 road: kTcp"
-# The product waits longer before it takes a silent unit for a lost one; a test need not.
-HASTY = """
-import sys
-from topotrain.cli import main
-from topotrain.launch import meeting
-meeting.BEAT_S, meeting.ALIVE_S = 0.3, 1.5
-from topotrain.launch import company, part
-company.LOST_S, company.STORE_LOST_S, part.STORE_S = 3.0, 2.5, 1.0
-sys.exit(main())
-"""
-HASTILY = (sys.executable, "-c", HASTY, "unit")
+HASTILY = hastily(0.3, 1.5)
 
 
 @pytest.fixture
@@ -54,13 +42,6 @@ def units(shop: Shop) -> Iterator[Any]:
 def entries(job: Job) -> list[dict[str, Any]]:
     found = [json.loads(path.read_text()) for path in job.workspace.glob("processes-*.json")]
     return [entry for unit in found for entry in unit if entry["servers"]]
-
-
-def wait(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def covered(job: Job, servers: int) -> None:

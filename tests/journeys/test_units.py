@@ -3,31 +3,19 @@
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hosts_town import Job, port
+from hosts_town import Job, hastily, port, wait
 from shop import Shop
 
 pytestmark = pytest.mark.journey
 
 SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
 DOWNPOUR = "nworker_groups: 2 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
-# The product waits longer before it takes a silent unit for a lost one; a test need not.
-HASTY = """
-import sys
-from topotrain.cli import main
-from topotrain.launch import meeting
-meeting.BEAT_S, meeting.ALIVE_S = 0.3, 1.5
-from topotrain.launch import company, part
-company.LOST_S, company.STORE_LOST_S, part.STORE_S = 3.0, 2.5, 1.0
-sys.exit(main())
-"""
-HASTILY = (sys.executable, "-c", HASTY, "unit")
-PATIENCE_S = 60.0
+HASTILY = hastily(0.3, 1.5)
 
 
 @pytest.fixture
@@ -42,20 +30,13 @@ def begun(shop: Shop) -> Iterator[Callable[..., Job]]:
         made.append(job)
         for rank in range(3):
             job.start(rank, command=HASTILY)
-        wait(job, lambda: any((job.workspace / "manifests").glob("*/manifest.json")))
+        wait(lambda: any((job.workspace / "manifests").glob("*/manifest.json")))
         return job
 
     yield begin
     for job in made:
         for unit in job.units.values():
             unit.kill()
-
-
-def wait(job: Job, condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def kill(job: Job, role: str) -> None:

@@ -10,6 +10,7 @@ from topotrain.events import Unrepeatable
 from topotrain.front.context import Context
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError
+from topotrain.regrouping import TABLES
 from topotrain.tabledoor import TableDoor
 from topotrain.tablerows import Rows
 from topotrain.tablerules import Rule, make_rule
@@ -274,9 +275,5 @@ def keeping(here: Context | None) -> Keeping:
         return Own()
     if here.tables is None:
         here.tables = InJob(here)
-        here.emit(
-            Unrepeatable(
-                str(here.me), "the job has tables, and what a group has said of them is not taken back", job=False
-            )
-        )
+        here.emit(Unrepeatable(str(here.me), TABLES, job=False))
     return cast(InJob, here.tables)
