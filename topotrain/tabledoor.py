@@ -248,7 +248,7 @@ class TableDoor:
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
     def touched(self, name: str) -> Iterator[torch.Tensor]:
-        """The rows that are there, shard by shard, some at a time (1-D int64, ascending): nobody holds them all."""
+        """The rows that are there, shard by shard, as many at a time as one message has (1-D int64, ascending)."""
         table = self._table(name)
         for server in self._servers:
             first, more = 0, True
@@ -259,8 +259,9 @@ class TableDoor:
                 self._exchange.wait_until(lambda r=number: r in self._lists)  # type: ignore[misc]
                 ids = self._lists.pop(number)
                 first, more = first + len(ids), len(ids) == m.MAX_IDS
-                if len(ids):
-                    yield torch.from_numpy(np.sort(ids))
+                ids = np.sort(ids)
+                for at in range(0, len(ids), table.spec.part_rows):
+                    yield torch.from_numpy(ids[at : at + table.spec.part_rows])
 
     def barrier(self, last: bool = False) -> None:
         """Wait until every worker of the job is here; what they said about tables before has been taken by then.

@@ -223,10 +223,8 @@ class InJob:
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """See `Keeping`."""
-        many = self.door.spec(name).part_rows
         for ids in self.door.touched(name):
-            for at in range(0, len(ids), many):
-                yield ids[at : at + many], self.door.pull(name, ids[at : at + many])
+            yield ids, self.door.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
         """See `Keeping`."""

@@ -212,7 +212,7 @@ class House:
 def workers_of(topology: Topology, server: Address) -> list[Address]:
     """Those that belong to a server's group."""
     groups = topology.worker_groups_of(server.group)
-    return [worker for group in sorted(groups) for worker in topology.workers(group)]
+    return [worker for group in groups for worker in topology.workers(group)]
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
