@@ -41,10 +41,10 @@ $(READY): pyproject.toml constraints.txt $(BIN)/python
 	index=$${UV_DEFAULT_INDEX:-$${PIP_INDEX_URL:-$(call said_to_pip,index-url)}}; \
 	extra=$${UV_EXTRA_INDEX_URL:-$${PIP_EXTRA_INDEX_URL:-$(call said_to_pip,extra-index-url)}}; \
 	cert=$${SSL_CERT_FILE:-$${PIP_CERT:-$(call said_to_pip,cert)}}; \
-	echo "uv pip install -c constraints.txt -e '.[dev]'"; \
+	echo "uv pip install --compile-bytecode -c constraints.txt -e '.[dev]'"; \
 	env $${links:+"UV_FIND_LINKS=$$links"} $${index:+"UV_DEFAULT_INDEX=$$index"} \
 	  $${extra:+"UV_EXTRA_INDEX_URL=$$extra" UV_INDEX_STRATEGY=unsafe-best-match} $${cert:+"SSL_CERT_FILE=$$cert"} \
-	  $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
+	  $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
 	@touch $@
 
 run: setup
