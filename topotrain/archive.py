@@ -44,6 +44,8 @@ class Kept:
     _runs: Mapping[int, Runs]
     _values: Mapping[str, torch.Tensor]
     table: Table = field(default_factory=dict)
+    closed: int = 0
+    samples: Mapping[Address, int] = field(default_factory=dict)
 
     @property
     def epochs(self) -> Sequence[int]:
@@ -54,7 +56,7 @@ class Kept:
     def first(self) -> int:
         """Epochs before this one are over; see `front.earlier.find`."""
         known = [epoch for epoch in (self.passes, self.first_epoch) if epoch is not None]
-        return min(known or self._runs, default=0)
+        return max(self.closed, min(known or self._runs, default=0))
 
     def runs(self, epoch: int) -> Runs:
         """Runs [first, last) of an epoch's batches that are in the values."""
@@ -153,6 +155,7 @@ class Archive:
         self.published += 1
         values, facts = self._values.pop(what.number), what.facts
         runs = {int(epoch): merged((int(lo), int(hi)) for lo, hi in listed) for epoch, listed in facts["epochs"]}
+        self._over = max(self._over, facts["closed"])
         self._check(what.number, runs, values)
         first = facts["first_epoch"]
         self._over = max(self._over, first or 0)
@@ -168,6 +171,8 @@ class Archive:
             dict(facts["steps"]),
             runs,
             values,
+            closed=facts["closed"],
+            samples={Address(Role.WORKER, group, index): count for group, index, count in facts["samples"]},
         )
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:

@@ -106,6 +106,8 @@ class Manifest:
         parameters, optimizer, table: the model, `update.OptimizerSpec.to_text`, and what the optimizer held.
         tables: what each server had of the tables that scripts had opened.
         first_epoch: of the first batch that is not in the values; None: nobody has read further yet.
+        closed: all epochs before this one are in the values.
+        samples: of each worker, how many of its samples are in the values; of older snapshots nothing is known.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
@@ -118,6 +120,10 @@ class Manifest:
         self._steps = {int(group): int(steps) for group, steps in data["steps"]}
         first = data["first_epoch"]
         self.first_epoch = None if first is None else int(first)
+        self.closed = int(data.get("closed", 0))
+        self.samples: Mapping[Address, int] = {
+            Address(Role.WORKER, int(g), int(i)): int(count) for g, i, count in data.get("samples", ())
+        }
         self._runs: dict[int, Runs] = {
             int(epoch): merged((int(lo), int(hi)) for lo, hi in runs) for epoch, runs in data["epochs"]
         }

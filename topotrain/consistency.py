@@ -284,23 +284,39 @@ class Exits:
             )
 
 
+STATIC = 0x8000_0000  # marks a data stream that is no lease
+EVERYTHING = 1 << 62  # of a stream that is forgotten
+
+
 class Streams:
     """Exactly-once identity of pushes: one counter per data stream.
 
     A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.
+
+    A lease is one worker group's, any other stream is that of the reader whose number it has. Of each reader the streams
+    of two epochs are kept: it reads one epoch after the other, and a fresh process of it begins in the epoch that the
+    former one was in, or in the one before. All that came before that is known.
+
+    Args:
+        first: all epochs before this one are read already.
+        listed: counts are wanted (`counts`) of all epochs that are not closed; otherwise every reader is by itself.
     """
 
-    def __init__(self) -> None:
-        self._last: dict[int, int] = {}
+    def __init__(self, first: int = 0, listed: bool = False) -> None:
+        self._last: dict[int, dict[int, int]] = {}
+        self._first = first
+        self._reads: dict[int, int] = {}  # reader -> the last epoch of which something of it is applied
+        self._forgotten: dict[int, int] = {}  # reader -> of epochs before this one nothing is kept
+        self._closed = 0 if listed else EVERYTHING
 
-    def verdict(self, marks: tuple[int, ...]) -> str:
+    def verdict(self, marks: tuple[int, ...], group: int = 0) -> str:
         """ "new" to apply, "known" if all of it has been applied before.
 
         Raises ValueError for a gap or for marks of which only a part is known: that push cannot be counted.
         """
         states = set()
         for stream, first, last in _triples(marks):
-            done = self._last.get(stream, -1)
+            done = self.count(stream, group) - 1
             if first == done + 1 and last >= first:
                 states.add("new")
             elif last <= done:
@@ -313,18 +329,43 @@ class Streams:
             raise ValueError("a push of which a part was applied before")
         return states.pop() if states else "new"
 
-    def record(self, marks: tuple[int, ...]) -> None:
+    def record(self, marks: tuple[int, ...], group: int = 0) -> None:
         """These batches are applied."""
         for stream, _, last in _triples(marks):
-            self._last[stream] = last
+            reader = _reader(stream, group)
+            self._last.setdefault(reader, {})[stream] = last
+            self._reads[reader] = max(stream >> 32, self._reads.get(reader, 0))
+        for reader in {_reader(stream, group) for stream in marks[::3]}:
+            self._forget(reader)
 
-    def count(self, stream: int) -> int:
-        """How many batches of a stream are applied."""
-        return self._last.get(stream, -1) + 1
+    def close(self, epoch: int) -> None:
+        """Counts of epochs before this one are not wanted any more."""
+        self._closed = max(self._closed, epoch)
+
+    def _forget(self, reader: int) -> None:
+        before = min(self._reads[reader] - 1, self._closed)
+        if before > self._forgotten.get(reader, 0):
+            self._forgotten[reader] = before
+            self._last[reader] = {s: last for s, last in self._last[reader].items() if s >> 32 >= before}
+
+    def count(self, stream: int, group: int = 0) -> int:
+        """How many batches of a stream are applied; of one that is forgotten, EVERYTHING that there was."""
+        reader = _reader(stream, group)
+        if stream >> 32 < self._forgotten.get(reader, 0):
+            return EVERYTHING
+        return self._last.get(reader, {}).get(stream, -1) + 1
 
     def counts(self) -> dict[int, int]:
-        """The same of every stream that has any."""
-        return {stream: last + 1 for stream, last in self._last.items()}
+        """The same of every stream that has any, and is not forgotten."""
+        return {stream: last + 1 for known in self._last.values() for stream, last in known.items()}
+
+    def reads(self, reader: int) -> int:
+        """The last epoch of which something of a reader is applied: it has no use for those before."""
+        return max(self._first, self._reads.get(reader, 0))
+
+
+def _reader(stream: int, group: int) -> int:
+    return stream & ~STATIC & 0xFFFF_FFFF if stream & STATIC else group
 
 
 def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:

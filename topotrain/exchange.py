@@ -569,6 +569,7 @@ class Exchange:
             hyper=end.hyper,
             marks=end.marks,
             exits=self._exits,
+            samples=end.samples,
         )
 
     def piece_bit(self, bucket: Bucket, piece: int) -> int:

@@ -129,7 +129,9 @@ class LeaseBook:
         self._warming = warming
         self._finished: set[int] = set()
         self._parting: set[int] = set()
-        self._over: set[int] = set()
+        self._floor = 0  # all epochs before it are over
+        self._over: set[int] = set()  # of the others
+        self._newest: dict[Address, int] = {}  # the last epoch that each worker asked for
         self._epochs: dict[int, _Epoch] = {}
         self._draws = Draws(groups * workers - 1, singly)
 
@@ -169,7 +171,7 @@ class LeaseBook:
     @property
     def used(self) -> bool:
         """Some group has read by lease."""
-        return bool(self._epochs or self._over)
+        return bool(self._newest)
 
     def streams(self, group: int) -> list[int]:
         """The data streams that a group has begun in open epochs: one for each of its leases."""
@@ -210,7 +212,7 @@ class LeaseBook:
     def _ask(self, sender: Address, ask: LeaseAsk) -> Replies:
         if ask.epoch < 0 or ask.total < -1 or not 0 <= ask.passed <= ask.ordinal:
             raise ProtocolError(f"{sender}: {ask} asks for nothing that exists")
-        if ask.epoch in self._over:
+        if self._is_closed(ask.epoch):
             return [(sender, _over(ask))]
         if ask.epoch not in self._epochs and len(self._epochs) >= _MOST_EPOCHS:
             raise ProtocolError(f"{sender} begins epoch {ask.epoch}, while {len(self._epochs)} others are not over")
@@ -224,10 +226,30 @@ class LeaseBook:
         epoch.passed[sender] = max(ask.passed, epoch.passed.get(sender, 0))
         if (sender, ask) not in epoch.held:
             epoch.held.append((sender, ask))
+        if ask.epoch > self._newest.get(sender, -1):
+            self._newest[sender] = ask.epoch
+            return self._settle(ask.epoch) + self._close()
         return self._settle(ask.epoch)
 
+    def _is_closed(self, epoch: int) -> bool:
+        return epoch < self._floor or epoch in self._over
+
+    def _close(self) -> Replies:
+        """Epochs that every worker has left behind are over, whatever was not read of them.
+
+        The one before a worker's newest stays open: a fresh process in its place may begin there.
+        """
+        reading = [Address(Role.WORKER, g, i) for g in range(self._groups) for i in range(self._workers)]
+        newest = [self._newest.get(worker, 0) for worker in reading if worker.group not in self._finished]
+        self._floor = max(self._floor, min(newest, default=0) - 1)
+        replies: Replies = []
+        for number in [number for number in self._epochs if number < self._floor]:
+            replies += [(sender, _over(ask)) for sender, ask in self._epochs.pop(number).held]
+        self._over = {number for number in self._over if number >= self._floor}
+        return replies
+
     def _free(self, sender: Address, free: LeaseFree) -> Replies:
-        if free.epoch in self._over or free.epoch not in self._epochs:
+        if free.epoch not in self._epochs:
             return []
         epoch = self._epochs[free.epoch]
         left = epoch.left.get(sender.group)

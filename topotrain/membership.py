@@ -15,6 +15,7 @@ how far they came (`StreamsAt`) before it gives the rest to others.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from topotrain.consistency import AWAY, DecisionLog
@@ -172,8 +173,8 @@ class Home(Protocol):
         """Forget what one worker has said, whose group is still there."""
         ...
 
-    def count(self, stream: int) -> int:
-        """How many batches of a data stream are applied."""
+    def count(self, group: int, stream: int) -> int:
+        """How many batches of a data stream of a group are applied."""
         ...
 
     def complete(self) -> bool:
@@ -240,7 +241,7 @@ class Regroup:
 
     def carry_out(self, group: int, incarnation: int) -> None:
         """The coordinator has decreed it, and all decisions before it are carried out."""
-        self._change(group, incarnation, self._home.count, self._home.ended(group))
+        self._change(group, incarnation, partial(self._home.count, group), self._home.ended(group))
         self._answer()
 
     def replace(self, worker: Address, incarnation: int) -> None:
@@ -274,7 +275,7 @@ class Regroup:
             if why:  # the whole job was: these are the first that are heard here, and there is nothing to forget
                 if self._log is not None:
                     self._log.adopt(group, incarnation)
-                self._change(group, incarnation, self._home.count, False)
+                self._change(group, incarnation, partial(self._home.count, group), False)
         self._expect(key, incarnation)
         self.members.returned(worker, incarnation)
         if self.members.hears(worker):
@@ -335,4 +336,5 @@ class Regroup:
             if self.members.incarnation(question.group) < question.incarnation:
                 self._questions.append((desk, question))
             else:
-                self._send(desk, answer(question, self._home.count, self._home.ended(question.group)))
+                count = partial(self._home.count, question.group)
+                self._send(desk, answer(question, count, self._home.ended(question.group)))

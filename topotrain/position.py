@@ -7,9 +7,8 @@ list before units are formed, so both counts are brought together here.
 
 from collections.abc import Iterable, Mapping
 
+from topotrain.consistency import STATIC as STATIC
 from topotrain.runs import Runs, origin
-
-STATIC = 0x8000_0000  # marks a stream that is no lease
 
 
 class Position:
@@ -19,23 +18,25 @@ class Position:
         groups: worker groups of the job.
         unit: the loader's batches that make a unit.
         before: what was applied before this start, by epoch.
+        first: all epochs before this one are read to their end.
     """
 
-    def __init__(self, groups: int, unit: int, before: Mapping[int, Runs]) -> None:
+    def __init__(self, groups: int, unit: int, before: Mapping[int, Runs], first: int = 0) -> None:
         self._groups, self._unit = groups, unit
         self._before = dict(before)
         self._first: dict[int, int] = {}
-        self._from = 0
+        self.closed = first
+        """All epochs before this one are read to their end, and have no account."""
 
     def leased(self, epoch: int, lease: int, first: int) -> None:
         """A lease begins with this unit of its epoch."""
-        if epoch >= self._from:
+        if epoch >= self.closed:
             self._first[epoch << 32 | lease] = first
 
     def close(self, epoch: int) -> None:
         """All epochs before this one are read to their end, and need no account any more."""
-        if epoch > self._from:
-            self._from = epoch
+        if epoch > self.closed:
+            self.closed = epoch
             self._first = {stream: first for stream, first in self._first.items() if stream >> 32 >= epoch}
             self._before = {known: runs for known, runs in self._before.items() if known >= epoch}
 
@@ -45,7 +46,7 @@ class Position:
         static: dict[int, dict[int, int]] = {}
         for stream, count in counts.items():
             epoch = stream >> 32
-            if epoch < self._from or count <= 0:
+            if epoch < self.closed or count <= 0:
                 continue
             if stream & STATIC:
                 static.setdefault(epoch, {})[stream & ~STATIC & 0xFFFF_FFFF] = count

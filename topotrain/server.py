@@ -50,7 +50,8 @@ from topotrain.shard import Allocate
 from topotrain.slices import Bucket
 from topotrain.snapshot import Source, restore
 from topotrain.snapshotbook import CUT
-from topotrain.snapshotting import Snapshots, Workers
+from topotrain.samples import Samples
+from topotrain.snapshotting import Snapshots, Workers, takes_snapshots, unread
 from topotrain.spans import SILENT, Recorder
 from topotrain.tablebook import MESSAGES, TableBook
 from topotrain.topology import Address, Role, Topology
@@ -124,7 +125,9 @@ class Server:
         self._order = ApplyOrder()
         home = (self, self._log, self._tell_shards, self._send)
         self._backup = Backup(self._workers[self.groups[0]], spare, *home) if spare else None
-        self._streams = Streams()
+        first = 0 if resumed is None else unread(resumed)
+        self._streams = Streams(first, takes_snapshots(job, topology))
+        self._samples = Samples(topology, me.group, {} if resumed is None else resumed.samples)
         self._strikes = Strikes(job.nonfinite)
         self._ending = Ending(me, topology)
         self._tables = TableBook(me, job, topology, resumed)
@@ -196,8 +199,8 @@ class Server:
     def _send(self, to: Address, message: m.Message) -> None:
         if self._members.changed and to.role is Role.WORKER and not self._members.hears(to):
             return
-        if isinstance(message, m.Lease) and message.last > message.first:  # also one that was given back by the dead
-            self.snapshots.position.leased(message.epoch, message.lease, message.first)
+        if isinstance(message, m.Lease):  # also one that was given back by the dead
+            self.snapshots.leased(message)
         if to == self.me:
             self._inside.append((to, message))
         elif self._deliver is not None:
@@ -491,6 +494,8 @@ class Server:
         beside = self._topology.relayed and sender.index == self.me.index  # it speaks of the whole model
         if len(message.revisions) != len(known.map.buckets if beside else known.buckets):
             raise m.ProtocolError(f"{where}: revisions of {len(message.revisions)} buckets")
+        if message.samples < 0:
+            raise m.ProtocolError(f"{where}: {message.samples} samples")
         self._check_hyper(message.hyper)
 
     def _check_hyper(self, hyper: bytes) -> None:
@@ -576,12 +581,14 @@ class Server:
         staleness = self.version - self.readers.pulled[group]
         norm = global_norm(decision.power, commit)
         try:
-            new = self._streams.verdict(marks) == "new"
+            new = self._streams.verdict(marks, group) == "new"
         except ValueError as error:
             raise StepError(str(error)) from error
         if new:
-            self._streams.record(marks)
+            self._streams.close(self.snapshots.closed)
+            self._streams.record(marks, group)
             if not skipped:
+                self._samples.applied(group, staging.commits, refused.keys())
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
                 self._send_all(self._tables.apply(group, staging.step, staging.commits, step_factor(commit, norm)))
@@ -717,9 +724,14 @@ class Server:
         """Whether all scripts of the group have come to their end."""
         return len(self._finished[group]) >= self._topology.workers_per_group
 
-    def count(self, stream: int) -> int:
-        """How many batches of a data stream are applied."""
-        return self._streams.count(stream)
+    def count(self, group: int, stream: int) -> int:
+        """How many batches of a data stream of a group are applied."""
+        return self._streams.count(stream, group)
+
+    @property
+    def samples(self) -> Mapping[Address, int]:
+        """Of each worker, how many of its samples are in the values; those of other server groups' workers are not."""
+        return self._samples.counts
 
     @property
     def undecided(self) -> int:
@@ -946,7 +958,8 @@ class Server:
             self._send_all(self.leases.handle(sender, message))
 
     def _applied_ask(self, sender: Address, message: m.AppliedAsk) -> None:
-        count = self._taken[sender.group] if message.stream < 0 else self._streams.count(message.stream)
+        group = sender.group
+        count = self._taken[group] if message.stream < 0 else self._streams.count(message.stream, group)
         self._send(sender, m.AppliedAt(message.stream, count))
 
     def _deposit(self, sender: Address, message: m.Deposit | m.DepositAsk) -> None:
@@ -1029,7 +1042,13 @@ class Server:
         """What a manifest says of this moment."""
         hyper = {group: text.decode() for group, text in self._hyper.items()}
         clocks = {group: self.clocks.clock(group) for group in self.groups}
-        version: dict[str, Any] = {"version": self.version, "model": self._known.schema.text()}
+        readers = {group: range(len(self._workers[group])) if self._backup else (group,) for group in self.groups}
+        version: dict[str, Any] = {
+            "version": self.version,
+            "model": self._known.schema.text(),
+            "reads": [[g, min(map(self._streams.reads, readers[g]))] for g in self.groups if g not in self._away],
+            "samples": [[who.group, who.index, count] for who, count in sorted(self.samples.items())],
+        }
         if self._topology.synced:
             version["ended"] = [[g, index] for g, finished in self._finished.items() for index in sorted(finished)]
         return {**version, "clocks": sorted(clocks.items()), "hyper": sorted(hyper.items())}

@@ -19,6 +19,7 @@ from topotrain.shard import torch_dtype
 from topotrain.slices import Parameter
 from topotrain.statetable import ELEMENTS, NUMBER, PLAIN, WHOLE, Held, State, StateError, Table, entry_name
 from topotrain.tablefile import KeptTable
+from topotrain.topology import Address
 from topotrain.update import OptimizerSpec
 
 _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
@@ -188,6 +189,16 @@ class Source(Protocol):
     @property
     def first_epoch(self) -> int | None:
         """Of the first batch that is not in the values; None: nobody had read further."""
+        ...
+
+    @property
+    def closed(self) -> int:
+        """All epochs before this one were read to their end, and are not among `epochs`."""
+        ...
+
+    @property
+    def samples(self) -> Mapping[Address, int]:
+        """Of each worker that there was, how many of its samples are in the values."""
         ...
 
     def values(self, name: str, lo: int, out: torch.Tensor) -> None:

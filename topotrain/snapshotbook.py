@@ -206,7 +206,9 @@ class Book:
         now.facts["optimizer"] = rows
         for told in now.told.values() if self._others else ():
             _add_facts(now, told.get("facts"))
-        layout = {"rows": rows, "error": now.why}
+        self.position.close(min((epoch for _, epoch in now.facts.get("reads", ())), default=0))
+        now.facts["closed"] = self.position.closed
+        layout = {"rows": rows, "error": now.why, "closed": self.position.closed}
         return [(server, part) for server in self._near for part in texts(now.number, LAYOUT, layout)]
 
     def _end_if_failed(self, now: _UnderWay) -> None:
@@ -270,7 +272,7 @@ def _add_facts(now: _UnderWay, facts: Any) -> None:
     """What the coordinator of another group says of its moment; shards have nothing to say."""
     if not facts:
         return
-    for name in ("steps", "clocks", "reading", "ended"):
+    for name in ("steps", "clocks", "reading", "reads", "samples", "ended"):
         now.facts[name] = sorted([*map(list, now.facts.get(name, ())), *facts[name]])
     now.facts["version"] += facts["version"]
     now.counts = {**now.counts, **dict(facts["counts"])}

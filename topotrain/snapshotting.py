@@ -12,7 +12,7 @@ import torch
 
 from topotrain.crosscut import CrossCut
 from topotrain.job import Agreement, Apply, Job
-from topotrain.message import Delta, Message, ProtocolError, Remainder, SnapshotPart
+from topotrain.message import Delta, Lease, Message, ProtocolError, Remainder, SnapshotPart
 from topotrain.model import Model
 from topotrain.position import Position
 from topotrain.rhythm import Rhythm, wants_snapshots
@@ -93,15 +93,19 @@ class Snapshots:
         self._due_rows: list[Any] | None = None
         self._facts: dict[str, Any] = {}
         # A group that has taken no step yet may have all of what was left to read before it.
-        self._reading = dict.fromkeys(self._groups, 0 if source is None else _unread(source))
+        self._reading = dict.fromkeys(self._groups, 0 if source is None else unread(source))
         self._work: Work | None = None
         self.refusal = refusal(job, topology)
         unit = topology.workers_per_group if job.per_worker_batch else 1
         before = {} if source is None else {epoch: source.runs(epoch) for epoch in source.epochs}
+        closed = 0 if source is None else source.closed
         groups = topology.worker_groups
         if job.cluster.backup:  # each worker has a stream of its own, and deals with batches instead of rounds of them
             groups, unit = groups * topology.workers_per_group, 1
-        self.position = Position(groups, unit, {e: tuple(runs) for e, runs in before.items()})
+        self.position = Position(groups, unit, {e: tuple(runs) for e, runs in before.items()}, closed)
+        self._listed = takes_snapshots(job, topology)
+        self.closed = closed
+        """What is applied of epochs before this one is in no snapshot's list any more: all of it is."""
         self.book = Book(everybody, self.position, self._do) if me == self._leader else None
         self.steps = {group: 0 if source is None else source.steps(group) for group in self._groups}
         self._texts = Texts()
@@ -123,6 +127,11 @@ class Snapshots:
     def last(self) -> int:
         """On the coordinator: the number of the newest one that was begun; 0: none was."""
         return 0 if self.book is None else self.book.next - 1
+
+    def leased(self, lease: Lease) -> None:
+        """A worker is given these batches."""
+        if self._listed and lease.last > lease.first:
+            self.position.leased(lease.epoch, lease.lease, lease.first)
 
     def follow(self, work: Work, first: int = 1) -> None:
         """From now on snapshots may be taken, numbered from `first` on; `work` is told what to do with files."""
@@ -347,6 +356,7 @@ class Snapshots:
         if number <= self._laid:
             return  # a road that says things twice
         self._laid = number
+        self.closed = max(self.closed, int(data.get("closed", 0)))
         frozen = self._frozen.pop(number, None)
         if frozen is None or data.get("error"):
             self._say(number, WRITTEN, {"error": data.get("error") or f"{self._me} had frozen nothing"})
@@ -364,6 +374,6 @@ class Snapshots:
             self._send(self._leader if self._me.index == 0 else self._servers[0], part)
 
 
-def _unread(source: Source) -> int:
+def unread(source: Source) -> int:
     """The epoch before which a job had read everything when the snapshot was taken."""
-    return min(source.epochs, default=0) if source.first_epoch is None else source.first_epoch
+    return min(source.epochs, default=source.closed) if source.first_epoch is None else source.first_epoch

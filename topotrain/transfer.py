@@ -30,6 +30,7 @@ from topotrain import (
     membership,
     readers,
     reduction,
+    samples,
     snapshotbook,
     snapshotting,
 )
@@ -98,6 +99,7 @@ _PARTS: tuple[type, ...] = (
     consistency.DecisionLog,
     consistency.ApplyOrder,
     consistency.Streams,
+    samples.Samples,
     finite.Strikes,
     ending.Ending,
     leases.LeaseBook,

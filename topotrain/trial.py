@@ -75,7 +75,7 @@ class Trial(Town):
         self.archive: Archive | None = None
         self._kept: Kept | None = None if before is None or before.archive is None else before.archive.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
-        schema = parameters(cells, max(cells, 150), 256)
+        schema = parameters(cells, max(cells, 150), max(cells, 256))
         super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
         if before is not None:
             self._follow(before)
@@ -326,7 +326,7 @@ class Trial(Town):
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                outcome = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq))
+                outcome = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq), samples=1)
                 snapshot = outcome.snapshot
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
@@ -355,7 +355,7 @@ class Trial(Town):
                     raise Killed
                 cell = epoch * self.batches * workers + mine[number]
                 witness.look(seat.values())
-                outcome = seat.step(self._gradient(cell), marks=(stream, number, number))
+                outcome = seat.step(self._gradient(cell), marks=(stream, number, number), samples=1)
                 if outcome.late:
                     seat.steps = outcome.next
                 elif not life.over:

@@ -107,3 +107,4 @@ class StepEnd:
     check_finite: bool = False
     clip_norm: float = 0.0
     clip_type: float = 2.0
+    samples: int = 0

@@ -157,6 +157,8 @@ class Worker:
         self._backup = job.cluster.backup > 0
         self._verdict: bool | None = None  # whether the batch that was given last counts; None: not known yet
         self._given = 0  # samples of it
+        self._unsaid = 0  # samples that were given since the last commit
+        self._own_samples = 0  # since the last call of `step`
         self._loss: tuple[float | torch.Tensor, int] = (0.0, 0)  # of the tally when the last step was over
         self._freed: tuple[float, float] | None = None  # when this worker's last wait for a step was over
         self._strikes = Strikes(job.nonfinite)
@@ -217,6 +219,8 @@ class Worker:
             self._marks.clear()
             self.exchange.through(epoch)
         else:
+            if not self.path.backwards:  # nothing that was given since the last step has a gradient
+                self._own_samples = 0
             self.exchange.left_early(self._committed, self.path.backwards)
 
     def counts_given(self) -> bool | None:
@@ -249,6 +253,7 @@ class Worker:
         self._samples_weight = weight
         self._said_weight = None
         self._given = samples
+        self._own_samples += samples
         self.tally.samples += samples
         first, _ = self._marks.get(stream, (seq, seq))
         self._marks[stream] = (first, seq)
@@ -289,6 +294,7 @@ class Worker:
             if alone:
                 outcome = self._step_alone(inv_scale, check_finite)
             else:
+                self._count_own()
                 outcome = self._commit(inv_scale, check_finite, fetch=True, meanwhile=self._check, lazy=self.lazy)
         self._freed = time.monotonic(), self.exchange.waited
         self.tally.steps += 0 if outcome is not None and outcome.late else 1  # else `_move` has counted them
@@ -302,6 +308,11 @@ class Worker:
         if outcome is not None:
             spans.step_done(self._committed)
         return outcome
+
+    def _count_own(self, counts: bool = True) -> None:
+        """What was given since the last step is in the gradient that is committed next, or in none."""
+        self._unsaid += self._own_samples if counts else 0
+        self._own_samples = 0
 
     def _check_single(self) -> None:
         """A step that comes too late is done again, so it must be known what it consists of."""
@@ -361,6 +372,7 @@ class Worker:
             fetch=fetch,
             hyper=b"" if text == self._hyper else text,
             marks=tuple(number for stream, mark in self._marks.items() for number in (stream, *mark)),
+            samples=self._unsaid,
             revisions=revisions,
             edited=edited,
             dropped=dropped,
@@ -382,6 +394,7 @@ class Worker:
                 self._count(outcome, self._own_steps)
         self._hyper = text
         self._marks.clear()
+        self._unsaid = 0
         self._clip = (0.0, 2.0)
         self.path.after_step()
         if outcome is not None and outcome.late:
@@ -441,6 +454,7 @@ class Worker:
         push = self._own_steps % self.job.cluster.n_push == 0
         fetch = self._own_steps % self.job.cluster.n_fetch == 0
         overflow = self._overflows(check_finite)
+        self._count_own(not overflow)
         for index, tensor in enumerate(self.parts.tensors):
             if tensor.grad is None or overflow:
                 continue

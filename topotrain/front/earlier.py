@@ -31,6 +31,11 @@ class Past(Protocol):
         """Of the first batch that is not applied; None: nobody had read further."""
         ...
 
+    @property
+    def closed(self) -> int:
+        """All epochs before this one are applied, and there are no runs of them."""
+        ...
+
     def runs(self, epoch: int) -> Runs:
         """Batches of the loader that are applied, by their numbers in the epoch as it was drawn first."""
         ...
@@ -108,6 +113,7 @@ def find(here: Context, worker: Worker) -> Earlier:
     first = min((condition.passes for condition in conditions.values()), default=0)
     if past is not None and past.first_epoch is not None:  # a worker may have left its state a step behind the values
         first = min(first, past.first_epoch)
+    first = first if past is None else max(first, past.closed)
     later, alive, taken = None, False, 0
     if returned:
         taken = worker.exchange.data.applied(-1)

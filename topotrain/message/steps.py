@@ -98,7 +98,7 @@ class Commit(Message):
     marks: flat triples (stream, first, last) of the data batches this step consumed.
     inv_scale: what gradients are multiplied by (1.0: no loss scaling).
     clip_norm: bound of the global norm, kept by the servers (0: none). fetch: send values.
-    exits: as in BackwardEnd.
+    exits: as in BackwardEnd. samples: of how many this worker's gradient is.
     """
 
     step: int
@@ -115,6 +115,7 @@ class Commit(Message):
     hyper: bytes
     marks: tuple[int, ...]
     exits: int = 0
+    samples: int = 0
 
 
 @numbered(15)
