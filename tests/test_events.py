@@ -16,6 +16,7 @@ EXAMPLES: list[Event] = [
     StepDone("worker 0/1", 1.5, 7, 320, 0.25, 0.5, 3, 1000, 2000),
     StepDone("worker 0/1", 1.5, 7, 320, None, 0.0, 0, 1000, 2000),
     events.Skipped("worker 0/1", 7, 2, "worker 0/0", "net.weight"),
+    events.Counted("server 0/0", {"worker 0/0": 320, "worker 0/1": 300}),
     events.Metrics({"accuracy": 0.97, "loss": 1.0}),
     events.Tested("worker 0/0", "test", 100, {"loss": 0.5, "accuracy": 0.9}, 0),
     Failed("worker 1/0", "program", 'ValueError: "x"', "Traceback\n  line\n"),

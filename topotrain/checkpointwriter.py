@@ -34,13 +34,13 @@ from topotrain.checkpoint import (
     numbers,
     workers_file,
 )
-from topotrain.events import Event, Notice, Saved, Unsaved
+from topotrain.events import Counted, Event, Notice, Saved, Unsaved
 from topotrain.flatfile import FlatFile
 from topotrain.job import Job
 from topotrain.message import Message, SnapshotAsk, SnapshotPart
 from topotrain.rhythm import wants_snapshots
 from topotrain.snapshot import Slab
-from topotrain.snapshotbook import PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
+from topotrain.snapshotbook import END, PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
 from topotrain.snapshotting import Snapshots
 from topotrain.statetable import model_file, state_file
 from topotrain.tablefile import KeptTable, file_of, tables_file
@@ -289,6 +289,9 @@ class Writer:
             step if what.why == STEP else None,
         )
         self._emit(Saved(self._who, what.number, step, str(path), what.why))
+        if what.why == END:
+            counts = {str(Address(Role.WORKER, group, index)): count for group, index, count in what.facts["samples"]}
+            self._emit(Counted(self._who, counts))
         return {}
 
 

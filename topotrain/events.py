@@ -33,7 +33,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A worker has done `step` steps on `samples` samples, `time` seconds after its first step began.
+    """A worker has done `step` steps, `time` seconds after its first step began, and was given `samples` samples.
 
     Staleness is counted in versions, over all updates so far; bytes are those of message bodies and headers. All
     numbers are totals since the start, except `loss`: the last one that the worker has seen, None if it has seen none.
@@ -68,6 +68,18 @@ class Skipped:
     total: int
     by: str
     parameter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What server `who` has counted at its end, or at the snapshot with which the job ends.
+
+    samples: of each worker of its group, by name, how many of its samples are in the values, each once; with those of
+    the snapshot that the job went on from.
+    """
+
+    who: str
+    samples: dict[str, int] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +343,7 @@ Event = (
     | Started
     | StepDone
     | Skipped
+    | Counted
     | Metrics
     | Tested
     | Failed
@@ -383,6 +396,10 @@ def from_json(line: str) -> Event:
     return cls(**{key: _checked(name, key, kinds[key], value) for key, value in data.items()})
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _is_float(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -391,10 +408,11 @@ _HOLDS: Mapping[Any, Callable[[Any], bool]] = MappingProxyType(
     {
         str: lambda v: isinstance(v, str),
         bool: lambda v: isinstance(v, bool),
-        int: lambda v: isinstance(v, int) and not isinstance(v, bool),
+        int: _is_int,
         float: _is_float,
         float | None: lambda v: v is None or _is_float(v),
         tuple[str, ...]: lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v),
+        dict[str, int]: lambda v: isinstance(v, dict) and all(map(_is_int, v.values())),
         dict[str, float]: lambda v: isinstance(v, dict) and all(map(_is_float, v.values())),
     }
 )

@@ -507,6 +507,11 @@ class WorkerRoads:
         topology, job, shared = place.topology, place.job, place.shared
         return EngineExchange(self.me, topology, send, monitor, shared, job, store, address, incarnation)
 
+    @property
+    def beside(self) -> Homes | None:
+        """The server that lives in the worker's process."""
+        return self._beside
+
     def meet_group(self) -> Crossing:
         """Open the ways to the other workers of the group, which all do this, too: one model is split over them.
 

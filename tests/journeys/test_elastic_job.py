@@ -25,6 +25,7 @@ def test_a_group_that_may_not_start_again_does_not_end_the_job(shop: Shop) -> No
     words = (str(shop.folder / "job"), "worker 1/0", "1", "5")
     ended = shop.run(f"nworker_groups: 2 {APART}", "mortal.py", *words, extra=f"{SUM} restarts: 0")
     ended.check_ledger(3)
+    assert ended.report["samples"] == 96 * 3, "with what the group had done that was given up"
     (incident,) = ended.report["incidents"]
     assert incident["who"] == "worker 1/0"
     assert incident["action"].startswith("the job goes on without group 1")
@@ -37,6 +38,7 @@ def test_a_group_with_gradients_that_are_not_finite_is_put_into_quarantine_and_t
     cells = ended.final["cells"]
     assert set(cells.tolist()) == {1.0, 2.0}
     assert (cells == 1).sum() == 3 * 4, "the batches of three steps are used up"
+    assert ended.report["samples"] == cells.sum()
     assert ended.report["cause"] is None
     (incident,) = ended.report["incidents"]
     assert "the gradient of cells that worker 1/0 pushed is not finite in 3 steps in a row" in incident["what"]

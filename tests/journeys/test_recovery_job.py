@@ -21,6 +21,7 @@ def survive(shop: Shop, cluster: str, victim: str, killer: int, *wishes: str, ex
     assert ("was frozen for 2 s and was ended" if "freeze" in wishes else "was killed by SIGKILL") in incident["what"]
     assert incident["what"] in ended.err
     assert 0 < incident["waited_s"] < 20
+    assert ended.report["samples"] == EPOCHS * 96
     return ended
 
 

@@ -19,7 +19,7 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Differs, Failed, Finished, Missed, Serving
+from topotrain.events import Counted, Covered, Differs, Failed, Finished, Missed, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
@@ -28,7 +28,7 @@ from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
 from topotrain.front.profile import Profile
-from topotrain.host import WorkerRoads, serve
+from topotrain.host import Homes, WorkerRoads, serve
 from topotrain.job import OnFailure
 from topotrain.launch.child import Control, exit_code
 from topotrain.launch.termination import Termination
@@ -67,9 +67,16 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
     farewell.writer = writer = _writer(place, addresses, control)
     seat = _seat(spec, control, seating)
-    ears = (watchful, writer, orders.open, seat)
+    homes: list[Homes] = []
+
+    def opened(servers: Homes) -> None:
+        homes.append(servers)
+        orders.open(servers)
+
+    ears = (watchful, writer, opened, seat)
     sent, received = serve(place, addresses, serving, trouble, profile.server, *ears)
     profile.leave()
+    _tell_counts(control, place, homes[-1])
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)
@@ -144,6 +151,13 @@ class Watchful:
             self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
 
 
+def _tell_counts(control: Control, place: Place, homes: Homes) -> None:
+    """What the servers of this process that decide for others have counted."""
+    found = {home.server.me: home.server for g in range(place.topology.worker_groups) if (home := homes.coordinator(g))}
+    for me, server in found.items():
+        control.emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
+
+
 def _comes_back(place: Place, worker: Address) -> bool:
     """Its group starts again, or unit 0 says that it cannot."""
     return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
@@ -208,6 +222,9 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
         code = _guarded(here, log, lambda: finish(here))
     profile.leave()
     close(here, finished=code == 0)
+    homes = roads_of(here).beside if code == 0 and here.roads is not None else None
+    if homes is not None:
+        _tell_counts(control, place, homes)
     for group, index in spec["servers"] if code == 0 else ():
         control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
     return 0 if code == _LEFT else code

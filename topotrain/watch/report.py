@@ -3,7 +3,8 @@
 Rule: counters in events are cumulative, so the last one of a resident counts, and a lost or late event costs nothing.
 Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes.
 A resident whose process was made again counts on from where the last word of the former one was: that is the work that
-was done, with what had to be done twice.
+was done, with what had to be done twice. What of that counts is known to the servers, who say it at the end: `samples`
+are those in the values, each once, whatever became of the processes.
 """
 
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from topotrain.events import (
+    Counted,
     Event,
     Failed,
     Final,
@@ -36,6 +38,7 @@ from topotrain.launch.resizing import resized
 from topotrain.topology import Address, Role, Topology, layout
 from topotrain.watch.stragglers import stragglers
 
+_FIRST = Address(Role.WORKER, 0, 0)
 _MOST_SKIPS = 100  # that are kept by number, of each worker
 
 Point = tuple[float, float]
@@ -174,6 +177,7 @@ class Report:
         self._job = job
         self._topology = topology
         self._tallies = {str(resident): _Tally() for resident in _residents(topology)}
+        self._counted: dict[str, int] = {}  # worker -> its samples, where its server has said so
         self._metrics: dict[str, float] = {}
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
@@ -192,6 +196,8 @@ class Report:
     def __call__(self, event: Event) -> None:
         """Take one event."""
         match event:
+            case Counted():
+                self._counted.update(event.samples)
             case Metrics():
                 self._metrics.update(event.values)
             case Tested():
@@ -214,8 +220,22 @@ class Report:
                 tally = self._tallies.get(event.who)
                 if tally is not None:
                     _note(tally, event)
+                if isinstance(event, Started):
+                    self._trains_on(event.who)
             case _:
                 pass
+
+    def _trains_on(self, who: str) -> None:
+        """A worker has started: its server will say anew what its group has done."""
+        group = who.partition("/")[0]
+        self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
+
+    def _samples(self, who: str) -> int:
+        """Of a worker: what its server has counted, else what it was given. Worker (0,0) has those of who has left."""
+        if who in self._counted:
+            return self._counted[who]
+        gone = str(_FIRST) in self._counted and who not in map(str, _residents(self._topology))
+        return 0 if gone else self._tallies[who].whole.samples
 
     def _resized(self, event: Resized) -> None:
         """Whoever has left is counted on with what it did."""
@@ -235,7 +255,7 @@ class Report:
         """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
         workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
         seconds = max((tally.whole.time for tally in workers), default=0.0)
-        samples = sum(tally.whole.samples for tally in workers)
+        given = sum(tally.whole.samples for tally in workers)
         present = [self._tallies[str(r)] for r in _residents(self._topology) if r.role is Role.WORKER]
         losses = [tally.loss for tally in present if tally.loss is not None]
         return {
@@ -250,8 +270,8 @@ class Report:
             "seconds": seconds,
             "wall_seconds": outcome.seconds,
             "steps": max((tally.whole.steps for tally in workers), default=0),
-            "samples": samples,
-            "samples_per_s": samples / seconds if seconds > 0 else 0.0,
+            "samples": sum(self._samples(who) for who in self._tallies if who.startswith("worker ")),
+            "samples_per_s": given / seconds if seconds > 0 else 0.0,
             "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
             "metrics": {name: _finite(value) for name, value in self._metrics.items()},
             "tests": _points(self._tests["test"]),
@@ -300,7 +320,7 @@ class Report:
             "workers": [[r.group, r.index] for r in workers],
             "servers": [[r.group, r.index] for r in residents if r.role is Role.SERVER],
             "steps": max(tally.whole.steps for tally in tallies),
-            "samples": sum(self._tallies[str(r)].whole.samples for r in workers),
+            "samples": sum(self._samples(str(r)) for r in workers),
             **_traffic(tallies),
             **_staleness(tallies),
         }
