@@ -9,8 +9,11 @@ import torch
 from simulation import job
 
 from topotrain import trial
-from topotrain.faults import Fault, Schedule, What
-from topotrain.message import Commit
+from topotrain.consistency import EVERYTHING, STATIC, Streams
+from topotrain.faults import Fault, Schedule
+from topotrain.leases import LeaseBook
+from topotrain.message import Commit, Lease, LeaseAsk, LeaseFree
+from topotrain.topology import Address, Role
 from topotrain.trial import Trial
 from topotrain.wire.simulated import Weather
 
@@ -48,3 +51,94 @@ def entries(root: object) -> Counter[str]:
         elif type(value).__module__.startswith("topotrain"):
             todo.extend((f"{path}.{name}", item) for name, item in fields(value))
     return found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "downpour": {"groups": 3, "workers": 1, "shards": 2},
+    "downpour of pairs": {"groups": 2, "workers": 2},
+    "sandblaster": {"groups": 1, "workers": 2, "shards": 2},
+    "hogwild": {"groups": 3, "nserver_groups": 3},
+}
+CASES = [
+    (layout, mode, every)
+    for layout in LAYOUTS
+    for mode in ("lease", "static")
+    for every in (0.0, 0.005)
+    if (layout, mode) != ("sandblaster", "lease")
+]
+
+
+def lived(layout: str, mode: str, every: float, epochs: int, kind: type[Trial] = Trial) -> Trial:
+    """A job of so many epochs, one of whose groups dies in the first ones."""
+    faults = () if layout == "hogwild" and mode == "static" else (Fault(0, 0, after=4, kind=Commit, away=0.001),)
+    schedule = Schedule("calm", 3, epochs, mode, True, faults, every=every)
+    settings = {"snapshot_s": 30.0 if every else 0.0, **LAYOUTS[layout]}
+    found = kind(job(**settings), 5, schedule, Weather(delay=(0.0001, 0.001))).run()
+    assert not found.wrong() and bool(found.snapshots) is bool(every) and found.kills == len(faults)
+    return found
+
+
+def grown(few: Trial, many: Trial) -> dict[str, tuple[int, int]]:
+    """Containers of servers, of workers' doors and of the newest snapshot that have more entries after more epochs."""
+    found = {}
+    for name, of in (
+        *((str(me), lambda trial, me=me: trial.houses[me].server) for me in few.houses),
+        *((str(me), lambda trial, me=me: trial.doors[me]) for me in few.doors),
+        ("snapshot", lambda trial: trial.archive and trial.archive.last),
+    ):
+        short, long = entries(of(few)), entries(of(many))
+        found |= {f"{name}: {at}": (short[at], long[at]) for at in long if long[at] > short[at] + 12}
+    return found
+
+
+@pytest.mark.parametrize(("layout", "mode", "every"), CASES)
+def test_after_many_epochs_a_job_keeps_no_more_than_after_few(
+    monkeypatch: pytest.MonkeyPatch, layout: str, mode: str, every: float
+) -> None:
+    monkeypatch.setattr(trial, "LONG", 1e6)
+    few, many = (lived(layout, mode, every, epochs) for epochs in (12, 48))
+    assert grown(few, many) == {}
+
+
+def test_epochs_that_are_left_early_are_over_once_everybody_is_past_them() -> None:
+    book, workers = LeaseBook(2), [Address(Role.WORKER, group, 0) for group in (0, 1)]
+    for epoch in range(200):
+        for who in workers:
+            ((_, lease),) = book.handle(who, LeaseAsk(epoch, 0, 100, 0, 0, False))
+            assert book.handle(who, LeaseFree(epoch, 0, lease.first + 1)) == []
+    assert book.open_epochs == (198, 199), "a fresh process may begin in the epoch before the last"
+    assert book.handle(workers[0], LeaseAsk(197, 0, 100, 0, 0, True)) == [(workers[0], Lease(197, 0, -1, 0, -1))]
+    assert sum(entries(book).values()) < 100
+
+
+def test_a_group_that_comes_late_keeps_the_epochs_that_it_has_not_seen_and_one_that_has_left_does_not() -> None:
+    book, worker = LeaseBook(2), Address(Role.WORKER, 0, 0)
+    for epoch in range(20):
+        ((_, lease),) = book.handle(worker, LeaseAsk(epoch, 0, 100, 0, 0, False))
+        book.handle(worker, LeaseFree(epoch, 0, lease.first + 1))
+    assert len(book.open_epochs) == 20
+    book.finished(1)
+    book.handle(worker, LeaseAsk(20, 0, 100, 0, 0, False))
+    assert book.open_epochs == (19, 20)
+
+
+def test_what_is_forgotten_of_a_stream_is_known_and_not_new() -> None:
+    streams = Streams()
+    for epoch in range(10):
+        assert streams.verdict((epoch << 32 | 7, 0, 2), 1) == "new"
+        streams.record((epoch << 32 | 7, 0, 2), 1)
+    assert set(streams.counts()) == {8 << 32 | 7, 9 << 32 | 7}
+    assert [streams.verdict((epoch << 32 | 7, 0, 2), 1) for epoch in (0, 7, 8, 9)] == ["known"] * 4
+    assert streams.count(0 << 32 | 7, 1) == EVERYTHING and streams.count(9 << 32 | 7, 1) == 3
+    assert streams.verdict((9 << 32 | 8, 0, 0), 1) == "new", "another lease of the epoch"
+    assert streams.verdict((3 << 32 | 8, 0, 0), 0) == "new", "another group, which is not so far yet"
+
+
+def test_streams_are_kept_as_long_as_a_snapshot_has_to_list_them() -> None:
+    streams = Streams(listed=True)
+    for epoch in range(10):
+        streams.record((epoch << 32 | STATIC | 2, 0, 2))
+    assert len(streams.counts()) == 10
+    streams.close(6)
+    streams.record((9 << 32 | STATIC | 2, 3, 3))
+    assert {stream >> 32 for stream in streams.counts()} == {6, 7, 8, 9}
