@@ -70,7 +70,9 @@ CASES = [
 
 def lived(layout: str, mode: str, every: float, epochs: int, kind: type[Trial] = Trial) -> Trial:
     """A job of so many epochs, one of whose groups dies in the first ones."""
-    faults = () if layout == "hogwild" and mode == "static" else (Fault(0, 0, after=4, kind=Commit, away=0.001),)
+    # Groups that others do not read for stay behind; and with nobody there nobody looks at the clock.
+    mortal = mode == "lease" or (layout == "sandblaster" and not every)
+    faults = () if not mortal else (Fault(0, 0, after=4, kind=Commit, away=0.001),)
     schedule = Schedule("calm", 3, epochs, mode, True, faults, every=every)
     settings = {"snapshot_s": 30.0 if every else 0.0, **LAYOUTS[layout]}
     found = kind(job(**settings), 5, schedule, Weather(delay=(0.0001, 0.001))).run()
@@ -140,5 +142,4 @@ def test_streams_are_kept_as_long_as_a_snapshot_has_to_list_them() -> None:
         streams.record((epoch << 32 | STATIC | 2, 0, 2))
     assert len(streams.counts()) == 10
     streams.close(6)
-    streams.record((9 << 32 | STATIC | 2, 3, 3))
     assert {stream >> 32 for stream in streams.counts()} == {6, 7, 8, 9}

@@ -340,7 +340,10 @@ class Streams:
 
     def close(self, epoch: int) -> None:
         """Counts of epochs before this one are not wanted any more."""
-        self._closed = max(self._closed, epoch)
+        if epoch > self._closed:
+            self._closed = epoch
+            for reader in self._reads:
+                self._forget(reader)
 
     def _forget(self, reader: int) -> None:
         before = min(self._reads[reader] - 1, self._closed)

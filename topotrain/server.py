@@ -585,8 +585,8 @@ class Server:
         except ValueError as error:
             raise StepError(str(error)) from error
         if new:
-            self._streams.close(self.snapshots.closed)
             self._streams.record(marks, group)
+            self._streams.close(self.snapshots.closed)
             if not skipped:
                 self._samples.applied(group, staging.commits, refused.keys())
                 for bucket in self._known.apply(group, self._hyper[group], commit, norm):
