@@ -137,6 +137,12 @@ CHECKS: Sequence[Check] = (
     ),
     Check("N", "NaN and Inf from workers", "tests/test_nonfinite.py", _suite("tests/test_nonfinite.py")),
     Check(
+        "E",
+        "thousands of epochs with deaths: memory, descriptors, logs and workspace stay as they are",
+        "benchmarks/endurance.py",
+        ("-m", "benchmarks.endurance"),
+    ),
+    Check(
         "P",
         "links that are cut, one way or both; a store that is away",
         "benchmarks/partitions.py",

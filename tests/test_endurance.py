@@ -1,4 +1,4 @@
-"""What a server keeps does not depend on how many epochs it has seen: containers are counted after few and after many."""
+"""What a server keeps does not depend on how many epochs it has seen: counted after few and after many."""
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping

@@ -203,6 +203,33 @@ def test_a_worker_that_started_again_counts_on() -> None:
     assert (entry["pid"], entry["steps"]) == (999, 30)
 
 
+def test_samples_are_those_that_the_servers_have_counted() -> None:
+    report = a_report()
+    counts = {"worker 0/0": 100, "worker 0/1": 150, "worker 1/0": 90, "worker 1/1": 80}
+    report(events.Counted("server 0/0", counts))
+    data = report.as_data(Outcome(0, 12.0))
+    assert data["samples"] == 420
+    assert data["samples_per_s"] == pytest.approx(4 * 160 / data["seconds"]), "what was done, in the time it took"
+    assert {tuple(p["workers"][0]): p["samples"] for p in data["processes"] if p["workers"]}[1, 0] == 90
+    report(Started("worker 1/0", 999))  # the job goes on: what was counted of the group is not all
+    assert report.as_data(Outcome(0, 12.0))["samples"] == 100 + 150 + 160 + 160
+
+
+def test_samples_of_workers_that_have_left_are_in_what_their_servers_count() -> None:
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True)
+    report = Report(Job(cluster=cluster), layout(cluster))
+    for number in range(2):
+        report(Started(f"worker 0/{number}", 7 + number))
+        report(StepDone(f"worker 0/{number}", 2.0, 5, 24, 0.5, 0.0, 0, 0, 0))
+    report(events.Counted("server 0/0", {"worker 0/0": 20, "worker 0/1": 20}))  # with the snapshot
+    report(Resized(0, 2, 1, 5, 3.5))
+    report(Started("worker 0/0", 9))
+    report(StepDone("worker 0/0", 1.0, 9, 32, 0.25, 0.0, 0, 0, 0))
+    assert report.as_data(Outcome(1, 4.0))["samples"] == 24 + 32 + 24, "nobody has counted: what they were given"
+    report(events.Counted("server 0/0", {"worker 0/0": 72}))
+    assert report.as_data(Outcome(0, 4.0))["samples"] == 72
+
+
 def test_a_job_that_said_nothing_has_a_report() -> None:
     cause = Failed("worker 0/1", "program", "ValueError: no", "Traceback\n  boom\n")
     data = Report(JOB, TOPOLOGY).as_data(Outcome(1, 0.2, cause))

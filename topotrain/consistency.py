@@ -293,9 +293,9 @@ class Streams:
 
     A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.
 
-    A lease is one worker group's, any other stream is that of the reader whose number it has. Of each reader the streams
-    of two epochs are kept: it reads one epoch after the other, and a fresh process of it begins in the epoch that the
-    former one was in, or in the one before. All that came before that is known.
+    A lease is one worker group's, any other stream is that of the reader whose number it has. Of each reader the
+    streams of two epochs are kept: it reads one epoch after the other, and a fresh process of it begins in the epoch
+    that the former one was in, or in the one before. All that came before that is known.
 
     Args:
         first: all epochs before this one are read already.

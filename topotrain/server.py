@@ -46,11 +46,11 @@ from topotrain.opening import Opening
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging
 from topotrain.regrouping import TABLES, singly
+from topotrain.samples import Samples
 from topotrain.shard import Allocate
 from topotrain.slices import Bucket
 from topotrain.snapshot import Source, restore
 from topotrain.snapshotbook import CUT
-from topotrain.samples import Samples
 from topotrain.snapshotting import Snapshots, Workers, takes_snapshots, unread
 from topotrain.spans import SILENT, Recorder
 from topotrain.tablebook import MESSAGES, TableBook

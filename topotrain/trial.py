@@ -326,7 +326,9 @@ class Trial(Town):
                     raise Killed
                 batch = epoch * self.batches + number
                 witness.look(seat.values())
-                outcome = seat.step(self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq), samples=1)
+                outcome = seat.step(
+                    self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq), samples=1
+                )
                 snapshot = outcome.snapshot
                 if not life.over:
                     self.commits.setdefault(seat.me.group, []).append(self.sim.now)
