@@ -4,14 +4,13 @@ The plain script is torch's plain loop (`foreach=False, fused=False`), never the
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from arrangement import building, job_of, plain, run_local, usual_loop
 from torch import nn
 
-from arrangement import Script, Trainer, building, job_of, plain, run_hosted, run_local, usual_loop
 from topotrain.job import Job
 from topotrain.update import ELEMENTWISE, SliceUpdate, describe, hyper
 
@@ -55,8 +54,10 @@ def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def options(name: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"lr": RATES.get(name, 0.05)}
-    return settings | ({"momentum": 0.9} if name == "SGD" else {}) | (
-        {"eps": EPS} if name not in ("SGD", "ASGD", "Rprop") else {}
+    return (
+        settings
+        | ({"momentum": 0.9} if name == "SGD" else {})
+        | ({"eps": EPS} if name not in ("SGD", "ASGD", "Rprop") else {})
     )
 
 

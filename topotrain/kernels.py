@@ -74,12 +74,9 @@ def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> No
     """Raises ConfigError where fused=True and that kernel has been seen to be wrong on this machine."""
     for dtype, device in kinds if group.get("fused") else ():
         if verdict(cls, group, dtype, device) is Verdict.WRONG:
-            raise ConfigError(
-                "optimizer.fused",
-                True,
-                f"must be left out or False: in {str(dtype).removeprefix('torch.')} the fused kernel of {cls.__name__} "
-                f"computes something else than torch's plain loop on this machine (torch {torch.__version__}, {device})",
-            )
+            where = f"in {str(dtype).removeprefix('torch.')} on this machine (torch {torch.__version__}, {device})"
+            wrong = f"{where} the fused kernel of {cls.__name__} does not compute what torch's plain loop computes"
+            raise ConfigError("optimizer.fused", True, f"must be left out or False: {wrong}")
 
 
 def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> Verdict:

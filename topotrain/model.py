@@ -263,7 +263,7 @@ class Model:
 
 
 def norm_of(gradient: torch.Tensor, kind: float) -> float:
-    """In float32 of a shorter float: in float16 a norm above 65504 would be infinite, and clipping would leave zeros."""
+    """Of short floats in float32: in float16 a norm above 65504 would be infinite, and clipping would leave zeros."""
     wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
     return float(torch.linalg.vector_norm(gradient, kind, dtype=wide))
 

@@ -2,9 +2,9 @@
 
     model.load_state_dict(safetensors.torch.load_file("final.safetensors"))
 
-The format has no complex128: such a tensor stands there as pairs of float64, which `torch.view_as_complex` makes complex
-again; the metadata names them ("complex": JSON of names). A tied weight is stored once, under its first name; `load_state_dict(..., strict=False)` then restores both, and the
-other names stand in the file's metadata ("tied": JSON of name -> names).
+A tied weight is stored once, under its first name; `load_state_dict(..., strict=False)` then restores both, and the
+other names stand in the file's metadata ("tied": JSON of name -> names). The format has no complex128: such a tensor
+is stored as pairs of float64, and named in the metadata ("complex": JSON of names); `torch.view_as_complex` undoes it.
 """
 
 import json
