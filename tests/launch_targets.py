@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -286,6 +287,18 @@ def torch_world(spec, control, fds):
     return 0
 
 
+def thread_counts(spec, control, fds):
+    """How many threads torch computes with here, on the first thread and on another one."""
+    import torch
+
+    found = [torch.get_num_threads()]
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    control.emit(Notice(spec["who"], f"{found} {os.environ.get('OMP_NUM_THREADS')}"))
+    return 0
+
+
 SAVED, UNSAVED = Saved("server 0/0", 3, 70, "manifests/000003", "end"), Unsaved("server 0/0", "why")
 ANSWERS = {"saves": SAVED, "saves once": SAVED, "unsaved": UNSAVED, "unsaved until over": UNSAVED}
 PARTS: dict[str, Any] = {
@@ -325,6 +338,7 @@ PARTS: dict[str, Any] = {
     "share": share,
     "world": world,
     "torch world": torch_world,
+    "threads": thread_counts,
 }
 
 

@@ -26,7 +26,7 @@ class Host:
         self.answers = []
         self.controls = {}
 
-    def spawn(self, part, who="worker 0/0", fds=(), call=PLAY):
+    def spawn(self, part, who="worker 0/0", fds=(), call=PLAY, **environ):
         ours, theirs = socket.socketpair()
         if who in self.controls:
             self.controls[who].close()
@@ -42,7 +42,7 @@ class Host:
                 stderr=err.fileno(),
                 fds=fds,
                 cwd=os.getcwd(),
-                environ={**self.environ, "GREETING": "hello"},
+                environ={**self.environ, "GREETING": "hello"} | environ,
             )
             self.client.spawn(request)
         return self.answer(lambda answer: answer.get("who") == who)["pid"]
@@ -181,4 +181,18 @@ def test_nobody_outlives_the_forkserver(tmp_path, how):
 def test_with_torch_loaded_children_have_one_thread_and_may_have_children(tmp_path):
     host = Host(tmp_path, preload=("torch",))
     assert host.exit(host.spawn("torch world")) == 0, (tmp_path / "err").read_text()
+    host.close()
+
+
+def test_the_users_number_of_threads_is_kept_and_without_one_it_is_one(tmp_path):
+    host = Host(tmp_path, preload=("torch",))
+    for number, (said, found) in enumerate({"3": "[3, 3] 3", "2,1": "[2, 2] 2,1", None: "[1, 1] 1"}.items()):
+        host.environ.pop("OMP_NUM_THREADS", None)  # conftest sets it
+        given = {} if said is None else {"OMP_NUM_THREADS": said}
+        who = f"worker 0/{number}"
+        assert host.exit(host.spawn("threads", who, **given)) == 0, (tmp_path / "err").read_text()
+        assert host.heard(Notice, who).text == found
+    for wrong in ("", "0", "many", "-2"):
+        assert host.exit(host.spawn("threads", OMP_NUM_THREADS=wrong)) == 2
+        assert f"OMP_NUM_THREADS = {wrong!r}: must be a whole number from 1" in host.heard(Failed).text
     host.close()

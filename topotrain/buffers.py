@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from topotrain.flatfile import NAMES
 from topotrain.job import ConfigError
 from topotrain.mirror import HostMirror, mirror_for
 from topotrain.shard import Allocate, Buffer, FlatBuffers
@@ -88,6 +89,8 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
         raise ConfigError(f"model parameter {names[0]}", str(tensor.layout), "must be a dense tensor")
     stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in NAMES:
+        raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}: no file has it")
     home = getattr(tensor, HOME, -1)
     return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
 

@@ -32,6 +32,9 @@ def canonical_mean(
     """
     weights = [weight for weight, _ in parts.values() if weight > 0]
     equal = not divide or len(set(weights)) <= 1
+    if divide and len(weights) > 1 and out.dtype is torch.float16:
+        parts = _with_headroom(parts, equal, len(weights) if equal else sum(weights))
+        weights, equal = [weight for weight, _ in parts.values() if weight > 0], False
     started = False
     for unit in tree:
         terms = [(parts[w][0], parts[w][1]) for w in unit if w in parts and parts[w][0] > 0]
@@ -51,6 +54,15 @@ def canonical_mean(
         out.zero_()
     elif divide and (len(weights) > 1 or not equal):
         _divide(out, len(weights) if equal else sum(weights))
+
+
+def _with_headroom(parts: Mapping[int, Part], equal: bool, total: float) -> dict[int, Part]:
+    """The parts with weights whose sum is at most 1: in float16 three gradients of 30,000 have no sum.
+
+    By a power of two, which changes no bit above the denormal numbers.
+    """
+    factor = 0.5 ** math.frexp(total)[1]
+    return {w: ((1.0 if equal else weight) * factor if weight > 0 else 0.0, g) for w, (weight, g) in parts.items()}
 
 
 def _divide(out: torch.Tensor, by: float) -> None:

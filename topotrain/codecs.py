@@ -282,11 +282,17 @@ def _checked(codec: Codec, data: torch.Tensor, values: torch.Tensor) -> torch.Te
     return data
 
 
+def reals(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor: of complex elements both parts, in one row."""
+    return torch.view_as_real(x.resolve_conj()).reshape(-1) if x.is_complex() else x
+
+
 def all_finite(x: torch.Tensor) -> bool:
     """Whether all elements are finite: a sum is many times cheaper than to ask each one.
 
     One of squares reads memory as fast as it can be read; it is too large for its dtype long before an element is.
     """
+    x = reals(x)
     if x.dim() == 1 and x.dtype in _SQUARED and isfinite(torch.dot(x, x).item()):
         return True
     if isfinite(x.sum().item()):

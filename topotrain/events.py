@@ -40,6 +40,7 @@ class StepDone:
 
     own_s: median of the seconds that the worker itself takes for a step, from the end of one wait to its next commit;
     None: too few were measured. late: steps that backup workers have made without it, for it came too late.
+    threads: that PyTorch computes with in the worker's process, at this moment; 0: not told.
     """
 
     who: str
@@ -53,6 +54,7 @@ class StepDone:
     bytes_in: int
     own_s: float | None = None
     late: int = 0
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class Finished:
     bytes_in: int
     own_s: float | None = None
     late: int = 0
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

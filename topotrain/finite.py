@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from topotrain.codecs import all_finite
+from topotrain.codecs import all_finite, reals
 from topotrain.job import NonFinite
 from topotrain.slices import Bucket
 
@@ -33,7 +33,8 @@ def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
     An element is no larger than the root of the sum of squares, and weights are counts: where that sum fits into the
     dtype, no weighted sum of such parts is infinite.
     """
-    if part.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(part, part).item()):
+    numbers = reals(part)
+    if numbers.dtype in (torch.float32, torch.float64) and math.isfinite(torch.dot(numbers, numbers).item()):
         return None, False
     return spoiled(bucket, (1 << len(bucket.pieces)) - 1, part), True
 

@@ -29,8 +29,13 @@ NAMES = {
     "float32": "F32",
     "float64": "F64",
     "complex64": "C64",
+    "complex128": "F64",
 }
-"""The format's name of each dtype that it knows."""
+"""The format's name of each dtype. It knows no complex128: such a tensor stands there as pairs of float64."""
+
+PAIRS = "complex128"
+PAIRED = "complex"
+"""The file's metadata under this word: JSON of the names that `torch.view_as_complex` makes complex again."""
 
 _ALIGN = 8
 MOST_HEADER = 100_000_000
@@ -96,7 +101,8 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
     Raises ValueError for a name that is used twice, a dtype that the format does not know, and too long a header.
     """
     ordered = sorted(tensors, key=lambda told: -ITEM_BYTES.get(told.dtype, 0))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    paired = [told.name for told in ordered if told.dtype == PAIRS]
+    header: dict[str, object] = {"__metadata__": {**metadata, **said_of(paired)}}
     at = 0
     begins: list[int] = []
     for told in ordered:
@@ -107,7 +113,8 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
         if not dense(told.shape, told.stride):
             raise ValueError(f"tensor {told.name!r}: strides {told.stride} leave gaps in a shape of {told.shape}")
         end = at + math.prod(told.shape) * ITEM_BYTES[told.dtype]
-        header[told.name] = {"dtype": NAMES[told.dtype], "shape": list(told.shape), "data_offsets": [at, end]}
+        shape = [*told.shape, 2] if told.dtype == PAIRS else list(told.shape)
+        header[told.name] = {"dtype": NAMES[told.dtype], "shape": shape, "data_offsets": [at, end]}
         begins.append(at)
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -117,6 +124,11 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
     first = _ALIGN + len(text)
     entries = {told.name: Entry(told, first + begin) for told, begin in zip(ordered, begins, strict=True)}
     return FlatFile(len(text).to_bytes(_ALIGN, "little") + text, entries, first + at)
+
+
+def said_of(paired: Sequence[str]) -> dict[str, str]:
+    """The metadata of a file in which these tensors stand as pairs."""
+    return {PAIRED: json.dumps(list(paired))} if paired else {}
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -195,7 +195,7 @@ class Model:
         finite = not commit.check_finite or all(all_finite(gradient.reshape(-1)) for gradient in there)
         power, infinity = 0.0, commit.clip_type == float("inf")
         if commit.clip_norm > 0:
-            norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) * commit.inv_scale for g in there]
+            norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in there]
             power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
         return m.Staged(group, staging.step, finite, power, infinity, applied, incarnation)
 
@@ -260,6 +260,12 @@ class Model:
     @staticmethod
     def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
         return gradient if factor == 1.0 else gradient * factor
+
+
+def norm_of(gradient: torch.Tensor, kind: float) -> float:
+    """Of short floats in float32: in float16 a norm above 65504 would be infinite, and clipping would leave zeros."""
+    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    return float(torch.linalg.vector_norm(gradient, kind, dtype=wide))
 
 
 def global_norm(power: float, commit: m.Commit) -> float:

@@ -16,7 +16,7 @@ from topotrain import message as m
 from topotrain.codecs import all_finite
 from topotrain.finite import NOBODY, Strikes
 from topotrain.job import ConfigError, Job, NonFinite, Reduce
-from topotrain.model import to_power
+from topotrain.model import norm_of, to_power
 from topotrain.snapshot import Frozen, Source
 from topotrain.statetable import StateError
 from topotrain.tablecopy import Copier, Kept
@@ -307,7 +307,7 @@ class TableBook:
             return replace(staged, finite=False, power=0.0)
         finite, power = staged.finite, staged.power
         if commit.clip_norm > 0:
-            norms = [float(torch.linalg.vector_norm(g, commit.clip_type)) * commit.inv_scale for g in grads if len(g)]
+            norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in grads if len(g)]
             if staged.infinity:
                 power = max([power, *norms])
             else:

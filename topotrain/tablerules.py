@@ -13,10 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain.job import ConfigError
+from topotrain.kernels import OWN_ERRORS
 from topotrain.tablerows import Rows
 from topotrain.tables import TableSpec
 from topotrain.update import (
-    OWN_ERRORS,
     HyperCheck,
     OptimizerSpec,
     SliceUpdate,

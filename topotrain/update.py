@@ -1,4 +1,4 @@
-"""The update rule on one slice: any torch.optim through one adapter, fused where torch has it.
+"""The update rule on one slice: any torch.optim through one adapter, fused where that kernel is right (`kernels`).
 
 Rule: nothing of an optimizer travels but its name and its hyper-parameters, as JSON. A server makes the same class over
 views of its own values and steps it in place. What an element-wise optimizer does to a slice that is cut at multiples
@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
 from operator import itemgetter
 from typing import Any
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from topotrain import schedule
+from topotrain import kernels, schedule
 from topotrain.job import AdaDelta, Adam, AdamMax, ConfigError, Slicing, Updater, UpdaterType
+from topotrain.kernels import OWN_ERRORS
 
 ELEMENTWISE = (
     "SGD",
@@ -44,10 +44,6 @@ _TORCH = "torch.optim."
 _BOOKKEEPING = ("params", "param_names")
 _DEVICE_ONLY = ("capturable",)  # of the script's own device; where the update is computed it has no meaning
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
-
-
-OWN_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, AssertionError)
-"""What an optimizer raises that does not like its settings, or its state."""
 
 
 class UnsupportedOptimizer(ConfigError):
@@ -291,6 +287,7 @@ class SliceUpdate:
             if (group := spec.assignment[parameter]) >= 0:
                 members.setdefault(group, []).append(self._values[key])
         self._numbers = sorted(members)  # torch's groups are the spec's, without those that have nothing here
+        self._kinds = [kernels.kinds(members[n]) for n in self._numbers]
         self._optimizer = _make(cls, [{**spec.groups[n], "params": members[n]} for n in self._numbers])
         self._hyper = b""
 
@@ -341,11 +338,9 @@ class SliceUpdate:
         groups = _groups(json.loads(hyper))
         if len(groups) != self._count or self._optimizer is None:
             raise ConfigError("optimizer.groups", len(groups), f"must be {self._count} groups, as when the job began")
-        for group, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
-            kernels: dict[str, Any] = {name: group[name] for name in ("fused", "foreach") if name in group}
+        for group, number, kinds in zip(self._optimizer.param_groups, self._numbers, self._kinds, strict=True):
             group.update(groups[number])
-            if groups[number].get("fused") is None and groups[number].get("foreach") is None:
-                group.update(kernels)  # the choice that was made here when the user made none
+            group.update(kernels.choose(type(self._optimizer), group, kinds))
         self._hyper = hyper
 
     def optimizes(self, key: int) -> bool:
@@ -449,10 +444,7 @@ def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
     if not groups:
         return None
     for group in groups:
-        if "fused" in group and group["fused"] is None and group.get("foreach") is None:
-            kinds = {(value.dtype, value.device.type) for value in group["params"]}
-            fuses = not group.get("differentiable") and all(_fuses(cls, *kind) for kind in kinds)
-            group["fused"] = fuses or None
+        group.update(kernels.choose(cls, group, kernels.kinds(group["params"])))
     return _constructed(cls, groups)
 
 
@@ -483,18 +475,6 @@ def remake(spec: OptimizerSpec, parameters: Sequence[torch.nn.Parameter]) -> Opt
         )
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError("optimizer", spec.name, f"cannot be made: {error}") from None
-
-
-@lru_cache(maxsize=64)
-def _fuses(cls: Any, dtype: torch.dtype, device: str) -> bool:
-    """Whether this torch has a fused kernel: asked by running it, which no table of versions can replace."""
-    value = torch.zeros(1, dtype=dtype, device=device)
-    value.grad = torch.zeros_like(value)
-    try:
-        cls([value], lr=0.0, fused=True).step()
-    except (RuntimeError, TypeError, NotImplementedError, AssertionError):
-        return False
-    return True
 
 
 # ---- the updater block -----------------------------------------------------------------------------------------------

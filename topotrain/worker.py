@@ -605,6 +605,7 @@ def _as_number(value: object) -> float | None:
 
 def _averaged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """The mean over the worker groups; counters and other whole numbers are group 0's."""
-    if len(rows) == 1 or not rows[0].is_floating_point():
-        return rows[0]
-    return torch.stack(list(rows)).to(torch.float64).mean(0).to(rows[0].dtype)
+    like = rows[0]
+    if len(rows) == 1 or not (like.is_floating_point() or like.is_complex()):
+        return like
+    return torch.stack(list(rows)).to(torch.complex128 if like.is_complex() else torch.float64).mean(0).to(like.dtype)

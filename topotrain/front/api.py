@@ -1,5 +1,6 @@
 """What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, overload
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from topotrain import kernels
 from topotrain.buffers import describe_model
 from topotrain.data import DataPlan, ShardedLoader
 from topotrain.front import context as process
@@ -71,6 +73,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     if here is None:
         if optimizer is None:
             raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
+        _warn_of_wrong_kernels(optimizer)
         follow(optimizer, [module for module in model.modules() if isinstance(module, Embedding)])
         return model, optimizer, loader
     if here.worker is not None:
@@ -88,6 +91,15 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     if built and updater is not None:
         _follow_schedule(optimizer, updater, worker)
     return model, optimizer, here.loader
+
+
+def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
+    """In a job this is an error; an ordinary process is the script's own."""
+    for group in optimizer.param_groups:
+        try:
+            kernels.check_named(type(optimizer), group, kernels.kinds(group["params"]))
+        except ConfigError as error:
+            warnings.warn(str(error), stacklevel=3)
 
 
 def _follow_schedule(optimizer: Optimizer, updater: Updater, worker: Worker) -> None:

@@ -3,7 +3,8 @@
     model.load_state_dict(safetensors.torch.load_file("final.safetensors"))
 
 A tied weight is stored once, under its first name; `load_state_dict(..., strict=False)` then restores both, and the
-other names stand in the file's metadata ("tied": JSON of name -> names).
+other names stand in the file's metadata ("tied": JSON of name -> names). The format has no complex128: such a tensor
+is stored as pairs of float64, and named in the metadata ("complex": JSON of names); `torch.view_as_complex` undoes it.
 """
 
 import json
@@ -14,13 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save, save_file
 
 from topotrain.buffers import ModelParts, in_file
+from topotrain.flatfile import PAIRED, said_of
 from topotrain.job import ConfigError
 
 _APART_BYTES = 64
+_UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
 
 
 def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
@@ -71,10 +74,22 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write contiguous tensors, atomically: under this name there is always a whole file, also after a power cut."""
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, str(temporary), metadata=metadata)
+    written, paired = _in_pairs(tensors)
+    save_file(written, str(temporary), metadata={**metadata, **paired})
     _sync(temporary)
     os.replace(temporary, path)
     _sync(path.parent)
+
+
+def _in_pairs(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """These tensors as the format can have them, and what the metadata says of that."""
+    paired = [name for name, tensor in tensors.items() if tensor.dtype is torch.complex128]
+    return {**tensors, **{name: torch.view_as_real(tensors[name]) for name in paired}}, said_of(paired)
+
+
+def _out_of_pairs(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    names = json.loads(metadata.get(PAIRED, "[]"))
+    return {**tensors, **{name: torch.view_as_complex(tensors[name]) for name in names}}
 
 
 def _sync(path: Path) -> None:
@@ -88,19 +103,22 @@ def _sync(path: Path) -> None:
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
     try:
-        return load_file(str(path))
-    except (OSError, SafetensorError) as error:
+        with safe_open(str(path), "pt") as file:
+            return _out_of_pairs({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+    except _UNREADABLE as error:
         raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None
 
 
 def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
     """Contiguous tensors on the CPU, none of which shares memory with another, as the bytes of a safetensors file."""
-    return save(tensors)
+    written, paired = _in_pairs(tensors)
+    return save(written, paired or None)
 
 
 def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:
     """The tensors of `to_bytes`. Raises ConfigError, about the field `what`, for bytes that are none."""
     try:
-        return load(data)
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return _out_of_pairs(load(data), header.get("__metadata__", {}))
+    except _UNREADABLE as error:
         raise ConfigError(what, f"{len(data)} bytes", f"must be as safetensors writes tensors: {error}") from None

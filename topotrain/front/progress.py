@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import torch
+
 from topotrain.events import Finished, Notice, Skipped, StepDone
 from topotrain.exchange import Outcome
 from topotrain.front.context import Context
@@ -50,6 +52,7 @@ class Telling:
                 bytes_in=received,
                 own_s=tally.own_s,
                 late=tally.late,
+                threads=torch.get_num_threads(),
             )
         )
 
@@ -83,5 +86,6 @@ class Telling:
                 bytes_in=received,
                 own_s=tally.own_s,
                 late=tally.late,
+                threads=torch.get_num_threads(),
             )
         )

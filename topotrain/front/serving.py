@@ -4,6 +4,7 @@ Rule: without a launcher nobody but the servers sees who is there. So they say w
 twice, and when a worker is lost before its script came to its end they tell the others why the job cannot go on.
 """
 
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import torch
 from topotrain.exchange import JobError
 from topotrain.host import Servers, flushing
 from topotrain.job import ConfigError, Job, OnFailure, Road
+from topotrain.launch.child import threads
 from topotrain.message import Fail
 from topotrain.rendezvous import Store
 from topotrain.rendezvous.secret import job_key
@@ -248,8 +250,8 @@ def serve(
     topology = layout(job.cluster)
     for me in servers:
         check_there(topology, me)
-    threads = torch.get_num_threads()  # the process is the user's, and may have other plans when we have left
-    torch.set_num_threads(1)  # as under a launcher
+    before = torch.get_num_threads()  # the process is the user's, and may have other plans when we have left
+    torch.set_num_threads(threads(os.environ))  # as under a launcher
     attendance = Attendance(topology, terms, servers)
     houses: list[House] = []
     try:
@@ -268,7 +270,7 @@ def serve(
     finally:
         for house in houses:
             house.roads.close()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def check_there(topology: Topology, address: Address) -> None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,7 +25,9 @@ from topotrain.job import ConfigError
 
 OnCommand = Callable[[dict[str, Any]], None]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread per process: the number of threads changes bits, and the cores are shared by many processes."""
+"""One thread per process where the user says nothing: the number changes bits, and many processes share the cores."""
+_OMP = "OMP_NUM_THREADS"
+_MOST_THREADS = 4096
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -80,6 +82,8 @@ def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequenc
     the user's program is caught further inside), and becomes exit code 2 or 1.
     """
     try:
+        if "torch" in sys.modules:  # it was loaded before the fork, with the forkserver's one thread
+            sys.modules["torch"].set_num_threads(threads(os.environ))
         module, _, name = target.partition(":")
         function = getattr(importlib.import_module(module), name)
         return int(function(spec, channel, fds) or 0)
@@ -94,6 +98,18 @@ def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequenc
         with contextlib.suppress(OSError):
             channel.sendall(to_json(failed).encode() + b"\n")
         return 2 if wrong else 1
+
+
+def threads(environ: Mapping[str, str]) -> int:
+    """Threads of a process's arithmetic: OMP_NUM_THREADS (of a list, its first number), or else 1.
+
+    Raises ConfigError for what is no such number.
+    """
+    said = environ.get(_OMP, THREADS[_OMP])
+    first = said.partition(",")[0].strip()
+    if not (first.isascii() and first.isdigit() and 1 <= int(first) <= _MOST_THREADS):
+        raise ConfigError(_OMP, said, f"must be a whole number from 1 to {_MOST_THREADS}, or not set, for 1")
+    return int(first)
 
 
 def exit_code(code: object) -> int:
@@ -144,10 +160,9 @@ def _become(birth: Birth) -> None:
     _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
     _open_streams(*birth.fds[1:3])
     os.environ.clear()
-    os.environ.update({**request["environ"], **THREADS})
+    asked = request["environ"]
+    os.environ.update(asked if _OMP in asked else {**THREADS, **asked})
     os.chdir(request["cwd"])
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
     if "numpy.random" in sys.modules:  # a fresh process would not share its random state with its siblings
         sys.modules["numpy"].random.seed()
 

@@ -123,6 +123,7 @@ class _Tally:
     own_s: float | None = None
     late: int = 0  # of the present process
     late_before: int = 0
+    threads: int = 0  # not told
     curve: Curve = field(default_factory=Curve)
 
     @property
@@ -139,7 +140,7 @@ class _Tally:
         steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
         stale = event.staleness_mean * max(0, steps - self.before.steps)
         traffic = event.bytes_out, event.bytes_in
-        self.own_s, self.late = event.own_s, event.late
+        self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
         self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
 
 
@@ -290,12 +291,13 @@ class Report:
         }
 
     def _paces(self) -> dict[str, Any]:
-        """What each worker itself takes for a step (seconds, median), who is slow, and whose work came too late."""
+        """What each worker itself takes for a step (seconds, median), its threads, and who is slow or too late."""
         workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
         told = {who: self._tallies[who] for who in workers}
         own = {who: tally.own_s for who, tally in told.items() if tally.own_s is not None}
         return {
             "own_step_s": own,
+            "threads": {who: tally.threads for who, tally in told.items() if tally.threads},
             "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
             "late": {who: n for who, tally in told.items() if (n := tally.late_before + tally.late)},
         }

@@ -1,0 +1,109 @@
+"""Real jobs over models of other dtypes, and with other numbers of threads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from shop import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, Shop
+
+pytestmark = pytest.mark.journey
+
+EPOCHS = 3
+APART = {"float64": 1e-12, "bfloat16": 0.03, "float16": 0.005, "complex64": 1e-5, "complex128": 1e-12}
+
+
+def plain(name: str) -> torch.Tensor:
+    """The weights that torch's plain loop finds, in one ordinary process."""
+    dtype = getattr(torch, name)
+    exact = torch.complex128 if dtype.is_complex else torch.float64
+    chance = torch.Generator().manual_seed(3)
+    x = torch.randn(240, 13, generator=chance, dtype=exact)
+    y = x @ torch.randn(13, 11, generator=chance, dtype=exact)
+    w = torch.zeros(13, 11, dtype=dtype, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.05, momentum=0.9, foreach=False, fused=False)
+    for _ in range(EPOCHS):
+        for inputs, targets in zip(x.to(dtype).split(20), y.to(dtype).split(20), strict=True):
+            optimizer.zero_grad()
+            ((inputs @ w - targets).abs().pow(2).mean() * 4).backward()
+            optimizer.step()
+    return w.detach().to(exact)
+
+
+def weights(path: Path) -> torch.Tensor:
+    """As they stand in the job's file: complex128 as pairs, which its metadata names."""
+    with safe_open(str(path), "pt") as file:
+        w, said = file.get_tensor("w"), file.metadata()
+    return torch.view_as_complex(w) if '"w"' in said.get("complex", "") else w
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cluster", "extra"),
+    [
+        ("bfloat16", SANDBLASTER, ""),
+        ("float16", ALLREDUCE, ""),
+        ("float64", SANDBLASTER + " compression: kNone share_memory: false", "grads: kHidden"),
+        ("complex64", ALLREDUCE + " engine: kGloo", ""),
+        ("complex64", SANDBLASTER + " compression: kInt8 share_memory: false", ""),
+        ("complex128", SANDBLASTER, ""),
+    ],
+)
+def test_it_trains_what_the_plain_loop_trains(shop: Shop, dtype: str, cluster: str, extra: str) -> None:
+    ended = shop.run(cluster, "dtypes.py", "--dtype", dtype, extra=extra)
+    wanted = plain(dtype)
+    found = weights(ended.workspace / "final.safetensors").to(wanted.dtype)
+    assert (found - wanted).norm() < APART[dtype] * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float16"])
+def test_a_snapshot_is_gone_on_from(shop: Shop, dtype: str) -> None:
+    extra = "checkpoint_freq: 12"
+    shop.run(SANDBLASTER, "dtypes.py", "--dtype", dtype, "--epochs", "1", extra=extra)
+    resumed = shop.run(SANDBLASTER, "dtypes.py", "--dtype", dtype, extra=extra, options=["--resume", "latest"])
+    wanted = plain(dtype)
+    found = weights(resumed.workspace / "final.safetensors").to(wanted.dtype)
+    assert (found - wanted).norm() < APART[dtype] * wanted.norm()
+
+
+def test_asynchronous_groups_average_complex_buffers(shop: Shop) -> None:
+    ended = shop.run(DOWNPOUR, "dtypes.py", "--dtype", "complex64")
+    assert ended.report["metrics"]["loss"] < 2
+
+
+def test_a_dtype_that_no_file_has_is_refused_at_the_start(shop: Shop) -> None:
+    ended = shop.run(SANDBLASTER, "dtypes.py", "--dtype", "complex32", code=2)
+    assert "complex32" in ended.err
+    assert "must be one of bool" in ended.err
+
+
+needs_wrong_kernel = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the fused SGD of this torch may be right"
+)
+
+
+@needs_wrong_kernel
+def test_a_wrong_kernel_that_the_script_names_is_refused(shop: Shop) -> None:
+    ended = shop.run(SANDBLASTER, "dtypes.py", "--dtype", "bfloat16", "--fused", code=2)
+    assert "optimizer.fused = true: must be left out or False" in ended.err
+
+
+@needs_wrong_kernel
+def test_in_an_ordinary_process_it_is_warned_of() -> None:
+    words = [sys.executable, str(PROGRAMS / "dtypes.py"), "--dtype", "bfloat16", "--fused"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer.fused = true: must be left out or False" in done.stderr
+
+
+def test_the_report_says_how_many_threads_each_worker_has(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = {"worker 0/0": 2, "worker 0/1": 2, "worker 0/2": 2}
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert shop.run(SANDBLASTER, "dtypes.py").report["threads"] == threads
+    chosen = shop.run(SANDBLASTER, "dtypes.py", "--threads", "3").report["threads"]
+    assert chosen == dict.fromkeys(threads, 3)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert shop.run(SANDBLASTER, "dtypes.py").report["threads"] == dict.fromkeys(threads, 1)
