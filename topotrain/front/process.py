@@ -19,7 +19,7 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Differs, Failed, Finished, Missed, Serving
+from topotrain.events import Apart, Covered, Differs, Failed, Finished, Missed, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
@@ -68,13 +68,20 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     farewell.writer = writer = _writer(place, addresses, control)
     seat = _seat(spec, control, seating)
     ears = (watchful, writer, orders.open, seat)
-    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears)
+    tell = partial(_tell_distance, control)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears, ended=tell)
     profile.leave()
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)
         control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
     return 0
+
+
+def _tell_distance(control: Control, server: Server) -> None:
+    found = server.distance
+    if found.exchanges:
+        control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
 
 
 class Seating:
