@@ -172,6 +172,11 @@ def _one_unit(c: "Cluster") -> bool:
     return workers and servers and not (c.server_worker_separate and c.nserver_groups)
 
 
+def _apart(c: "Cluster") -> int:
+    """How many worker groups change the same values, each at its own pace."""
+    return c.nworker_groups if c.nserver_groups else 1
+
+
 def _clips(u: "Updater | None") -> bool:
     return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
 
@@ -308,23 +313,18 @@ COMBINATIONS = (
     ),
     Combination(
         "correction",
-        lambda j: (
-            j.correction is not Correction.kNone and (j.cluster.nworker_groups == 1 or not j.cluster.nserver_groups)
-        ),
-        "must be kNone where no worker groups change the same values: needs nworker_groups above 1, and a server group",
-        inside="",
+        lambda j: j.correction is not Correction.kNone and _apart(j.cluster) == 1,
+        "must be kNone where no two worker groups change the same values: needs nworker_groups above 1, and a server",
     ),
     Combination(
         "correction",
         lambda j: j.correction is Correction.kRate and j.cluster.nserver_groups > 1,
-        "must be kMomentum or kNone with several server groups: how old a gradient is, is known within one of them only",
-        inside="",
+        "must be kMomentum or kNone with several server groups: a gradient's age is known within one of them only",
     ),
     Combination(
         "correction",
         lambda j: j.correction is Correction.kRate and j.apply is Apply.kOnArrival,
         "must be kMomentum or kNone with apply: kOnArrival: an update is made before its step is known as a whole",
-        inside="",
     ),
     _refused_where_split("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
     _refused_where_split("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),

@@ -35,8 +35,8 @@ Out = list[tuple[int, Message]]  # (server group, message)
 class Distance:
     """What all exchanges so far have brought to this server: how far it was from the other server groups.
 
-    updates: those of other groups that it did not have, over all exchanges; most: by one of them. moved, values: sums of
-    squares of what was added, and of the values it was added to.
+    updates: those of other groups that it did not have, over all exchanges; most: by one of them. moved, values: sums
+    of squares of what was added, and of the values it was added to.
     """
 
     exchanges: int = 0

@@ -270,7 +270,8 @@ class SliceUpdate:
 
     `segments` are (key, index of the parameter, value): the value is a view of the owner's memory, 1-D for a slice, of
     the parameter's shape for a whole tensor. Keys are the owner's own, unique. `clip` are the bounds of every element
-    of a gradient (SINGA's clip_low and clip_high). `correct` changes hyper-parameters (`correction`). Not thread-safe: an owner steps one update at a time.
+    of a gradient (SINGA's clip_low and clip_high); `correct` changes hyper-parameters. Not thread-safe: an owner steps
+    one update at a time.
     """
 
     def __init__(
@@ -279,9 +280,9 @@ class SliceUpdate:
         segments: Sequence[tuple[int, int, torch.Tensor]],
         import_module: str = "",
         clip: tuple[float, float] | None = None,
-        correct: Corrector = Corrector(),
+        correct: Corrector | None = None,
     ) -> None:
-        self._correct = correct
+        self._correct = correct or Corrector()
         self._rates: list[float] = []  # the learning rate of each group, before it is corrected
         self._scale = 1.0
         cls = _class(spec.name, import_module)

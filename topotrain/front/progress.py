@@ -3,9 +3,12 @@
 import time
 from collections.abc import Callable
 
+import torch
+
 from topotrain.events import Finished, Notice, Skipped, StepDone
 from topotrain.exchange import Outcome
 from topotrain.front.context import Context
+from topotrain.front.rising import Rising
 from topotrain.worker import Worker
 
 INTERVAL_S = 0.25
@@ -14,7 +17,10 @@ INTERVAL_S = 0.25
 class Telling:
     """Called after every step."""
 
-    def __init__(self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: Rising | None = None
+    ) -> None:
+        self._rising = rising
         self._here, self._worker, self._traffic = here, worker, traffic
         self._due = 0.0
         here.finishing, here.parting = self.finish, self.part
@@ -37,13 +43,17 @@ class Telling:
     def _tell(self, now: float) -> None:
         tally = self._worker.tally
         sent, received = self._traffic()
+        on_device = isinstance(tally.loss_sum, torch.Tensor)
+        loss = tally.take_loss()
+        if self._rising is not None and on_device and loss is not None:
+            self._rising(loss)
         self._here.emit(
             StepDone(
                 who=str(self._here.me),
                 time=now - tally.started,
                 step=tally.steps,
                 samples=tally.samples,
-                loss=tally.take_loss(),
+                loss=loss,
                 staleness_mean=tally.staleness_mean,
                 staleness_max=tally.staleness_max,
                 bytes_out=sent,
