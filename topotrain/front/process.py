@@ -23,7 +23,7 @@ from topotrain.events import Apart, Covered, Differs, Failed, Finished, Missed, 
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
-from topotrain.front.finish import close, finish, kind_of
+from topotrain.front.finish import SpoiledResult, close, finish, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
@@ -253,9 +253,10 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
         _write(text, log)
         if kind == "quarantine" and here.parting is not None:
             here.parting()  # the report of a job that goes on has all of it
-        told = kind in ("config", "quarantine")
+        told = kind in ("config", "quarantine") or isinstance(error, SpoiledResult)
         words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
-        here.emit(Failed(str(here.me), kind, words, _users_line(error.__traceback__) if kind == "config" else text))
+        trace = _users_line(error.__traceback__) if kind == "config" or isinstance(error, SpoiledResult) else text
+        here.emit(Failed(str(here.me), kind, words, trace))
         return 2 if kind == "config" else 1
 
 
