@@ -1,7 +1,7 @@
 """Worker groups that do not wait for each other, and the optimizer's momentum: how much is too much, and what helps.
 
 Rule: arithmetic and words only. With M such groups the values move, in expectation, as if the optimizer had a momentum
-of 1 - 1/M, without it having any (Mitliagkas et al., Asynchrony begets Momentum, 2016, theorem 3). The momentum of the
+of 1 - 1/M, without it having any (Mitliagkas et al., Asynchrony begets Momentum, 2016). The momentum of the
 optimizer comes on top: the change of a step is (1 - 1/M) + m times the change before it, to first order. What one
 process has tuned is that sum, so the optimizer gets m - (1 - 1/M) of it (Hadjis et al., Omnivore, 2016); and since no
 total momentum reaches 1, nothing above 1/M can be right.
