@@ -41,6 +41,7 @@ EXAMPLES: list[Event] = [
     events.Bounded("worker 0/0", 3, "an epoch has one batch for each of 3 workers"),
     events.Resized(0, 3, 2, 70, 1.5),
     events.Final("workspace/final.safetensors", 12.5),
+    events.Apart("server 1/0", 40, 2.5, 7, 0.01),
     events.Tabled("server 0/1", "words", 12, 4096),
 ]
 

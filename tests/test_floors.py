@@ -20,7 +20,7 @@ TOP = "topotrain"
 
 FLOORS = (
     "checks job protofile textproto events spans",
-    "topology regrouping seats slices flatfile statetable tablefile rhythm",
+    "topology asynchrony regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord samples reduction given collective "
     "consistency schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup "
     "readers ending membership snapshotbook crosscut snapshotting "

@@ -141,6 +141,17 @@ EXAMPLES: list[tuple[type, dict[str, Any], dict[str, Any]]] = [
     (Job, BACKUP | SPLIT, BACKUP),
     (Job, BACKUP | {"placement": "kAuto"}, BACKUP),
     (Job, BACKUP | {"updater": Updater(clip_norm=1)}, BACKUP | {"updater": Updater(clip_low=-1, clip_high=1)}),
+    (Job, {"correction": "kRate"}, {"correction": "kRate", "cluster": Cluster(nworker_groups=2)}),
+    (
+        Job,
+        {"correction": "kRate", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
+        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2, nserver_groups=2)},
+    ),
+    (
+        Job,
+        {"correction": "kRate", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
+        {"correction": "kMomentum", "cluster": Cluster(nworker_groups=2), "apply": "kOnArrival", "grads": "kHidden"},
+    ),
     (Job, SPLIT | ON_ARRIVAL, SPLIT | {"grads": "kHidden"}),
     (Job, SPLIT | {"pull": "kLazy"}, {"pull": "kLazy"}),
     (Job, SPLIT | {"cluster": Cluster(n_push=2)}, SPLIT),

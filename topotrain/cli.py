@@ -491,13 +491,14 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[Schema, CutP
     except Exception:
         complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
         raise typer.Exit(1) from None
+    momentum = seen.momentum(job.updater)
     if job.cluster.nworkers_per_group > 1:
         from topotrain.front.cutting import cut_of
 
         cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
         if cut is not None:
-            return Schema(cut.parameters, seen.state_factor()), cut.plan
-    return Schema(seen.parameters(), seen.state_factor()), None
+            return Schema(cut.parameters, seen.state_factor(), momentum), cut.plan
+    return Schema(seen.parameters(), seen.state_factor(), momentum), None
 
 
 def _drawable(file: Path | None) -> None:

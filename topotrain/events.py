@@ -332,6 +332,21 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """At the job's end: how far server `who` was from the other server groups, over all its exchanges with them.
+
+    updates_mean, updates_max: updates of other groups that an exchange brought. share: the norm of what it added over
+    that of the values.
+    """
+
+    who: str
+    exchanges: int
+    updates_mean: float
+    updates_max: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tabled:
     """At the job's end server `who` held so many rows of a table, in so many bytes: values, optimizer state, index."""
 
@@ -371,6 +386,7 @@ Event = (
     | Missed
     | Differs
     | Final
+    | Apart
     | Tabled
 )
 

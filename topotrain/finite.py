@@ -62,9 +62,11 @@ class Strikes:
         self._counts.pop(group, None)
 
 
-def complaint(who: str, parameter: str, step: int, times: int) -> str:
-    """Why a group does not go on. step: counted from 1."""
+def complaint(who: str, parameter: str, step: int, times: int, why: str = "") -> str:
+    """Why a group does not go on. step: counted from 1. why: what may have led there."""
     whose = f"of {parameter}" if parameter else "of a table's rows"
     said = f"the gradient {whose} that {who} pushed" if who else f"the sum of the group's gradients {whose}"
     often = f"in {times} steps in a row, the last of them step {step}" if times > 1 else f"in step {step}"
-    return f"{said} is not finite {often}; nothing of it was applied (nonfinite: kAllow would apply it)"
+    return f"{said} is not finite {often}; nothing of it was applied (nonfinite: kAllow would apply it)" + (
+        f". {why}" if why else ""
+    )

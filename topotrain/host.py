@@ -295,11 +295,12 @@ def serve(
     writer: Writer | None = None,
     opened: Callable[[Homes], None] = lambda servers: None,
     seat: Seat | None = None,
+    ended: Callable[[Server], None] = lambda server: None,
 ) -> tuple[int, int]:
     """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
 
     opened: called once everybody is let in, and again when one more server is here. seat: where every server has two
-    copies, see `copies`.
+    copies, see `copies`. ended: told each server once it has nothing left to do, where none has two copies.
     """
     memory = Memory()
     roads = Roads(place, memory)
@@ -325,6 +326,8 @@ def serve(
         servers.open(serving)
         opened(servers)
         servers.wait()
+        for resident in servers.residents.values():
+            ended(resident.server)
         roads.close()
     return roads.traffic()
 

@@ -75,6 +75,12 @@ class NonFinite(str, Enum):
     kAllow = "kAllow"
 
 
+class Correction(str, Enum):
+    kNone = "kNone"
+    kRate = "kRate"
+    kMomentum = "kMomentum"
+
+
 class Placement(str, Enum):
     kManual = "kManual"
     kAuto = "kAuto"
@@ -164,6 +170,11 @@ def _one_unit(c: "Cluster") -> bool:
     workers = c.nworkers_per_procs >= c.nworker_groups * c.nworkers_per_group
     servers = c.nservers_per_procs >= c.nserver_groups * c.nservers_per_group
     return workers and servers and not (c.server_worker_separate and c.nserver_groups)
+
+
+def _apart(c: "Cluster") -> int:
+    """How many worker groups change the same values, each at its own pace."""
+    return c.nworker_groups if c.nserver_groups else 1
 
 
 def _clips(u: "Updater | None") -> bool:
@@ -299,6 +310,21 @@ COMBINATIONS = (
     _refused_with_backup("placement", lambda j: j.placement is Placement.kAuto, "must be kManual"),
     _refused_with_backup(
         "updater.clip_norm", lambda j: j.updater is not None and j.updater.clip_norm is not None, "must not be given"
+    ),
+    Combination(
+        "correction",
+        lambda j: j.correction is not Correction.kNone and _apart(j.cluster) == 1,
+        "must be kNone where no two worker groups change the same values: needs nworker_groups above 1, and a server",
+    ),
+    Combination(
+        "correction",
+        lambda j: j.correction is Correction.kRate and j.cluster.nserver_groups > 1,
+        "must be kMomentum or kNone with several server groups: a gradient's age is known within one of them only",
+    ),
+    Combination(
+        "correction",
+        lambda j: j.correction is Correction.kRate and j.apply is Apply.kOnArrival,
+        "must be kMomentum or kNone with apply: kOnArrival: an update is made before its step is known as a whole",
     ),
     _refused_where_split("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
     _refused_where_split("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
@@ -542,6 +568,7 @@ class Job(Checked):
     nonfinite: NonFinite = NonFinite.kSkip
     start_groups: Steps = 0
     grace_s: NotNegative = 10.0
+    correction: Correction = Correction.kNone
 
     @property
     def splits(self) -> bool:
@@ -589,7 +616,7 @@ _NO_RESULT = frozenset(
 
 
 # Fields that count only where they are set: jobs without them keep the digest that they had before there were any.
-_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "backup"])
+_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "backup", "correction"])
 
 
 def _plain(value: Any, without: frozenset[str]) -> Any:

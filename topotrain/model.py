@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from topotrain import message as m
+from topotrain.asynchrony import Corrector, corrector, groups_apart
 from topotrain.codecs import all_finite
 from topotrain.encoding import ServerEncoding
 from topotrain.finite import NOBODY
@@ -218,18 +219,21 @@ class Model:
         """The name of a parameter."""
         return self.schema.parameters[number].name if number >= 0 else ""
 
-    def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float) -> Iterator[Bucket]:
-        """Update the values with the group's staged step, unit by unit; yields each bucket once it is new."""
+    def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float, staleness: int = 0) -> Iterator[Bucket]:
+        """Update the values with the group's staged step, unit by unit; yields each bucket once it is new.
+
+        staleness: versions since the group was shown values.
+        """
         factor = step_factor(commit, norm)
         if self.on_arrival:  # the values are new already, and have been shown
             return
         for unit in self.units:
             if unit.whole:
                 self.staging[group].sum_all()
-            self.update(unit, group, hyper, factor)
+            self.update(unit, group, hyper, factor, staleness)
             yield from unit.buckets
 
-    def update(self, unit: Unit, group: int, hyper: bytes, factor: float = 1.0) -> None:
+    def update(self, unit: Unit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
         """One unit's values take the group's gradient times `factor`, which itself stays as it is."""
         staging = self.staging[group]
         grads: dict[int, torch.Tensor | None] = {}
@@ -245,7 +249,7 @@ class Model:
                 elif grads.get(key) is None:
                     grads[key] = self._scaled(staging.segment(self.map.segments[key]), factor)
         if any(gradient is not None for gradient in grads.values()):
-            unit.update.apply(hyper, grads)
+            unit.update.apply(hyper, grads, staleness)
 
     def update_now(self, bucket: Bucket, present: int, gradient: torch.Tensor, hyper: bytes) -> None:
         """One bucket's values take a gradient that has just arrived."""
@@ -313,7 +317,8 @@ def open_model(
     for (name, space), flat in windows.items():
         flats.put(name, space, flat)
     buckets = slice_map.buckets_of(me.index)
-    units = _units(job, schema, slice_map, buckets, flats)
+    correct = corrector(job, groups_apart(topology))
+    units = _units(job, schema, slice_map, buckets, flats, correct)
     encoding = ServerEncoding(job.cluster, slice_map, me.index, flats)
     staging = {}
     for group in topology.worker_groups_of(me.group):
@@ -329,16 +334,27 @@ def open_model(
 
 
 def _units(
-    job: Job, schema: Schema, slice_map: SliceMap, buckets: tuple[Bucket, ...], flats: FlatBuffers
+    job: Job,
+    schema: Schema,
+    slice_map: SliceMap,
+    buckets: tuple[Bucket, ...],
+    flats: FlatBuffers,
+    correct: Corrector,
 ) -> tuple[Unit, ...]:
     whole = slice_map.slicing is Slicing.kTensor
     parts = [buckets] if whole else [(bucket,) for bucket in buckets]
     spec = OptimizerSpec.from_text(schema.optimizer)
-    return tuple(_unit(job, spec, slice_map, part, flats, whole) for part in parts)
+    return tuple(_unit(job, spec, slice_map, part, flats, whole, correct) for part in parts)
 
 
 def _unit(
-    job: Job, spec: OptimizerSpec, slice_map: SliceMap, buckets: tuple[Bucket, ...], flats: FlatBuffers, whole: bool
+    job: Job,
+    spec: OptimizerSpec,
+    slice_map: SliceMap,
+    buckets: tuple[Bucket, ...],
+    flats: FlatBuffers,
+    whole: bool,
+    correct: Corrector,
 ) -> Unit:
     """Keys are segment ids: a bucket has at most one piece of a segment."""
     places: dict[int, list[Place]] = {}
@@ -353,7 +369,8 @@ def _unit(
             else:
                 values[segment.id] = flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
     rows = [(key, slice_map.segments[key].parameter, value) for key, value in values.items()]
-    return Unit(buckets, places, SliceUpdate(spec, rows, job.import_, clip_bounds(job.updater)), whole)
+    update = SliceUpdate(spec, rows, job.import_, clip_bounds(job.updater), correct)
+    return Unit(buckets, places, update, whole)
 
 
 def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:

@@ -12,9 +12,14 @@ averaging: Boyd et al., Randomized gossip algorithms, 2006). The neighbor rememb
 changes nothing.
 
 One object per server. It owns no values: it is shown the bucket's current tensor and changes that in place.
+
+What an exchange brings is how far the groups were apart: it is counted in updates, and measured by one pass over the
+bucket's difference and one over its values (`Distance`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,8 +31,51 @@ View = Callable[[int], torch.Tensor]
 Out = list[tuple[int, Message]]  # (server group, message)
 
 
+@dataclass(slots=True)
+class Distance:
+    """What all exchanges so far have brought to this server: how far it was from the other server groups.
+
+    updates: those of other groups that it did not have, over all exchanges; most: by one of them. moved, values: sums
+    of squares of what was added, and of the values it was added to.
+    """
+
+    exchanges: int = 0
+    updates: int = 0
+    most: int = 0
+    moved: float = 0.0
+    values: float = 0.0
+
+    def add(self, updates: int, difference: torch.Tensor, value: torch.Tensor) -> None:
+        """Count one exchange of a bucket."""
+        self.exchanges += 1
+        self.updates += updates
+        self.most = max(self.most, updates)
+        self.moved += _square(difference)
+        self.values += _square(value)
+
+    @property
+    def mean(self) -> float:
+        """Updates that an exchange brings."""
+        return self.updates / self.exchanges if self.exchanges else 0.0
+
+    @property
+    def share(self) -> float:
+        """The norm of what an exchange adds over that of the values, both root mean squares over all exchanges."""
+        return math.sqrt(self.moved / self.values) if self.values > 0 else 0.0
+
+
+def _square(tensor: torch.Tensor) -> float:
+    """Of the norm; a half-precision number has no room for it."""
+    return float(torch.linalg.vector_norm(tensor if tensor.itemsize > 2 else tensor.float())) ** 2
+
+
 class Agreement(Protocol):
     """What a server asks of its neighbors."""
+
+    @property
+    def distance(self) -> Distance:
+        """How far the others were away when they were heard."""
+        ...
 
     def begin(self) -> None:
         """All groups start from the values that are now in place."""
@@ -56,6 +104,9 @@ class Agreement(Protocol):
 
 class Alone:
     """A single server group, or groups that go their own ways: nothing to agree."""
+
+    def __init__(self) -> None:
+        self.distance = Distance()
 
     def begin(self) -> None:
         pass
@@ -96,6 +147,10 @@ class MasterAgreement:
         self._round = dict.fromkeys(self._masters, 0)
         self._waiting: set[int] = set()
         self._taken: dict[tuple[int, int], int] = {}
+        self._made = dict.fromkeys((b.id for b in buckets if b.master == group), 0)  # updates of all groups
+        self._made_by: dict[tuple[int, int], int] = {}  # those of one of them
+        self._seen = dict.fromkeys(self._masters, 0)  # updates of others
+        self.distance = Distance()
         self._draining = False
 
     def begin(self) -> None:
@@ -104,7 +159,9 @@ class MasterAgreement:
     def updated(self, buckets: Sequence[int]) -> Out:
         out: Out = []
         for bucket in buckets:
-            if bucket in self._masters:
+            if bucket in self._made:
+                self._made[bucket] += 1
+            elif bucket in self._masters:
                 self._updates[bucket] += 1
                 if self._updates[bucket] >= self._freq and bucket not in self._waiting:
                     out.append(self._send(bucket))
@@ -114,9 +171,10 @@ class MasterAgreement:
         current = self._view(bucket)
         self._sent[bucket] = current.clone()
         self._round[bucket] += 1
-        self._updates[bucket] = 0
+        updates, self._updates[bucket] = self._updates[bucket], 0
         self._waiting.add(bucket)
-        return self._masters[bucket], Delta(bucket, self._round[bucket], body=current - self._snap[bucket])
+        added = current - self._snap[bucket]
+        return self._masters[bucket], Delta(bucket, self._round[bucket], updates=updates, body=added)
 
     def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
         if isinstance(message, Delta):
@@ -128,17 +186,25 @@ class MasterAgreement:
     def _take(self, group: int, message: Delta, body: torch.Tensor) -> Out:
         key = (group, message.bucket)
         if message.sync == self._taken.get(key, 0) + 1:
-            self._view(message.bucket).add_(body)
+            value = self._view(message.bucket)
+            value.add_(body)
             self._taken[key] = message.sync
+            self._made[message.bucket] = self._made.get(message.bucket, 0) + message.updates
+            self._made_by[key] = self._made_by.get(key, 0) + message.updates
+            self.distance.add(message.updates, body, value)
         elif message.sync > self._taken.get(key, 0):
             return []  # an earlier one is still under way; it will be sent again
-        return [(group, Master(message.bucket, message.sync, body=self._view(message.bucket).clone()))]
+        others = self._made.get(message.bucket, 0) - self._made_by.get(key, 0)
+        return [(group, Master(message.bucket, message.sync, others, body=self._view(message.bucket).clone()))]
 
     def _merge(self, message: Master, body: torch.Tensor) -> Out:
         bucket = message.bucket
         if bucket not in self._waiting or message.sync != self._round[bucket]:
             return []
-        self._view(bucket).add_(body - self._sent.pop(bucket))
+        missed = body - self._sent.pop(bucket)
+        self._view(bucket).add_(missed)
+        self.distance.add(message.updates - self._seen[bucket], missed, body)
+        self._seen[bucket] = message.updates
         self._snap[bucket].copy_(body)
         self._waiting.discard(bucket)
         if self._updates[bucket] and (self._draining or self._updates[bucket] >= self._freq):
@@ -182,6 +248,9 @@ class RingAgreement:
         self._round = dict.fromkeys(self._buckets, 0)
         self._waiting: set[int] = set()
         self._answers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._made = dict.fromkeys(self._buckets, 0)
+        self._seen = dict.fromkeys(self._buckets, 0)  # updates of the right neighbor
+        self.distance = Distance()
         self._draining = False
 
     def begin(self) -> None:
@@ -190,6 +259,7 @@ class RingAgreement:
     def updated(self, buckets: Sequence[int]) -> Out:
         out: Out = []
         for bucket in buckets:
+            self._made[bucket] += 1
             self._updates[bucket] += 1
             if self._updates[bucket] >= self._freq and bucket not in self._waiting:
                 self._updates[bucket] = 0
@@ -204,7 +274,11 @@ class RingAgreement:
         awaited = isinstance(message, RingReply) and message.sync == self._round[message.bucket]
         if isinstance(message, RingReply) and awaited and message.bucket in self._waiting:
             self._waiting.discard(message.bucket)
-            self._view(message.bucket).add_(body)
+            value = self._view(message.bucket)
+            value.add_(body)
+            # Both move by half of what lay between them.
+            self.distance.add(message.updates - self._seen[message.bucket], 2 * body, value)
+            self._seen[message.bucket] = message.updates
         return []
 
     def _average(self, group: int, message: RingOffer, body: torch.Tensor) -> Out:
@@ -217,7 +291,8 @@ class RingAgreement:
             self._answers[key] = (message.sync, answer)
         elif message.sync < number:
             return []
-        return [(group, RingReply(message.bucket, message.sync, body=answer))]
+        made = self._made.get(message.bucket, 0)
+        return [(group, RingReply(message.bucket, message.sync, made, body=answer))]
 
     def taken(self, group: int, bucket: int) -> int:
         return 0

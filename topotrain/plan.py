@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from topotrain import asynchrony
 from topotrain.job import Algorithm, Grads, Job
 from topotrain.seats import Seats, domains
 from topotrain.slices import ITEM_BYTES, Parameter, SliceMap, cut
@@ -20,11 +21,12 @@ MB = 1_000_000
 class Schema:
     """A model as the planner sees it: its unique parameters, and the optimizer's state elements per parameter element.
 
-    `state_factor` is 0 for plain SGD, 1 for momentum, 2 for Adam.
+    `state_factor` is 0 for plain SGD, 1 for momentum, 2 for Adam. `momentum` is the optimizer's, 0 where it has none.
     """
 
     parameters: tuple[Parameter, ...]
     state_factor: float = 0.0
+    momentum: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,11 @@ class Plan:
     slices: SliceMap | None = None
     shares: tuple[Share, ...] = ()
     memory: tuple[Memory, ...] = ()
+    warning: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """Plain data for `plan --json`: the layout, with a program also `tensors`, `imbalance`, `slices`, `memory`."""
-        data = self.topology.as_data()
+        data = self.topology.as_data() | ({"warning": self.warning} if self.warning else {})
         if self.slices is None:
             return data
         return {
@@ -88,7 +91,7 @@ class Plan:
 
     def explain(self) -> str:
         """The same for a reader: the layout in words and tables, then slices and memory where they are known."""
-        text = self.topology.explain().rstrip("\n")
+        text = self.topology.explain().rstrip("\n") + (f"\n\nwarning: {self.warning}" if self.warning else "")
         if self.slices is None:
             return text
         memory = ["", *self._memory()] if self.memory else []
@@ -117,14 +120,17 @@ def plan(job: Job, schema: Schema | None = None) -> Plan:
     """Rehearse `job` on paper. Raises ConfigError where the cluster's counts do not fit together."""
     topology = layout(job.cluster)
     if schema is None:
-        return Plan(topology)
+        momentum = 0.0 if job.updater is None else job.updater.momentum
+        return Plan(topology, warning=asynchrony.warning(job, topology, momentum))
+    warning = asynchrony.warning(job, topology, schema.momentum)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
         _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)
     )
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
-    return Plan(topology, slices, shares, (*workers, *(_with_second(topology, server, servers) for server in servers)))
+    second = (_with_second(topology, server, servers) for server in servers)
+    return Plan(topology, slices, shares, (*workers, *second), warning)
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> Share:

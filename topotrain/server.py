@@ -16,6 +16,7 @@ import torch
 from topotrain import message as m
 from topotrain import windows
 from topotrain.accord import StepError
+from topotrain.asynchrony import explanation, momentum_in
 from topotrain.backup import Backup
 from topotrain.bitmaps import int_to_bits
 from topotrain.consistency import (
@@ -42,6 +43,7 @@ from topotrain.leases import LeaseBook
 from topotrain.manners import Manners, check_bits
 from topotrain.membership import Regroup
 from topotrain.model import Model, global_norm, step_factor
+from topotrain.neighbor import Distance
 from topotrain.opening import Opening
 from topotrain.readers import Readers
 from topotrain.reduction import Reduced, Staging
@@ -55,6 +57,7 @@ from topotrain.snapshotting import Snapshots, Workers, takes_snapshots, unread
 from topotrain.spans import SILENT, Recorder
 from topotrain.tablebook import MESSAGES, TableBook
 from topotrain.topology import Address, Role, Topology
+from topotrain.update import OptimizerSpec
 
 Out = list[tuple[Address, m.Message]]
 
@@ -589,7 +592,7 @@ class Server:
             self._streams.close(self.snapshots.closed)
             if not skipped:
                 self._samples.applied(group, staging.commits, refused.keys())
-                for bucket in self._known.apply(group, self._hyper[group], commit, norm):
+                for bucket in self._known.apply(group, self._hyper[group], commit, norm, staleness):
                     self._show_early(group, bucket, self.version + 1, commit.fetch)
                 self._send_all(self._tables.apply(group, staging.step, staging.commits, step_factor(commit, norm)))
                 self.version += 1
@@ -613,8 +616,15 @@ class Server:
         number = self._strikes.step(group, refused)
         if number is not None:
             who = "" if number == NOBODY else str(self._workers[group][number])
-            words = complaint(who, self._known.parameter(refused[number]), step + 1, self._strikes.most)
+            words = complaint(
+                who, self._known.parameter(refused[number]), step + 1, self._strikes.most, self._why(group)
+            )
             self._fail_group(group, words, self._strikes.quarantine)
+
+    def _why(self, group: int) -> str:
+        """What groups that do not wait for each other may have to do with a gradient that is not finite."""
+        name = OptimizerSpec.from_text(self._known.schema.optimizer).name
+        return explanation(self._topology, momentum_in(name, self._hyper[group]))
 
     def _check_refused(self, message: m.Staged | m.Apply) -> list[tuple[int, int]]:
         """Raises ProtocolError for workers that the group does not have, and parameters that the model has not."""
@@ -936,6 +946,11 @@ class Server:
         if self._opening.schema is None and self._tables.over:
             return False
         return any(self._runs(group) for group in self.groups)
+
+    @property
+    def distance(self) -> Distance:
+        """How far the other server groups were away, so far."""
+        return Distance() if self._model is None else self._model.agreement.distance
 
     @property
     def done(self) -> bool:

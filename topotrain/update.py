@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from topotrain import kernels, schedule
+from topotrain.asynchrony import Corrector
 from topotrain.job import AdaDelta, Adam, AdamMax, ConfigError, Slicing, Updater, UpdaterType
 from topotrain.kernels import OWN_ERRORS
 
@@ -265,7 +266,8 @@ class SliceUpdate:
 
     `segments` are (key, index of the parameter, value): the value is a view of the owner's memory, 1-D for a slice, of
     the parameter's shape for a whole tensor. Keys are the owner's own, unique. `clip` are the bounds of every element
-    of a gradient (SINGA's clip_low and clip_high). Not thread-safe: an owner steps one update at a time.
+    of a gradient (SINGA's clip_low and clip_high); `correct` changes hyper-parameters. Not thread-safe: an owner steps
+    one update at a time.
     """
 
     def __init__(
@@ -274,7 +276,11 @@ class SliceUpdate:
         segments: Sequence[tuple[int, int, torch.Tensor]],
         import_module: str = "",
         clip: tuple[float, float] | None = None,
+        correct: Corrector | None = None,
     ) -> None:
+        self._correct = correct or Corrector()
+        self._rates: list[float] = []  # the learning rate of each group, before it is corrected
+        self._scale = 1.0
         cls = _class(spec.name, import_module)
         self._values: dict[int, torch.Tensor] = {}
         self._count = len(spec.groups)
@@ -291,9 +297,10 @@ class SliceUpdate:
         self._optimizer = _make(cls, [{**spec.groups[n], "params": members[n]} for n in self._numbers])
         self._hyper = b""
 
-    def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None]) -> None:
+    def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
         """One step, in place. `hyper` is what `hyper(optimizer)` gave; a key without gradient, or with None, is skipped
-        (Adam on None is not Adam on zero). Gradients are read only, and not kept.
+        (Adam on None is not Adam on zero). Gradients are read only, and not kept. `staleness`: how many updates are in
+        the values that were not in those that the gradients were computed from.
 
         Raises KeyError for a key that is not held here, ConfigError for hyper-parameters of another optimizer.
         """
@@ -301,6 +308,7 @@ class SliceUpdate:
             return
         if hyper != self._hyper:
             self._set(hyper)
+        self._correct_rate(self._correct.rate(staleness))
         try:
             for key, grad in grads.items():
                 value = self._values[key]
@@ -341,7 +349,17 @@ class SliceUpdate:
         for group, number, kinds in zip(self._optimizer.param_groups, self._numbers, self._kinds, strict=True):
             group.update(groups[number])
             group.update(kernels.choose(type(self._optimizer), group, kinds))
+            if self._correct.less_momentum and "momentum" in group:
+                group["momentum"] = self._correct.momentum(group["momentum"])
+        self._rates = [group["lr"] for group in self._optimizer.param_groups] if self._correct.by_staleness else []
+        self._scale = 1.0
         self._hyper = hyper
+
+    def _correct_rate(self, scale: float) -> None:
+        if self._optimizer is not None and self._rates and scale != self._scale:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * scale
+            self._scale = scale
 
     def optimizes(self, key: int) -> bool:
         """Whether a segment has state."""

@@ -14,12 +14,13 @@ from statistics import median
 
 import torch
 
+from topotrain.asynchrony import explanation, momentum_of
 from topotrain.buffers import ModelBuffers, ModelParts, in_file
 from topotrain.codecs import all_finite
 from topotrain.exchange import Exchange, JobError, Outcome, StepEnd
 from topotrain.finite import NOBODY, Strikes, complaint
 from topotrain.gradients import ArrivalPath, GradientPath, MeanPath, PushPath
-from topotrain.job import Apply, Grads, Job, NonFinite, Pull
+from topotrain.job import Apply, ConfigError, Correction, Grads, Job, NonFinite, Pull
 from topotrain.mirror import HostMirror
 from topotrain.shard import FlatBuffers, Schema, effective, slice_map_for, torch_dtype
 from topotrain.slices import SliceMap
@@ -132,6 +133,11 @@ class Worker:
         self.tally = Tally()
         spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_, aside)
         self._groups = len(optimizer.param_groups)
+        self._topology = topology
+        self._optimizer_name = spec.name
+        if job.correction is Correction.kMomentum and not self.momentum:
+            accepted = "needs an optimizer whose momentum is above 0: there is nothing to take it from"
+            raise ConfigError("correction", job.correction, accepted)
         schema, self.map = plan_of(topology, parts, spec)
         self.buffers = ModelBuffers(parts, self.map, flats(self.map))
         self.mirror = self.buffers.mirror
@@ -207,6 +213,11 @@ class Worker:
             self._move(self.exchange.catch_up())
 
     # --- what the script says ------------------------------------------------------------------------------------
+
+    @property
+    def momentum(self) -> float:
+        """The largest momentum of the optimizer's groups; 0 where it has none."""
+        return momentum_of(self._optimizer_name, self.optimizer.param_groups)
 
     def weight(self) -> float:
         """What this worker's gradient counts: samples of its share, or what `tt.weight` said."""
@@ -481,7 +492,8 @@ class Worker:
         if name:
             self.tally.skip(Skip(self._own_steps, str(self.me), name))
         if self._strikes.step(self.me.group, [self.me.index] if name else []) is not None:
-            words = complaint(str(self.me), name, self._own_steps, self._strikes.most)
+            why = explanation(self._topology, self.momentum)
+            words = complaint(str(self.me), name, self._own_steps, self._strikes.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._strikes.quarantine)
         return bool(name)
 

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from topotrain import kernels
+from topotrain import asynchrony
 from topotrain.buffers import describe_model
 from topotrain.data import DataPlan, ShardedLoader
+from topotrain.events import Notice
 from topotrain.front import context as process
 from topotrain.front.bounds import bound
 from topotrain.front.context import Context, Metric
@@ -23,6 +25,7 @@ from topotrain.front.gpu import device_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.losses import watch_losses
 from topotrain.front.progress import Telling
+from topotrain.front.rising import Rising
 from topotrain.front.scopes import scope
 from topotrain.front.sparse import RowPaths, find_sparse
 from topotrain.front.splitting import split
@@ -156,12 +159,21 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     worker.scatter_state()
     here.worker = worker
     rows.follow(worker)
-    watch_losses(worker)
-    worker.after_step.append(Telling(here, worker, roads.traffic))
+    _warn(here, worker)
+    rising = Rising(here, worker)
+    watch_losses(worker, rising)
+    worker.after_step.append(Telling(here, worker, roads.traffic, rising))
     if place.job.debug and here.is_main:
         worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
     here.spans.step_done(0)
     return worker
+
+
+def _warn(here: Context, worker: Worker) -> None:
+    """Say at the start what would otherwise be seen in the result only."""
+    text = asynchrony.warning(here.place.job, here.place.topology, worker.momentum)
+    if text and here.is_main:
+        here.emit(Notice(str(here.me), text))
 
 
 def _share_values(roads: WorkerRoads, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:

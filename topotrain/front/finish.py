@@ -1,7 +1,11 @@
 """How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
 
 import time
+from pathlib import Path
 
+import torch
+
+from topotrain import asynchrony
 from topotrain.buffers import ModelParts
 from topotrain.events import Final, Finished, Metrics, Notice
 from topotrain.exchange import JobError, PeerLost
@@ -9,7 +13,7 @@ from topotrain.front.context import Context
 from topotrain.front.final import save_final
 from topotrain.front.homecoming import bring_home, say_goodbye
 from topotrain.front.splitting import Split
-from topotrain.job import ConfigError
+from topotrain.job import ConfigError, NonFinite
 from topotrain.wire import Broken, Unreachable
 from topotrain.worker import Worker
 
@@ -35,9 +39,13 @@ def finish(here: Context) -> None:
         started = time.monotonic()
         parts = _whole(here, worker)
         path = here.workspace / "final.safetensors"
-        _measure(here)
+        spoiled = _spoiled(here, parts)
+        if not spoiled:
+            _measure(here)
         save_final(parts, path, more)
         here.emit(Final(str(path), time.monotonic() - started))
+        if spoiled:
+            raise SpoiledResult(_complaint(here, worker, spoiled, path))
     if here.finishing is not None:
         here.finishing()
 
@@ -49,6 +57,27 @@ def _whole(here: Context, worker: Worker) -> ModelParts:
         return cut.whole(worker)
     worker.take_final()
     return worker.parts
+
+
+class SpoiledResult(Exception):
+    """The job has come to its end, and its parameters are not finite."""
+
+
+def _spoiled(here: Context, parts: ModelParts) -> list[str]:
+    """The trained parameters of the result that are not finite, by name; none where the job allows it."""
+    if here.place.job.nonfinite is NonFinite.kAllow:
+        return []
+    described = zip(parts.parameters, parts.tensors, strict=True)
+    return [known.name for known, value in described if known.trainable and not bool(torch.isfinite(value).all())]
+
+
+def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) -> str:
+    more = f" and {len(spoiled) - 1} more" if len(spoiled) > 1 else ""
+    why = asynchrony.explanation(here.place.topology, worker.momentum) or "use a smaller learning rate, or clip_norm"
+    return (
+        f"the final parameters are not finite: {spoiled[0]}{more}, though every gradient that was applied was; they "
+        f"are in {path} as they are, and no metric was computed (nonfinite: kAllow would let it pass). {why}"
+    )
 
 
 def _measure(here: Context) -> None:

@@ -14,13 +14,13 @@ from topotrain.worker import Worker
 _PLAIN = "_topotrain_unscaled"
 
 
-def watch_losses(worker: Worker) -> None:
-    """Add every backward's scalar root to the worker's tally."""
-    torch.autograd.backward = _watched(torch.autograd.backward, worker)
+def watch_losses(worker: Worker, hear: Callable[[float], None]) -> None:
+    """Add every backward's scalar root to the worker's tally; `hear` is told each that is a number already."""
+    torch.autograd.backward = _watched(torch.autograd.backward, worker, hear)
     torch.amp.GradScaler.scale = _remembered(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
 
 
-def _watched(backward: Callable[..., None], worker: Worker) -> Callable[..., None]:
+def _watched(backward: Callable[..., None], worker: Worker, hear: Callable[[float], None]) -> Callable[..., None]:
     def watched(tensors: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         losses = [_told(getattr(root, _PLAIN, root)) for root in roots if root.numel() == 1]
@@ -32,6 +32,8 @@ def _watched(backward: Callable[..., None], worker: Worker) -> Callable[..., Non
         if not worker.path.private:
             for loss in losses:
                 worker.tally.loss_sum += loss
+                if isinstance(loss, float):
+                    hear(loss)
 
     return watched
 

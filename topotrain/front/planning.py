@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from topotrain.asynchrony import momentum_of
 from topotrain.buffers import describe_model
 from topotrain.front.context import Planning, plan_only
 from topotrain.front.sparse import find_sparse
-from topotrain.job import ConfigError
+from topotrain.job import ConfigError, Updater
 from topotrain.slices import Parameter
 
 
@@ -32,6 +33,12 @@ class Seen:
         sparse = find_sparse(self.model, self.optimizer) if ours else []
         aside = [entry.weight for entry in sparse]  # servers hold these row by row
         return describe_model(self.model, aside).parameters
+
+    def momentum(self, updater: Updater | None) -> float:
+        """The optimizer's, or that of the block that makes one."""
+        if self.optimizer is None:
+            return 0.0 if updater is None else updater.momentum
+        return momentum_of(type(self.optimizer).__name__, self.optimizer.param_groups)
 
     def state_factor(self) -> float:
         """The optimizer's state per element, in elements."""

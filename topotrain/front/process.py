@@ -19,11 +19,11 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Counted, Covered, Differs, Failed, Finished, Missed, Serving
+from topotrain.events import Apart, Counted, Covered, Differs, Failed, Finished, Missed, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
-from topotrain.front.finish import close, finish, kind_of
+from topotrain.front.finish import SpoiledResult, close, finish, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
@@ -74,7 +74,8 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
         orders.open(servers)
 
     ears = (watchful, writer, opened, seat)
-    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears)
+    tell = partial(_tell_distance, control)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears, ended=tell)
     profile.leave()
     _tell_counts(control, place, homes[-1])
     for number, me in enumerate(addresses):
@@ -82,6 +83,12 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
         own = (sent, received) if number == 0 else (0, 0)
         control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
     return 0
+
+
+def _tell_distance(control: Control, server: Server) -> None:
+    found = server.distance
+    if found.exchanges:
+        control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
 
 
 class Seating:
@@ -263,9 +270,10 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
         _write(text, log)
         if kind == "quarantine" and here.parting is not None:
             here.parting()  # the report of a job that goes on has all of it
-        told = kind in ("config", "quarantine")
+        told = kind in ("config", "quarantine") or isinstance(error, SpoiledResult)
         words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
-        here.emit(Failed(str(here.me), kind, words, _users_line(error.__traceback__) if kind == "config" else text))
+        trace = _users_line(error.__traceback__) if kind == "config" or isinstance(error, SpoiledResult) else text
+        here.emit(Failed(str(here.me), kind, words, trace))
         return 2 if kind == "config" else 1
 
 

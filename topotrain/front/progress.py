@@ -1,13 +1,16 @@
 """What a worker tells of its progress: at most four times a second, and once at its end."""
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
 
+from topotrain.asynchrony import explanation
 from topotrain.events import Finished, Notice, Skipped, StepDone
 from topotrain.exchange import Outcome
 from topotrain.front.context import Context
+from topotrain.front.rising import Rising
 from topotrain.worker import Worker
 
 INTERVAL_S = 0.25
@@ -16,7 +19,11 @@ INTERVAL_S = 0.25
 class Telling:
     """Called after every step."""
 
-    def __init__(self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: Rising | None = None
+    ) -> None:
+        self._rising = rising
+        self._loss: float | None = None  # the last that was told
         self._here, self._worker, self._traffic = here, worker, traffic
         self._due = 0.0
         here.finishing, here.parting = self.finish, self.part
@@ -39,13 +46,18 @@ class Telling:
     def _tell(self, now: float) -> None:
         tally = self._worker.tally
         sent, received = self._traffic()
+        on_device = isinstance(tally.loss_sum, torch.Tensor)
+        loss = tally.take_loss()
+        self._loss = self._loss if loss is None else loss
+        if self._rising is not None and on_device and loss is not None:
+            self._rising(loss)
         self._here.emit(
             StepDone(
                 who=str(self._here.me),
                 time=now - tally.started,
                 step=tally.steps,
                 samples=tally.samples,
-                loss=tally.take_loss(),
+                loss=loss,
                 staleness_mean=tally.staleness_mean,
                 staleness_max=tally.staleness_max,
                 bytes_out=sent,
@@ -74,6 +86,12 @@ class Telling:
                 f"{tally.dropped} batches came too late for their step and count for nothing, since the script left "
             )
             self._here.emit(Notice(str(self._here.me), f"{words}its loop before they could be given again"))
+        if self._rising is not None:
+            self._rising.end()
+        if self._here.is_main and self._loss is not None and not math.isfinite(self._loss):
+            why = explanation(self._here.place.topology, self._worker.momentum)
+            words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
+            self._here.emit(Notice(str(self._here.me), words))
         sent, received = self._traffic()
         self._here.emit(
             Finished(

@@ -90,21 +90,26 @@ class Window(Message):
 class Delta(Message):
     """Group -> master group: what this group added to a bucket since the last sync. Snapshot.
 
-    cut: the last snapshot for which the sender had frozen when it sent this.
+    cut: the last snapshot for which the sender had frozen when it sent this. updates: so many local ones are in it.
     """
 
     bucket: int
     sync: int
     cut: int = 0
+    updates: int = 0
 
 
 @numbered(31)
 @dataclass(frozen=True, slots=True)
 class Master(Message):
-    """Master group -> group: the master's value after taking Delta number `sync`. Snapshot."""
+    """Master group -> group: the master's value after taking Delta number `sync`. Snapshot.
+
+    updates: so many of all other groups are in it, since the start.
+    """
 
     bucket: int
     sync: int
+    updates: int = 0
 
 
 @numbered(32)
@@ -119,10 +124,14 @@ class RingOffer(Message):
 @numbered(33)
 @dataclass(frozen=True, slots=True)
 class RingReply(Message):
-    """Right neighbor -> group: what to add so that both hold the average. Snapshot."""
+    """Right neighbor -> group: what to add so that both hold the average. Snapshot.
+
+    updates: so many the neighbor has made since the start.
+    """
 
     bucket: int
     sync: int
+    updates: int = 0
 
 
 @numbered(34)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from topotrain.events import (
+    Apart,
     Counted,
     Event,
     Failed,
@@ -183,6 +184,7 @@ class Report:
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
         self._tables: dict[str, list[Tabled]] = {}
+        self._apart: dict[str, Apart] = {}
         self._skips: dict[str, _Skips] = {}
         self._incidents: list[Incident] = []
         self._recovered: dict[int, Recovered] = {}
@@ -203,6 +205,8 @@ class Report:
                 self._metrics.update(event.values)
             case Tested():
                 self._tests.setdefault(event.kind, []).append(event)
+            case Apart():
+                self._apart[event.who] = event
             case Tabled():
                 self._tables.setdefault(event.table, []).append(event)
             case Final():
@@ -279,6 +283,7 @@ class Report:
             "validations": _points(self._tests["validate"]),
             "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
             **_staleness(workers),
+            "server_groups_apart": _apart(list(self._apart.values())),
             **_traffic(list(self._tallies.values())),
             "tables": [_table(name, held) for name, held in self._tables.items()],
             "final": self._final,
@@ -414,6 +419,20 @@ def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
     return {
         "staleness_mean": total / steps if steps else 0.0,
         "staleness_max": max((tally.whole.staleness_max for tally in tallies), default=0),
+    }
+
+
+def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
+    """How far server groups were from each other, over all exchanges; null where there was none."""
+    exchanges = sum(one.exchanges for one in servers)
+    if not exchanges:
+        return None
+    squares = sum(one.exchanges * one.share**2 for one in servers)
+    return {
+        "exchanges": exchanges,
+        "updates_mean": sum(one.exchanges * one.updates_mean for one in servers) / exchanges,
+        "updates_max": max(one.updates_max for one in servers),
+        "share": _finite(math.sqrt(squares / exchanges)),
     }
 
 

@@ -27,12 +27,14 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     names.sort(key=lambda name: name != "accuracy")
     table = Table(box=box.SIMPLE_HEAVY)
     table.add_column("framework")
-    numbers = ["units", "samples/s", "time", *map(_title, names), "staleness mean", "max", "MB sent"]
+    apart = any(row["server_groups_apart"] for row in rows)
+    groups = ["server groups apart"] if apart else []
+    numbers = ["units", "samples/s", "time", *map(_title, names), "staleness mean", "max", *groups, "MB sent"]
     for title in numbers:
         table.add_column(title, justify="right")
     for row in rows:
         label = f"{row['label']}: failed" if row["code"] else str(row["label"])
-        table.add_row(Text(label), *map(Text, _cells(row, names)))
+        table.add_row(Text(label), *map(Text, _cells(row, names, apart)))
     return table
 
 
@@ -52,14 +54,24 @@ def phases(rows: Sequence[Share]) -> Table:
 def summary(data: Mapping[str, Any]) -> str:
     """One line about a finished job, from its report."""
     loss = "" if data["last_loss"] is None else f", loss {data['last_loss']:.4g}"
+    apart = f", server groups {distance(data)} apart" if data["server_groups_apart"] else ""
     metrics = "".join(f", {name} {_value(name, value)}" for name, value in data["metrics"].items())
     return (
         f"{data['job']}: {data['framework']}, {_plural(data['layout']['nprocs'], 'unit')}, {data['steps']} steps, "
-        f"{data['seconds']:.1f} s, {data['samples_per_s']:,.0f} samples/s{loss}{metrics}"
+        f"{data['seconds']:.1f} s, {data['samples_per_s']:,.0f} samples/s{loss}{metrics}{apart}"
     )
 
 
-def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def distance(data: Mapping[str, Any]) -> str:
+    """How far server groups were from each other, as updates of others that an exchange brings, and in the values."""
+    found = data["server_groups_apart"]
+    if not found:
+        return "–"
+    share = "not finite" if found["share"] is None else f"{found['share']:.1%}"
+    return f"{found['updates_mean']:.1f} updates (max {found['updates_max']}), {share}"
+
+
+def _cells(row: Mapping[str, Any], names: Sequence[str], apart: bool) -> list[str]:
     return [
         str(row["layout"]["nprocs"]),
         f"{row['samples_per_s']:,.0f}",
@@ -67,6 +79,7 @@ def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         *(_value(name, row["metrics"].get(name)) for name in names),
         f"{row['staleness_mean']:.2f}",
         str(row["staleness_max"]),
+        *([distance(row)] if apart else []),
         f"{row['bytes_out'] / MB:,.1f}",
     ]
 
