@@ -27,7 +27,7 @@ from topotrain.launch.introduction import End, Hosts, Introduction, hosts_of, wi
 from topotrain.launch.meeting import Hall, forget
 from topotrain.launch.tables import TABLES, Start, start_of, started_by
 from topotrain.rendezvous import StoreError, open_store, within
-from topotrain.rendezvous.registry import Registry
+from topotrain.rendezvous.registry import JobRecord, Registry
 
 WORD = "7" * 64
 DEADLINE_S = 60.0
@@ -257,7 +257,7 @@ def company(store, monkeypatch):
 
     def make(rank=0, units=3, served=False):
         run = within(store, "jobs/j.1")
-        stores = Stores(run, within(store, "jobs/j"), Registry(store), "j")
+        stores = Stores(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
         hosts = Hosts(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("",) * units, "", served)
         made.append(Company(stores, rank, hosts))
         return made[-1], run

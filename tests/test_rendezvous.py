@@ -21,10 +21,12 @@ from topotrain.rendezvous import redis as redis_module
 from topotrain.rendezvous.file import FileStore
 from topotrain.rendezvous.keys import check_key
 from topotrain.rendezvous.table import Table
+from topotrain.rendezvous.tcp import TcpStore
 from topotrain.rendezvous.url import parse
 
 SECRET = bytes(range(32))
 ROOT = Path(__file__).parents[1]
+ATTEMPT = TcpStore._attempt
 
 
 @pytest.fixture(scope="session")
@@ -187,6 +189,22 @@ def test_many_watch_one_key_and_all_wake(opened, monkeypatch):
         store.set("k", b"0")
         assert other.compare_and_set("k", b"0", b"1")
         assert [watch.result() for watch in watches] == [b"1"] * 6
+
+
+def test_closing_ends_a_watch_of_another_thread(opened, monkeypatch):
+    """No connection is torn from under it: it ends with StoreError."""
+    watched, asked = opened(), threading.Event()
+    get = type(watched).get
+    monkeypatch.setattr(type(watched), "get", lambda self, key: (asked.set(), get(self, key))[1])
+    if isinstance(watched, TcpStore):
+        monkeypatch.setattr(TcpStore, "_attempt", lambda *words: (asked.set(), ATTEMPT(*words))[1])
+    with ThreadPoolExecutor(4) as pool:
+        watches = [pool.submit(watched.watch, f"k{number}", 60) for number in range(4)]
+        assert asked.wait(20)
+        watched.close()
+        for watch in watches:
+            with pytest.raises(StoreError, match="closed"):
+                watch.result(20)
 
 
 def test_watch_ends_at_its_deadline(store):
