@@ -1,5 +1,6 @@
 """The meeting place: every kind of store keeps the same promises."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -403,6 +404,21 @@ def test_the_age_of_a_file_is_judged_by_the_file_system_alone(tmp_path, monkeypa
     os.utime(tmp_path / "s" / "k", ns=(written, written - 101 * 10**9))
     assert store.get("k") is None
     assert store.keys() == [] and not (tmp_path / "s" / "k").exists()
+
+
+def test_a_directory_may_be_removed_while_a_writer_waits_for_its_lock(tmp_path, monkeypatch):
+    store, waits = FileStore(tmp_path / "s"), threading.Event()
+    store.set("a", b"0")
+    monkeypatch.setattr(file_module, "spread", lambda pause: (waits.set(), pause)[1])
+    with ThreadPoolExecutor(1) as pool, open(tmp_path / "s" / "LOCK") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        written = pool.submit(store.set, "k", b"1")
+        assert waits.wait(20)
+        shutil.rmtree(tmp_path / "s")
+        assert store.keys() == []
+        held.close()
+        written.result(20)
+    assert store.keys() == ["k"]
 
 
 def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_faster(tmp_path):

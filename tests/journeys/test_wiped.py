@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import redisserver
 from hosts_town import wait
 from shop import DOWNPOUR, Ended, Shop
+from wiping import wipe
 
 from topotrain.rendezvous import open_store, serve_store
 from topotrain.rendezvous.registry import Registry
@@ -38,10 +38,10 @@ def meeting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
     with ExitStack() as stack:
         if request.param == "own folder":
-            yield Meeting("", lambda: shutil.rmtree(tmp_path / "job" / "run" / "store"))
+            yield Meeting("", lambda: wipe(tmp_path / "job" / "run" / "store"))
         elif request.param == "file":
             folder = tmp_path / "store"
-            yield Meeting(folder.as_uri(), lambda: shutil.rmtree(folder))
+            yield Meeting(folder.as_uri(), lambda: wipe(folder))
         elif request.param == "tcp":
             yield _tcp(stack)
         else:
