@@ -1,6 +1,7 @@
 """What a process keeps in a store is written again where it is missing, and nothing else is touched."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_job_whose_record_is_gone_is_entered_again(store: Store, folder: Path)
     wipe(folder)
     registry.keep(record)
     (found,) = registry.list()
-    assert (found.id, found.name, found.state, found.started, found.hosts) == ("j", "night", "running", 12.0, ("a", "b"))
+    assert replace(found, heartbeat=0.0) == record
     registry.end("j", "done")
     registry.keep(record)
     assert registry.view("j").state == "done"

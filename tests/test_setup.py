@@ -29,8 +29,17 @@ ELSEWHERE = _elsewhere()
 @pytest.mark.skipif(bool(ELSEWHERE), reason=ELSEWHERE)
 @pytest.mark.parametrize(
     "name",
-    ["torch", "torch.nn.modules.module", "torch._dynamo", "numpy", "typer", "rich.console", "safetensors.torch"]
-    + ["google.protobuf.message", "topotrain"],
+    [
+        "torch",
+        "torch.nn.modules.module",
+        "torch._dynamo",
+        "numpy",
+        "typer",
+        "rich.console",
+        "safetensors.torch",
+        "google.protobuf.message",
+        "topotrain",
+    ],
 )
 def test_bytecode_is_there_before_anything_is_imported(name: str) -> None:
     """Also on a machine with PYTHONDONTWRITEBYTECODE, where each process would compile the file anew."""

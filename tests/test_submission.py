@@ -13,8 +13,8 @@ import pytest
 from topotrain import textproto
 from topotrain.job import ConfigError
 from topotrain.launch import ray, slurm, tool, torchrun
-from topotrain.launch.rayroom import fits
 from topotrain.launch.launchers import LAUNCHERS, launch
+from topotrain.launch.rayroom import fits
 from topotrain.launch.submission import Options, submission, without_password
 from topotrain.rendezvous import StoreError
 from topotrain.topology import layout
@@ -129,7 +129,7 @@ class OneNode:
 @pytest.mark.parametrize(
     ("cpus", "extra", "words"),
     [
-        ((4,), (), ["STRICT_SPREAD", "for the 2 units (2 CPU for", "on the nodes (4 CPU), but --pass=strategy=SPREAD has"]),
+        ((4,), (), ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"]),
         ((2, 1), ("cpus=2",), ["--pass=strategy=SPREAD --pass=cpus=1 has", "room=SECONDS"]),
         ((1,), (), ["--pass=strategy=SPREAD --pass=cpus=0.5 has"]),
         ((1, 1), ("gpus=1",), ["2 CPU, 1 GPU for unit 0", "no other strategy has"]),

@@ -360,8 +360,8 @@ class Company:
             self._deliver(End(0, text=text))
 
     def leave(self, state: str) -> None:
-        """By unit 0: note in the registry how the job ended; nothing is kept in the store any more. Raises StoreError."""
-        self._kept.close()
+        """By unit 0: note in the registry how the job ended. Raises StoreError."""
+        self._kept.close()  # or what is removed after this would be written again
         self._stores.registry.keep(self._stores.record)
         self._stores.registry.end(self._stores.record.id, state)
 

@@ -5,8 +5,7 @@ nothing falls in between and whoever watches need not look again and again. A sc
 answer was lost, finds what it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
 
 `watch` also looks every LOOK seconds, for a connection that died without a word, and for values that were written by
-other means. A connection is only closed by the thread that uses it, or when no thread does: redis-py's own `close` would
-take it from under an operation of another thread.
+other means. Connections are closed when no thread uses them: redis-py's own `close` takes them from under operations.
 """
 
 import secrets
