@@ -358,6 +358,24 @@ def test_run_refuses_a_program_or_report_that_cannot_be(
     assert not launcher.jobs
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "plan down.conf train.ipynb",
+        "compare down.conf train.ipynb",
+        "launch srun down.conf train.ipynb",
+        "launch kubernetes --image i down.conf train.ipynb",
+        "unit --rank 0 --nprocs 6 --rendezvous file:///nowhere down.conf train.ipynb",
+        "chaos down.conf train.ipynb",
+    ],
+)
+def test_no_command_takes_a_notebook(ask: Ask, here: Path, argv: str) -> None:
+    (here / "train.ipynb").write_text("{}")
+    code, out, err = ask(*argv.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("topotrain: error: program train.ipynb: is a notebook, must be a Python script; ")
+
+
 # ---- run -------------------------------------------------------------------------------------------------------------
 
 

@@ -251,9 +251,9 @@ class Roads:
 
     def close(self) -> None:
         """Send what is queued, then end all connections."""
-        self._published.close()
         for wire in self._wires.values():
             wire.close()
+        self._published.close()
 
 
 def _may_change(error: Exception) -> bool:
