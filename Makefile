@@ -34,7 +34,8 @@ $(BIN)/python:
 said_to_pip = $$($(BIN)/python -m pip config list 2>/dev/null | sed -n "s/^\(global\|install\)\.$(1)='\(.*\)'$$/\2/p" \
   | sed 's/\\n/ /g' | xargs)
 
-$(READY): pyproject.toml constraints.txt $(BIN)/python
+# What a machine compiles when it imports, and does not keep, is compiled once: dependencies by uv, and our own package.
+$(READY): pyproject.toml constraints.txt Makefile $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 	@links=$${UV_FIND_LINKS:-$${PIP_FIND_LINKS:-$(call said_to_pip,find-links)}}; \
 	links=$$(echo $$links | tr ' ' ','); \
@@ -45,6 +46,7 @@ $(READY): pyproject.toml constraints.txt $(BIN)/python
 	env $${links:+"UV_FIND_LINKS=$$links"} $${index:+"UV_DEFAULT_INDEX=$$index"} \
 	  $${extra:+"UV_EXTRA_INDEX_URL=$$extra" UV_INDEX_STRATEGY=unsafe-best-match} $${cert:+"SSL_CERT_FILE=$$cert"} \
 	  $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt -b constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q topotrain
 	@touch $@
 
 run: setup

@@ -112,6 +112,50 @@ def test_what_follows_the_program_is_the_programs(argv: str, expected: str) -> N
     assert cli.separate(argv.split()) == expected.split()
 
 
+@pytest.mark.parametrize(
+    ("argv", "names", "command"),
+    [
+        ("run down.conf train.py --set seed=7", "--set", "run"),
+        ("run down.conf train.py --lr 1 --report=r.json --json", "--report, --json", "run"),
+        ("plan down.conf train.py --plot a.png", "--plot", "plan"),
+        ("compare down.conf train.py --out d", "--out", "compare"),
+        ("launch srun down.conf train.py --dry-run", "--dry-run", "launch"),
+        ("unit down.conf train.py --rank 0", "--rank", "unit"),
+    ],
+)
+def test_options_of_ours_behind_the_script_are_named(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str, names: str, command: str
+) -> None:
+    monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
+    _, _, err = ask(*argv.split())
+    goes = "go" if "," in names else "goes"
+    assert err.startswith(f"topotrain: warning: {names} behind train.py {goes} to the script, and no Python file")
+    assert err.endswith(f"options of `topotrain {command}` stand before train.py\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "run --set seed=7 down.conf train.py --epochs 2 --settings a",
+        "run down.conf train.py -- --set seed=7",
+        "run down.conf train.py --quiet --plot x",
+        "run down.conf train.py --out x",
+        "run down.conf gone.py --set seed=7",
+        "run down.conf -- train.py --set seed=7",
+        "chaos down.conf train.py --seed 7",
+        "jobs list --rendezvous x",
+        "nonsense a b --set",
+    ],
+)
+def test_what_the_script_may_want_is_left_alone(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str
+) -> None:
+    (here / "train.py").write_text("parser.add_argument('--quiet', action='store_true')\n")
+    (here / "beside.py").write_text("parser.add_argument('--settings')\n")
+    monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
+    assert ask(*argv.split()) == (0, "", "")
+
+
 def commands() -> dict[str, typer.core.TyperCommand]:
     return dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
 
@@ -131,13 +175,16 @@ def test_options_that_take_a_value_are_known() -> None:
     assert {n for c in commands().values() for n, valued in options(c) if valued} == cli.VALUED
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit"])
+@pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos"])
 def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
     code, out, _ = ask(name, "--help")
     assert code == 0
     example = out[out.index("Example:") :].split("\n")[1].split()
     assert example[:2] == ["topotrain", name]
-    commands()[name].make_context(name, cli.separate(example[1:])[1:])
+    context = commands()[name].make_context(name, cli.separate(example[1:])[1:])
+    ours = {option for option, _ in options(commands()[name])}
+    args = (context.params.get("args") or []) + context.params.get("files", [])
+    assert [word for word in args if word.partition("=")[0] in ours] == []  # nothing of ours went to the script
 
 
 def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
@@ -296,6 +343,7 @@ def test_bad_input_is_refused_before_anything_starts(
         (["down.conf"], "no program"),
         (["down.conf", "gone.py"], "gone.py"),
         (["down.conf", "folder"], "folder"),
+        (["down.conf", "train.ipynb"], "train.ipynb: is a notebook, must be a Python script; `jupyter nbconvert"),
         (["down.conf", "--report", "train.py/r.json", "train.py"], "--report"),
     ],
 )
@@ -303,10 +351,29 @@ def test_run_refuses_a_program_or_report_that_cannot_be(
     ask: Ask, here: Path, launcher: Launcher, words: list[str], named: str
 ) -> None:
     (here / "folder").mkdir()
+    (here / "train.ipynb").write_text("{}")
     code, _, err = ask("run", *words)
     assert code == 2
     assert named in err
     assert not launcher.jobs
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "plan down.conf train.ipynb",
+        "compare down.conf train.ipynb",
+        "launch srun down.conf train.ipynb",
+        "launch kubernetes --image i down.conf train.ipynb",
+        "unit --rank 0 --nprocs 6 --rendezvous file:///nowhere down.conf train.ipynb",
+        "chaos down.conf train.ipynb",
+    ],
+)
+def test_no_command_takes_a_notebook(ask: Ask, here: Path, argv: str) -> None:
+    (here / "train.ipynb").write_text("{}")
+    code, out, err = ask(*argv.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("topotrain: error: program train.ipynb: is a notebook, must be a Python script; ")
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from wiping import wipe
 
 from tests.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain import textproto
@@ -26,8 +28,8 @@ from topotrain.launch.company import Company, Notes, Stores
 from topotrain.launch.introduction import End, Hosts, Introduction, hosts_of, with_job
 from topotrain.launch.meeting import Hall, forget
 from topotrain.launch.tables import TABLES, Start, start_of, started_by
-from topotrain.rendezvous import StoreError, open_store, within
-from topotrain.rendezvous.registry import Registry
+from topotrain.rendezvous import StoreError, kept, open_store, within
+from topotrain.rendezvous.registry import JobRecord, Registry
 
 WORD = "7" * 64
 DEADLINE_S = 60.0
@@ -248,6 +250,51 @@ def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store
     assert store.keys() == []
 
 
+def agreed(store):
+    """Two units that have met, with what they say of themselves to each other."""
+    job = Job(name="j", cluster=Cluster(nworkers_per_group=2))
+    first, second = entered(store, 0), entered(store, 1)
+    first.bring(job)
+    second.take(None)
+    first.gather("", False)
+    second.learn()
+    return first, second
+
+
+def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "LOOK_S", 0.05)
+    monkeypatch.setattr(meeting, "MEETING_S", 20)
+    first, dead = agreed(store)
+    dead.close()
+    wipe(tmp_path / "store")
+    met = []
+    back = threading.Thread(target=lambda: met.append(entered(store, 1)))
+    back.start()
+    said = Introduction.loaded(first.run.watch("back/1", 20))
+    first.run.set(f"down/1.{said.word}", b"")
+    back.join(20)
+    assert met[0].returns
+    assert met[0].take(None).name == "j"
+    assert met[0].learn().numbers == (0, 0)
+    for each in (first, *met):
+        each.close()
+
+
+def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "LOOK_S", 0.05)
+    monkeypatch.setattr(meeting, "_LOOK_S", 0.2)
+    monkeypatch.setattr(meeting, "MEETING_S", 20)
+    first, second = entered(store, 0), entered(store, 1)
+    wipe(tmp_path / "store")
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(lambda: (second.take(None), second.learn()))
+        first.bring(Job(name="j", cluster=Cluster(nworkers_per_group=2)))
+        hosts = first.gather("", False)
+        assert taken.result(20)[1] == hosts
+    for each in (first, second):
+        each.close()
+
+
 # ---- company ---------------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +304,7 @@ def company(store, monkeypatch):
 
     def make(rank=0, units=3, served=False):
         run = within(store, "jobs/j.1")
-        stores = Stores(run, within(store, "jobs/j"), Registry(store), "j")
+        stores = Stores(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
         hosts = Hosts(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("",) * units, "", served)
         made.append(Company(stores, rank, hosts))
         return made[-1], run
@@ -317,6 +364,35 @@ def test_a_report_that_is_wiped_out_is_told_again(company, monkeypatch):
     first.finish([])
     assert first.wait(10).code == second.wait(10).code == 0
     assert first.reports[1] == second.reports[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "tell"),
+    [
+        ("save", lambda one: one.save(signal.SIGTERM)),
+        ("end", lambda one: one.tell(Failed("worker 0/1", "program", "boom", ""))),
+    ],
+)
+def test_a_wish_and_an_end_that_are_wiped_out_are_told_again(company, monkeypatch, key, tell):
+    monkeypatch.setattr(kept, "LOOK_S", 0.05)
+    one, run = company(1, units=2)
+    tell(one)
+    said = run.watch(key, 20)
+    forget(run)
+    assert run.watch(key, 20) == said
+    one.close()
+    forget(run)
+    assert run.get(key) is None
+
+
+def test_a_jobs_entry_in_the_list_that_is_wiped_out_is_made_again(company, store, monkeypatch):
+    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
+    monkeypatch.setattr(company_module, "_TELL_EVERY_S", 0.1)
+    company(0)
+    for _ in range(2):
+        store.watch("registry/j", 20)
+        forget(store)
+    store.watch("registry/j", 20)
 
 
 def test_without_a_store_whoever_is_done_ends_alone_and_says_so(company, monkeypatch, tmp_path):

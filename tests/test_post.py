@@ -20,7 +20,7 @@ from topotrain.launch.letters import Words
 from topotrain.launch.muster import Begun, Muster, await_begin, begin_anew, check_found, muster
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
 from topotrain.rendezvous import Store, open_store, serve_store, within
-from topotrain.rendezvous.registry import Registry
+from topotrain.rendezvous.registry import JobRecord, Registry
 
 DEADLINE_S = 20.0
 SECRET = bytes(32)
@@ -162,7 +162,7 @@ def test_junk_on_a_page_is_passed_over(pair: Pair) -> None:
 
 
 def company(store: Store, rank: int = 0) -> Company:
-    stores = Stores(within(store, "jobs/j.1"), within(store, "jobs/j"), Registry(store), "j")
+    stores = Stores(within(store, "jobs/j.1"), within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
     hosts = Hosts((0, 1, 2), ("h0", "h1", "h2"), ("",) * 3)
     return Company(stores, rank, hosts, False, {1: "a", 2: "b"} if rank == 0 else {0: "a"}, hear)
 

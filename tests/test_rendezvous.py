@@ -1,5 +1,6 @@
 """The meeting place: every kind of store keeps the same promises."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -21,10 +22,12 @@ from topotrain.rendezvous import redis as redis_module
 from topotrain.rendezvous.file import FileStore
 from topotrain.rendezvous.keys import check_key
 from topotrain.rendezvous.table import Table
+from topotrain.rendezvous.tcp import TcpStore
 from topotrain.rendezvous.url import parse
 
 SECRET = bytes(range(32))
 ROOT = Path(__file__).parents[1]
+ATTEMPT = TcpStore._attempt
 
 
 @pytest.fixture(scope="session")
@@ -187,6 +190,22 @@ def test_many_watch_one_key_and_all_wake(opened, monkeypatch):
         store.set("k", b"0")
         assert other.compare_and_set("k", b"0", b"1")
         assert [watch.result() for watch in watches] == [b"1"] * 6
+
+
+def test_closing_ends_a_watch_of_another_thread(opened, monkeypatch):
+    """No connection is torn from under it: it ends with StoreError."""
+    watched, asked = opened(), threading.Event()
+    get = type(watched).get
+    monkeypatch.setattr(type(watched), "get", lambda self, key: (asked.set(), get(self, key))[1])
+    if isinstance(watched, TcpStore):
+        monkeypatch.setattr(TcpStore, "_attempt", lambda *words: (asked.set(), ATTEMPT(*words))[1])
+    with ThreadPoolExecutor(4) as pool:
+        watches = [pool.submit(watched.watch, f"k{number}", 60) for number in range(4)]
+        assert asked.wait(20)
+        watched.close()
+        for watch in watches:
+            with pytest.raises(StoreError, match="closed"):
+                watch.result(20)
 
 
 def test_watch_ends_at_its_deadline(store):
@@ -385,6 +404,21 @@ def test_the_age_of_a_file_is_judged_by_the_file_system_alone(tmp_path, monkeypa
     os.utime(tmp_path / "s" / "k", ns=(written, written - 101 * 10**9))
     assert store.get("k") is None
     assert store.keys() == [] and not (tmp_path / "s" / "k").exists()
+
+
+def test_a_directory_may_be_removed_while_a_writer_waits_for_its_lock(tmp_path, monkeypatch):
+    store, waits = FileStore(tmp_path / "s"), threading.Event()
+    store.set("a", b"0")
+    monkeypatch.setattr(file_module, "spread", lambda pause: (waits.set(), pause)[1])
+    with ThreadPoolExecutor(1) as pool, open(tmp_path / "s" / "LOCK") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        written = pool.submit(store.set, "k", b"1")
+        assert waits.wait(20)
+        shutil.rmtree(tmp_path / "s")
+        assert store.keys() == []
+        held.close()
+        written.result(20)
+    assert store.keys() == ["k"]
 
 
 def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_faster(tmp_path):

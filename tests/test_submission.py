@@ -14,6 +14,7 @@ from topotrain import textproto
 from topotrain.job import ConfigError
 from topotrain.launch import ray, slurm, tool, torchrun
 from topotrain.launch.launchers import LAUNCHERS, launch
+from topotrain.launch.rayroom import fits
 from topotrain.launch.submission import Options, submission, without_password
 from topotrain.rendezvous import StoreError
 from topotrain.topology import layout
@@ -108,6 +109,61 @@ def test_ray_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[ray\]'"):
         ask("ray", tmp_path / "w", dry_run=False)
     assert not (tmp_path / "w").exists()
+
+
+class OneNode:
+    """In place of the package: a cluster whose nodes have these CPUs. It starts nobody."""
+
+    def __init__(self, *cpus: float) -> None:
+        self.cpus = cpus
+
+    def init(self, **given: object) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def nodes(self) -> list[dict[str, object]]:
+        gone = {"Alive": False, "Resources": {"CPU": 64.0}}
+        return [gone, *({"Alive": True, "Resources": {"CPU": cpus, "memory": 1e9}} for cpus in self.cpus)]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "extra", "words"),
+    [
+        ((4,), (), ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"]),
+        ((2, 1), ("cpus=2",), ["--pass=strategy=SPREAD --pass=cpus=1 has", "room=SECONDS"]),
+        ((1,), (), ["--pass=strategy=SPREAD --pass=cpus=0.5 has"]),
+        ((1, 1), ("gpus=1",), ["2 CPU, 1 GPU for unit 0", "no other strategy has"]),
+        ((2, 2), ("strategy=STRICT_PACK",), ["STRICT_PACK", "--pass=strategy=SPREAD has"]),
+        ((1,), ("strategy=PACK", "cpus=2"), ["PACK", "--pass=cpus=0.5"]),
+    ],
+)
+def test_room_that_cannot_come_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: tuple[float, ...], extra: tuple[str, ...], words: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", OneNode(*cpus))
+    with pytest.raises(ConfigError) as caught:
+        ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    ("cpus", "want", "strategy", "room"),
+    [
+        ((2, 1), (1, 2), "STRICT_SPREAD", True),
+        ((2, 1), (2, 2), "STRICT_SPREAD", False),
+        ((2, 2), (1, 1, 1), "STRICT_SPREAD", False),
+        ((4, 1), (2, 2), "STRICT_PACK", True),
+        ((3, 3), (2, 2), "STRICT_PACK", False),
+        ((3, 3), (2, 2), "PACK", True),
+        ((3, 1), (2, 2), "SPREAD", False),
+        ((), (1,), "SPREAD", False),
+    ],
+)
+def test_which_units_a_ray_cluster_can_hold(
+    cpus: tuple[float, ...], want: tuple[float, ...], strategy: str, room: bool
+) -> None:
+    assert fits([{"CPU": has} for has in cpus], [{"CPU": wants} for wants in want], strategy) is room
 
 
 def test_a_unit_of_several_processes_gets_as_many_cpus(tmp_path: Path) -> None:

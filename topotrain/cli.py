@@ -27,6 +27,7 @@ from topotrain.front import (
     commands_simulate,
     commands_unit,
 )
+from topotrain.front.scriptwords import hint, misplaced
 from topotrain.job import ConfigError, Job, Link
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.watch.training import complain, show, show_trace, train
@@ -71,7 +72,7 @@ Example:
 """
 LAUNCH_EXAMPLE = """\b
 Example:
-  topotrain launch slurm examples/conf/downpour.conf train.py --nodes 2 --pass=--partition=cpu --dry-run
+  topotrain launch slurm --nodes 2 --pass=--partition=cpu --dry-run examples/conf/downpour.conf train.py
 """
 COMPARE_EXAMPLE = """\b
 Example:
@@ -103,8 +104,24 @@ class BadInput(Exception):
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script: never returns, raises SystemExit with the code of the command."""
-    app(args=separate(sys.argv[1:] if argv is None else argv), prog_name="topotrain")
+    words = list(sys.argv[1:] if argv is None else argv)
+    _look_behind_program(words)
+    app(args=separate(words), prog_name="topotrain")
     raise SystemExit(0)
+
+
+def _look_behind_program(words: Sequence[str]) -> None:
+    """Say which words behind the script look like options of the command; behind a "--" they are meant for it."""
+    at = _program_at(words)
+    rest = words[at + 1 :] if at is not None else ()
+    if at is None or rest[:1] == ["--"] or not any(word.startswith("--") for word in rest):
+        return
+    command = typer.main.get_command(app).commands.get(words[0])  # type: ignore[attr-defined]
+    if command is not None:
+        ours = {name for option in command.params if option.param_type_name == "option" for name in option.opts}
+        names = misplaced(Path(words[at]), rest, ours)
+        if names:
+            print(f"topotrain: warning: {hint(words[at], names, words[0])}", file=sys.stderr)
 
 
 def separate(argv: Sequence[str]) -> list[str]:
@@ -114,21 +131,29 @@ def separate(argv: Sequence[str]) -> list[str]:
     `compare`. Behind that of `chaos` our options go on: there the script's own need a "--" before them.
     """
     words = list(argv)
+    at = _program_at(words)
+    if at is None:
+        return words
+    rest = words[at + 1 :]
+    return [*words[: at + 1], "--", *(rest[1:] if rest[:1] == ["--"] else rest)]
+
+
+def _program_at(words: Sequence[str]) -> int | None:
+    """Where PROGRAM is; None where there is none, or a "--" stands before it."""
     positionals = 0
     skip = False
     for at, word in enumerate(words):
         if skip:
             skip = False
         elif word == "--":
-            return words
+            return None
         elif word.startswith("-"):
             skip = word in VALUED
         else:
             positionals += 1
             if positionals > 1 and _is_program(words[0], word, positionals):
-                rest = words[at + 1 :]
-                return [*words[: at + 1], "--", *(rest[1:] if rest[:1] == ["--"] else rest)]
-    return words
+                return at
+    return None
 
 
 def _is_program(command: str, word: str, positionals: int) -> bool:
@@ -442,6 +467,7 @@ def _load(
     job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
     for warning in warnings:
         print(f"topotrain: warning: {warning}", file=sys.stderr)
+    _check_kind(Path(job.program))
     if needs_program and not job.program:
         raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
     if (needs_program or program) and not elsewhere:
@@ -516,6 +542,7 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
     confs = list(words[:at])
     for word in confs:
+        _check_kind(Path(word))
         if not word.endswith(CONFS):
             raise BadInput(f"{word}: a job file ends with {', '.join(CONFS)}, a program with .py")
     if not confs:
@@ -525,7 +552,14 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     return confs, words[at], list(words[at + 1 :])
 
 
+def _check_kind(path: Path) -> None:
+    if path.suffix == ".ipynb":
+        made = f"`jupyter nbconvert --to script {path}` makes one of it"
+        raise BadInput(f"program {path}: is a notebook, must be a Python script; {made}")
+
+
 def _program(path: Path) -> None:
+    _check_kind(path)
     if path.is_dir():
         raise BadInput(f"program {path}: is a folder, must be a file")
     try:

@@ -14,6 +14,7 @@ from topotrain.jitter import spread
 from topotrain.job import Job, Road
 from topotrain.message import Message
 from topotrain.rendezvous import Store
+from topotrain.rendezvous.kept import KeptValues
 from topotrain.topology import Address, Topology, layout
 from topotrain.wire import Broken, Refused, Resident, Unreachable, Wire, WireError
 from topotrain.wire.auth import Identity, Peer, Stranger
@@ -105,6 +106,7 @@ class Roads:
             )
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
         self._store, self._meeting = place.store, place.meeting
+        self._published = KeptValues(place.store)
         self._topology = place.topology
         self._ways: dict[tuple[Address, Address], Wire] = {}
 
@@ -119,8 +121,8 @@ class Roads:
         return tuple(urls)
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
-        """Tell others of the job where a resident is."""
-        self._store.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
+        """Tell others of the job where a resident is, also those that ask after the store was wiped."""
+        self._published.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
 
     def connect(self, me: Address, peer: Address, kind: str, anew: bool = False) -> None:
         """Open the way to a server that was, or will be, published under `kind`; `anew`: instead of an earlier one."""
@@ -177,7 +179,8 @@ class Roads:
         try:
             urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", seconds).decode().split("\n")
         except TimeoutError:
-            raise Unreachable(f"{me} heard nothing of {peer} within {seconds:g} s: is it still starting?") from None
+            text = f"{me} found no address of {peer} in the store within {seconds:g} s: is {peer} still starting?"
+            raise Unreachable(text) from None
         by_road = {_ROADS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
         name = next(name for name in fits if name in by_road)
@@ -250,6 +253,7 @@ class Roads:
         """Send what is queued, then end all connections."""
         for wire in self._wires.values():
             wire.close()
+        self._published.close()
 
 
 def _may_change(error: Exception) -> bool:

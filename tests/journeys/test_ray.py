@@ -101,6 +101,16 @@ def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Town) -> Non
     assert left(cluster) == ""
 
 
+def test_more_units_than_nodes_are_refused_at_once(cluster: Town) -> None:
+    command = words(cluster, "nworker_groups: 4 nserver_groups: 4", "small.py")
+    command.remove("--pass=room=30")
+    done = cluster.run(*command, cwd=Path.cwd())
+    assert done.returncode == 2, done.stderr
+    assert "no room for the 4 units (2 CPU for unit 0) on the nodes (2 CPU; 2 CPU; 2 CPU)" in done.stderr
+    assert "but --pass=strategy=SPREAD --pass=cpus=1 has" in done.stderr
+    assert not Path("job/launch").exists()
+
+
 def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Town) -> None:
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")

@@ -32,7 +32,8 @@ from topotrain.launch.introduction import End, Hosts, Introduction
 from topotrain.launch.meeting import ALIVE_S, BEAT_S
 from topotrain.launch.post import Back, Post, Vanished
 from topotrain.rendezvous import Store, StoreError
-from topotrain.rendezvous.registry import Registry, UnknownJob
+from topotrain.rendezvous.kept import KeptValues
+from topotrain.rendezvous.registry import JobRecord, Registry
 
 LOST_S = 10.0
 """A unit that was silent for so long is gone, whatever its peers have noticed."""
@@ -50,12 +51,12 @@ SAVE = "save"  # where a unit that is asked to end asks for a last snapshot
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The keys of this start of the job, those of the job, and its entry among all jobs (id, in the whole store)."""
+    """The keys of this start of the job, those of the job, and its entry among all jobs, in the whole store."""
 
     run: Store
     shared: Store
     registry: Registry
-    id: str
+    record: JobRecord
 
 
 class Company:
@@ -81,6 +82,7 @@ class Company:
         hear: Callable[[bytes], Introduction] = Introduction.loaded,
     ) -> None:
         self._stores, self._rank, self._hosts, self._leads, self._hear = stores, rank, hosts, leads, hear
+        self._kept = KeptValues(stores.run)
         self.post = None if lines is None else Post(stores.run, rank, lines, AWAY_S)
         self.where: Mapping[str, int] = {}
         """Who lives in which unit, where this one knows what the others say."""
@@ -113,6 +115,7 @@ class Company:
         """Stop watching."""
         self._closed.set()
         self._decided.set()
+        self._kept.close()
         if self.post is not None:
             self.post.close()
         with self._lock:
@@ -152,6 +155,7 @@ class Company:
     def _ask_to_save(self, end: End) -> None:
         with suppress(StoreError):  # then the job ends without it, when there was time enough
             self._stores.run.compare_and_set(SAVE, None, end.dumped())
+        self._kept.keep(SAVE, end.dumped())
 
     def _by_signal(self, number: int) -> End:
         name = "SIGINT" if number == 2 else "SIGTERM" if number == 15 else f"signal {number}"
@@ -201,11 +205,16 @@ class Company:
         """Make it the end of the job, if it has none yet."""
         try:
             if self._stores.run.compare_and_set("end", None, end.dumped()):
-                self._deliver(end)
+                self._deliver_decided(end.dumped())
             else:
-                self._deliver(End.loaded(self._stores.run.get("end") or b""))
+                self._deliver_decided(self._stores.run.get("end") or b"")
         except StoreError:
             self._deliver(end)  # nobody else can be asked
+
+    def _deliver_decided(self, raw: bytes) -> None:
+        """The end as it is in the store, and stays until this unit leaves: others may not have heard of it."""
+        self._kept.keep("end", raw)
+        self._deliver(End.loaded(raw))
 
     def _deliver(self, end: End) -> None:
         with self._lock:
@@ -219,7 +228,7 @@ class Company:
     def _watch(self) -> None:
         while not self._decided.is_set():
             try:
-                self._deliver(End.loaded(self._stores.run.watch("end", _WATCH_S)))
+                self._deliver_decided(self._stores.run.watch("end", _WATCH_S))
             except TimeoutError:
                 continue
             except StoreError:
@@ -305,8 +314,7 @@ class Company:
         if self._stores.shared.get("stop") is not None:
             self._decide(End(130, text="stopped by `topotrain jobs stop`"))
         if time.monotonic() - self._beaten > _TELL_EVERY_S:
-            with suppress(UnknownJob):  # somebody has cleared the list: the job goes on, and is looked after
-                self._stores.registry.beat(self._stores.id)
+            self._stores.registry.keep(self._stores.record)
             self._beaten = time.monotonic()
 
     # --- a good end
@@ -353,7 +361,9 @@ class Company:
 
     def leave(self, state: str) -> None:
         """By unit 0: note in the registry how the job ended. Raises StoreError."""
-        self._stores.registry.end(self._stores.id, state)
+        self._kept.close()  # or what is removed after this would be written again
+        self._stores.registry.keep(self._stores.record)
+        self._stores.registry.end(self._stores.record.id, state)
 
 
 class Notes:

@@ -19,7 +19,7 @@ from topotrain.launch.introduction import with_job
 from topotrain.launch.meeting import BEAT_S, forget
 from topotrain.launch.submission import job_id
 from topotrain.rendezvous import Store, StoreError, host_store, open_store, within
-from topotrain.rendezvous.registry import JobRecord, Registry, UnknownJob, stop_key
+from topotrain.rendezvous.registry import JobRecord, Registry, stop_key
 from topotrain.rendezvous.secret import load_secret
 from topotrain.rendezvous.url import parse
 
@@ -33,14 +33,14 @@ class Listed:
 
     Args:
         root: the whole store.
-        id: the job's name in it.
+        record: what the store's list says of the job.
         url: where the job's processes meet.
     """
 
-    def __init__(self, root: Store, id: str, url: str) -> None:
+    def __init__(self, root: Store, record: JobRecord, url: str) -> None:
         self.url, self.stopped = url, False
         self._urls = [url]
-        self._root, self._id = root, id
+        self._root, self._record, self._id = root, record, record.id
         self._registry = Registry(root)
         self._told, self._teller = socket.socketpair()
         self._closed, self._lock = threading.Event(), threading.Lock()
@@ -84,8 +84,7 @@ class Listed:
             try:
                 if time.monotonic() >= due:
                     due = time.monotonic() + _BEAT_EVERY_S
-                    with suppress(UnknownJob):  # somebody has cleared the list; the job may still be told to end
-                        self._registry.beat(self._id)
+                    self._registry.keep(self._record)
                 stop = self._root.get(stop_key(self._id)) is not None
             except StoreError:
                 self._closed.wait(BEAT_S)
@@ -106,6 +105,7 @@ class Listed:
         """Note how the job ended."""
         state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
         with suppress(StoreError):
+            self._registry.keep(self._record)
             self._registry.end(self._id, state)
 
     def close(self) -> None:
@@ -135,9 +135,10 @@ def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[Listed
                 stack.callback(served.close)
             root = open_store(with_job(job.rendezvous, ""), secret)
             id = url.job or job_id(job)
-            Registry(root).add(JobRecord(id, job.name, units=1, hosts=(socket.gethostname(),)))
+            record = JobRecord(id, job.name, started=time.time(), units=1, hosts=(socket.gethostname(),))
+            Registry(root).add(record)
         except StoreError as error:
             raise ConfigError("rendezvous", None, str(error)) from None
-        place = Listed(root, id, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"))
+        place = Listed(root, record, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"))
         stack.callback(place.close)
         yield place

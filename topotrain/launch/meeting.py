@@ -7,7 +7,8 @@ jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, what uni
                  (post.py), back/R of a unit that is started again meanwhile, and the addresses of its processes
 jobs/ID.RUN.N/   those of the processes, after the job has started again as a whole for the Nth time
 
-Rule: what one start has left behind cannot be taken for another one's, because each has keys of its own.
+Rule: what one start has left behind cannot be taken for another one's, because each has keys of its own. What a unit
+that comes later needs to find its way is kept by unit 0 (`KeptValues`), also in a store that was wiped.
 """
 
 import os
@@ -24,6 +25,7 @@ from topotrain import textproto
 from topotrain.job import ConfigError, Job
 from topotrain.launch.introduction import End, Hosts, Introduction, Over, address_towards, hosts_of, machine
 from topotrain.rendezvous import Store, StoreError, within
+from topotrain.rendezvous.kept import KeptValues
 from topotrain.rendezvous.secret import job_key
 from topotrain.topology import layout
 
@@ -34,6 +36,8 @@ QUIET_S, REPEAT_S = 5.0, 20.0
 BEAT_S, ALIVE_S = 1.0, 4.0
 """A unit says so often that it lives, and is forgotten after so long a silence."""
 _LOOK_S = 1.0
+_MISSED = 3
+"""So many looks in a row may find no start in the store: it may have been wiped, and unit 0 writes it again."""
 _T = TypeVar("_T")
 _FROM = "from"
 
@@ -100,6 +104,8 @@ class Hall:
         self._waiting = Waiting(rank)
         self.word = ""
         self.pulse: Pulse | None = None
+        self._kept = KeptValues(root)
+        self._missing = 0  # looks in a row at which no start of the job was found in the store
         self.me: Introduction | None = None
         self.known: list[Introduction] = []
         """By unit 0: all units, by their ranks."""
@@ -118,6 +124,7 @@ class Hall:
 
     def close(self) -> None:
         """Leave: the others need not look for this unit any more."""
+        self._kept.close()
         if self.pulse is not None:
             self.pulse.close()
 
@@ -126,9 +133,12 @@ class Hall:
     def enter(self, me: Introduction) -> None:
         """Unit 0 opens a start of the job, the others come to it. Raises ConfigError, StoreError."""
         self.me, self.returns = me, False
+        self._kept.close()  # of an earlier start
+        self._kept = KeptValues(self._root)
         if self.rank == 0:
             self._open()
-            self.run.compare_and_set("host/0", None, me.dumped())
+            self._kept.keep(f"jobs/{self.id}/run", self.word.encode())
+            self._set("host/0", me.dumped())
             self.pulse = Pulse(self.run, 0).start()
             return
         old = ""
@@ -140,6 +150,7 @@ class Hall:
                 if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
                     return
             elif self.shared.get("run") == self.word.encode():
+                self._kept.keep(self._whole(f"host/{self.rank}"), me.dumped())
                 self.pulse = Pulse(self.run, self.rank).start()
                 return
             else:  # an earlier start, of which all was forgotten between our looking and our coming
@@ -151,12 +162,14 @@ class Hall:
         False: another start has begun. Until unit 0 has answered there is no pulse: of a start in which nobody lives no
         sign of life must be seen. Raises Over, StoreError.
         """
-        self.run.set(f"back/{self.rank}", me.dumped())
+        self._set(f"back/{self.rank}", me.dumped())
         what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
         try:
             self._await(self.run, f"down/{self.rank}.{me.word}", what)
         except Restarted:
+            self._kept.close()
             self.run.delete(f"back/{self.rank}")  # it may have come when all of that start was forgotten
+            self._kept = KeptValues(self._root)
             return False
         self.returns = True
         self.pulse = Pulse(self.run, self.rank).start()
@@ -205,6 +218,14 @@ class Hall:
         assert self.me is not None
         return {0: self.me.word} if self.rank else {unit.rank: unit.word for unit in self.known if unit.rank}
 
+    def _whole(self, key: str) -> str:
+        """The name of a key of this start in the whole store."""
+        return f"jobs/{self.run_id}/{key}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        """Write a value of this start, and keep it. Raises StoreError."""
+        self._kept.set(self._whole(key), value)
+
     # --- agreeing
 
     def bring(self, job: Job | None) -> Job:
@@ -212,7 +233,7 @@ class Hall:
         if job is None:
             text = self._await(self.shared, "job", "a job: unit 0 was given none, and nobody has submitted one")
             job = textproto.loads(text.decode(), "the job in the store")
-        self.run.set("job", textproto.dumps(job).encode())
+        self._set("job", textproto.dumps(job).encode())
         return job
 
     def take(self, given: Job | None) -> Job:
@@ -238,7 +259,9 @@ class Hall:
             known[rank] = self.hear(self._await(self.run, f"host/{rank}", what))
         self.known = [known[rank] for rank in range(self._nprocs)]
         hosts = hosts_of(self.known, url, served)
-        self.run.set("hosts", hosts.dumped())
+        for unit in self.known:  # so that whoever comes after a loss of the store finds its place taken
+            self._kept.keep(self._whole(f"host/{unit.rank}"), unit.dumped())
+        self._set("hosts", hosts.dumped())
         return hosts
 
     def regather(self, back: Mapping[int, Introduction], hosts: Hosts) -> Hosts:
@@ -253,7 +276,7 @@ class Hall:
     def choose(self, name: str, seal: str) -> None:
         """By unit 0, before all know where all are: from which snapshot the job goes on, if any. Raises StoreError."""
         if name:
-            self.run.set(_FROM, f"{seal} {name}".encode())
+            self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
         """By all others, once they know where all are: its name and seal. Raises StoreError."""
@@ -311,7 +334,9 @@ class Hall:
         raw = self.run.get("end")
         if raw is not None:
             raise Over(End.loaded(raw))
-        if self.shared.get("run") != self.word.encode():
+        known = self.shared.get("run")
+        self._missing = self._missing + 1 if known is None else 0
+        if self._missing > _MISSED or known not in (None, self.word.encode()):
             raise Restarted
 
     def _patiently(self, ask: Callable[[], _T], what: str) -> _T:

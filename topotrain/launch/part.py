@@ -127,7 +127,7 @@ class Part:
                 origin = Origin(workspace, resume)
                 hall.choose(Path(resume).name, seal(resume))
                 hosts = hall.gather(self._shown(served), served is not None)
-                self._register(root, hall.id, job, hosts)
+                self._register(root, self._record(hall, job, hosts))
                 return Met(job, hosts, workspace, origin, resume)
             except Restarted:
                 hall.close()
@@ -139,11 +139,16 @@ class Part:
         named = self.environ.get("TOPOTRAIN_RENDEZVOUS", "")
         return served.url if served is not None else named or "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**self.environ)
 
-    def _register(self, root: Store, id: str, job: Job, hosts: Hosts) -> None:
+    def _record(self, hall: Hall, job: Job, hosts: Hosts) -> JobRecord:
+        """What the store's list says of the job."""
+        addresses = tuple(dict.fromkeys(hosts.addresses))
+        return JobRecord(hall.id, job.name, started=time.time(), units=self.start.nprocs, hosts=addresses)
+
+    def _register(self, root: Store, record: JobRecord) -> None:
         registry = Registry(root)
         with suppress(UnknownJob):
-            registry.end(id, "failed")  # of an earlier start, whose units are all gone, as we know here
-        registry.add(JobRecord(id, job.name, units=self.start.nprocs, hosts=tuple(dict.fromkeys(hosts.addresses))))
+            registry.end(record.id, "failed")  # of an earlier start, whose units are all gone, as we know here
+        registry.add(record)
 
     def _give_up(self, hall: Hall, end: End) -> Ended:
         """Before anything was started: let the others know."""
@@ -160,7 +165,7 @@ class Part:
         rank, job, hosts = self.start.rank, met.job, met.hosts
         topology = layout(job.cluster, hosts.numbers)
         here = replace(topology, units=(topology.units[rank],))
-        stores = Stores(hall.run, hall.shared, Registry(root), hall.id)
+        stores = Stores(hall.run, hall.shared, Registry(root), self._record(hall, job, hosts))
         lines = hall.lines if job.on_failure is OnFailure.kContinue else None
         with ExitStack() as stack:
             twice = job.cluster.replicas > 1  # then the first server may move, and unit 0 knows where it is

@@ -25,6 +25,7 @@ from topotrain.events import Failed
 from topotrain.job import ConfigError
 from topotrain.launch import tool
 from topotrain.launch.introduction import End, with_job
+from topotrain.launch.rayroom import better, fits
 from topotrain.launch.submission import RENDEZVOUS_VARIABLE, Ended, Submission, without_password
 from topotrain.topology import Topology
 
@@ -43,13 +44,17 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the user wants of Ray. cpus: of each unit; 0: one for each of its processes. room: seconds to wait."""
+    """What the user wants of Ray. cpus: of each unit; 0: one for each of its processes. room: seconds to wait.
+
+    grows: the user has said for how long, so nodes may still join.
+    """
 
     strategy: str
     address: str = "auto"
     cpus: float = 0.0
     gpus: float = 0.0
     room: float = ROOM_S
+    grows: bool = False
 
 
 def ask(topology: Topology, extra: Sequence[str]) -> Ask:
@@ -67,7 +72,7 @@ def ask(topology: Topology, extra: Sequence[str]) -> Ask:
             given = replace(given, address=value)
         elif name in ("cpus", "gpus", "room") and _is_number(value):
             number: dict[str, Any] = {name: float(value)}
-            given = replace(given, **number)
+            given = replace(given, **number, grows=given.grows or name == "room")
         else:
             strategies = "|".join(STRATEGIES)
             accepted = f"must be strategy={strategies}, address=HOST:PORT|auto|local, cpus=N, gpus=N or room=SECONDS"
@@ -100,12 +105,13 @@ def command(submission: Submission) -> str:
 
 
 def start(submission: Submission) -> Ended:
-    """Run all units to their end, as often as they may start. Raises ConfigError where there is no Ray."""
+    """Run all units to their end, as often as they may start. Raises ConfigError where there is no Ray, or no room."""
     asked = ask(submission.topology, submission.options.extra)
-    bundles(submission, asked)
+    wanted = bundles(submission, asked)
     from topotrain.launch.asked import signals
 
     with _connected(asked.address) as ray:
+        _check_room(ray, wanted, asked)
         submission.write()
         with signals() as heard:
             count = 0
@@ -147,6 +153,23 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: Ask) -> None:
+    """Raise ConfigError where the units would wait for room that these nodes never have."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if asked.grows or fits(nodes, wanted, asked.strategy):
+        return
+    have = "; ".join(_amounts(node) for node in nodes)
+    other = better(nodes, wanted)
+    accepted = f"has no room for the {len(wanted)} units ({_amounts(wanted[0])} for unit 0) on the nodes ({have}), "
+    accepted += f"but {other} has; " if other else "and no other strategy has; "
+    accepted += "where nodes are still to join, say with --pass=room=SECONDS for how long to wait"
+    raise ConfigError("--pass=strategy", asked.strategy, accepted)
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amounts[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in amounts) or "0 CPU"
 
 
 class Seat:
@@ -225,7 +248,7 @@ class _Life:
             if self.heard.came:
                 return False
             if now >= due or now - began > self.asked.room:
-                need = ", ".join(f"{amount:g} {kind}" for kind, amount in group.bundle_specs[0].items())
+                need = _amounts(group.bundle_specs[0])
                 units = f"{self.at.units} units ({need} for unit 0; {self.asked.strategy})"
                 _say(f"the Ray cluster has no room for {units}; {now - began:.0f} of {self.asked.room:g} s waited")
                 due = now + 4 * QUIET_S

@@ -42,7 +42,10 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what the store holds open. It must not be used any more."""
+        """Let go of what the store holds open; what other threads are doing with it ends, a `watch` with StoreError.
+
+        Every operation after that raises StoreError, or still works where nothing is held open.
+        """
         ...
 
 

@@ -45,6 +45,7 @@ class FileStore:
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
+        self._closed = False
         self._make()
 
     def get(self, key: str) -> bytes | None:
@@ -80,6 +81,8 @@ class FileStore:
         beginning = prefix.replace("/", _SLASH)
         try:
             names = [name for name in os.listdir(self._directory) if name.startswith(beginning)]
+        except FileNotFoundError:  # removed meanwhile
+            return []
         except OSError as error:
             raise StoreError(f"cannot list {self._directory}: {error}") from error
         found = []
@@ -98,10 +101,13 @@ class FileStore:
             value = self.get(key)
             if value is not None and value != known:
                 return value
+            if self._closed:
+                raise StoreError(f"store {self._directory}: was closed")
         raise TimeoutError(f"nothing new under {key!r} in {self._directory} within {timeout} s")
 
     def close(self) -> None:
-        """Nothing is held open between operations."""
+        """Nothing is held open between operations; a `watch` of another thread ends with StoreError."""
+        self._closed = True
 
     def _make(self) -> None:
         try:
@@ -126,7 +132,10 @@ class FileStore:
             for _ in _looks(LOCK_SECONDS):
                 with suppress(BlockingIOError):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
+                    if os.fstat(descriptor).st_nlink:
+                        break
+                    os.close(descriptor)  # the directory was removed meanwhile: others take the lock of a new one
+                    descriptor = self._lock_file()
             else:
                 raise StoreError(f"{self._directory / _LOCK} was held for {LOCK_SECONDS} s: is its holder stopped?")
             yield

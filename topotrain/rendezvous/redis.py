@@ -5,10 +5,11 @@ nothing falls in between and whoever watches need not look again and again. A sc
 answer was lost, finds what it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
 
 `watch` also looks every LOOK seconds, for a connection that died without a word, and for values that were written by
-other means.
+other means. Connections are closed when no thread uses them: redis-py's own `close` takes them from under operations.
 """
 
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,6 +23,7 @@ PORT = 6379
 SECONDS = 10.0
 """For a connection to be made, and for each answer."""
 LOOK = 15.0
+_GLANCE = 0.5  # seconds in which a `watch` notices that the store was closed
 _PAUSE = 0.1  # seconds before the one repetition of what a lost connection has left unanswered
 _REMEMBERED = 60_000  # milliseconds for which a script's outcome is kept
 _SPACE = "topotrain/"
@@ -64,6 +66,9 @@ class RedisStore:
         except ImportError:
             raise StoreError(MISSING) from None
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._under_way = 0  # operations, of all threads
         self._secret = url.password
         self._where = f"{url.scheme}://{url.host}:{url.port or PORT}"
         tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": url.ca or None} if url.scheme == "rediss" else {}
@@ -114,18 +119,24 @@ class RedisStore:
             return value
         with self._telling(), closing(self._client.pubsub()) as channel:
             channel.subscribe(_SPACE + key)
+            due = time.monotonic() + LOOK
             while (left := until - time.monotonic()) > 0:
                 # The first message says that we are subscribed: what is written from here on is heard of.
-                channel.get_message(timeout=min(left, LOOK))
+                message = channel.get_message(timeout=min(left, _GLANCE))
+                self._check_open()
+                if message is None and time.monotonic() < min(due, until):
+                    continue
+                due = time.monotonic() + LOOK
                 value = self.get(key)
                 if value is not None and value != known:
                     return value
         raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
 
     def close(self) -> None:
-        """Close the connections."""
-        with self._telling():
-            self._client.close()
+        """Close the connections; those that are in use when their operations end, a `watch` at once with StoreError."""
+        with self._lock:
+            self._closed = True
+        self._hang_up()
 
     def _write(self, key: str, when: str, expected: bytes, what: str, value: bytes, ttl: float | None) -> bool:
         check_key(key)
@@ -136,9 +147,33 @@ class RedisStore:
         with self._telling():
             return bool(self._client.eval(_WRITE, 2, name, once, when, expected, what, value, life, _REMEMBERED))
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"store {self._where}: was closed")
+
+    def _hang_up(self) -> None:
+        """Close the connections of a closed store that no thread uses any more."""
+        with self._lock:
+            idle = self._closed and not self._under_way
+        if idle:
+            self._client.close()
+
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Turn whatever Redis says into StoreError."""
+        """One operation: whatever Redis says becomes StoreError."""
+        with self._lock:
+            self._check_open()
+            self._under_way += 1
+        try:
+            with self._translated():
+                yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+            self._hang_up()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
             yield
         except TimeoutError:  # ours, of `watch`; redis-py has one of its own

@@ -91,6 +91,13 @@ class Registry:
         self._store.compare_and_set(_key(id), raw, raw, KEEP)  # lost against a change: then that has renewed it
         self._store.set(_alive(id), repr(time.time()).encode(), ttl)
 
+    def keep(self, record: JobRecord, ttl: float = BEAT_TTL) -> None:
+        """Give a sign of life as `beat` does; a job whose record is gone, as from a wiped store, is entered again."""
+        if self._store.get(_key(record.id)) is None:
+            self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)  # before the record, as in `add`
+            self._store.compare_and_set(_key(record.id), None, _dumped(record), KEEP)
+        self.beat(record.id, ttl)
+
     def end(self, id: str, state: str) -> None:
         """Note how a job ended: done, failed or stopped. Raises UnknownJob, ValueError."""
         if state not in ENDED:

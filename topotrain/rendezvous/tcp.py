@@ -48,6 +48,7 @@ class TcpStore:
         self._patience = patience
         self._lock = threading.Lock()
         self._idle: list[Line] = []
+        self._busy: set[Line] = set()
         self._process = os.getpid()
         self._closed = False
 
@@ -93,9 +94,12 @@ class TcpStore:
         return reply.body
 
     def close(self) -> None:
-        """Close the connections; one that is in use is closed when its operation ends."""
+        """Close the connections; an operation of another thread ends with StoreError, and closes its own."""
         with self._lock:
             self._closed = True
+            for sock in self._busy:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
         self._hang_up()
 
     def _ask(self, request: Request, wait: float = 0.0, until: float | None = None) -> Reply:
@@ -125,27 +129,40 @@ class TcpStore:
     def _attempt(self, request: Request, wait: float) -> Reply:
         sock = self._take()
         try:
+            self._use(sock)
             sock.settimeout(wait + _ANSWER)
             send_request(sock, replace(request, seconds=wait))
             reply = receive_reply(sock)
         except BaseException:
+            with self._lock:
+                self._busy.discard(sock)
             sock.close()
             raise
         self._put_back(sock)
         return reply
 
+    def _use(self, sock: Line) -> None:
+        """From now on `close` ends what happens on this connection."""
+        with self._lock:
+            self._check_open()
+            self._busy.add(sock)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"store {self._url}: was closed")
+
     def _take(self) -> Line:
         with self._lock:
-            if self._closed:
-                raise StoreError(f"store {self._url}: was closed")
+            self._check_open()
             if self._process != os.getpid():  # after a fork these belong to the parent, who goes on using them
-                self._process, self._idle = os.getpid(), []
+                self._process, self._idle, self._busy = os.getpid(), [], set()
             if self._idle:
                 return self._idle.pop()
         return self._connect()
 
     def _put_back(self, sock: Line) -> None:
         with self._lock:
+            self._busy.discard(sock)
             if not self._closed and len(self._idle) < _KEPT:
                 self._idle.append(sock)
                 return

@@ -1,0 +1,76 @@
+"""What `make setup` leaves behind, and what a start costs: nothing is compiled anew, and torch is imported once."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+VENV, MAKEFILE = ROOT / ".venv", ROOT / "Makefile"
+READY = VENV / ".ready"
+
+
+def _elsewhere() -> str:
+    """Why this environment is not the one that `make setup` makes."""
+    if Path(sys.prefix).resolve() != VENV.resolve() or not READY.exists():
+        return "not the environment of `make setup`"
+    if READY.stat().st_mtime < MAKEFILE.stat().st_mtime:
+        return "the Makefile is newer than the environment: `make setup` brings it up to date"
+    return ""
+
+
+ELSEWHERE = _elsewhere()
+
+
+@pytest.mark.skipif(bool(ELSEWHERE), reason=ELSEWHERE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch",
+        "torch.nn.modules.module",
+        "torch._dynamo",
+        "numpy",
+        "typer",
+        "rich.console",
+        "safetensors.torch",
+        "google.protobuf.message",
+        "topotrain",
+    ],
+)
+def test_bytecode_is_there_before_anything_is_imported(name: str) -> None:
+    """Also on a machine with PYTHONDONTWRITEBYTECODE, where each process would compile the file anew."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.cached is not None
+    assert Path(spec.cached).exists(), f"{spec.origin} is compiled by every process that imports it"
+
+
+def test_setup_compiles() -> None:
+    """In any environment: what make would do says so."""
+    words = ["make", "--dry-run", "--always-make", "setup", "VENV=/nowhere/.venv"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (install,) = [line for line in done.stdout.splitlines() if "-e '.[dev]'" in line and "echo" not in line]
+    assert "--compile-bytecode" in install
+    assert re.search(r"-m compileall .*\btopotrain\b", done.stdout)
+
+
+@pytest.mark.journey
+def test_torch_is_imported_by_the_forkserver_alone(tmp_path: Path) -> None:
+    workspace = tmp_path / "job"
+    cluster = f'nworkers_per_group: 2 server_worker_separate: true workspace: "{workspace}"'
+    (tmp_path / "job.conf").write_text(f'name: "job" cluster {{ {cluster} }}\n')
+    words = [sys.executable, "-m", "topotrain", "run", "job.conf", str(ROOT / "tests" / "programs" / "small.py")]
+    environ = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    environ.pop("TOPOTRAIN_FORKSERVER", None)
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    logs = {path.stem: path.read_text() for path in [*(workspace / "logs").iterdir(), workspace / "run/forkserver.log"]}
+    assert {"unit-0", "unit-2", "worker-0-0", "worker-0-1", "forkserver"} <= logs.keys()
+    counts = {who: len(re.findall(r"(?m)\| +torch\._C$", text)) for who, text in logs.items()}
+    assert {who for who, count in counts.items() if count} == {"forkserver"}
+    assert counts["forkserver"] == 1
+    assert "| torch._C\n" not in done.stderr

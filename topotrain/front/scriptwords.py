@@ -1,0 +1,26 @@
+"""Options of ours that stand behind the script: they are handed to the script, and we never see them.
+
+Rule: a script may have an option of the same name, so nothing is refused. There is a hint where no Python file beside
+the program mentions the word.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+
+def misplaced(program: Path, args: Sequence[str], ours: Collection[str]) -> list[str]:
+    """The options among the script's arguments that are ours and that the program does not seem to know."""
+    names = dict.fromkeys(name for word in args if (name := word.partition("=")[0]) in ours)
+    if not names or not program.is_file():  # one on another machine cannot be read
+        return []
+    sources = [path.read_text("utf-8", errors="ignore") for path in {program, *program.parent.glob("*.py")}]
+    return [name for name in names if not any(re.search(rf"{re.escape(name)}(?![\w-])", text) for text in sources)]
+
+
+def hint(program: str, names: Sequence[str], command: str) -> str:
+    """What is said about them."""
+    words, goes, them = ", ".join(names), "go" if len(names) > 1 else "goes", "them" if len(names) > 1 else "it"
+    known = f"no Python file in its folder mentions {them}"
+    place = f"options of `topotrain {command}` stand before {program}"
+    return f"{words} behind {program} {goes} to the script, and {known}: {place}"

@@ -1,0 +1,56 @@
+"""Whether the nodes of a Ray cluster could ever hold the units of a job; pure.
+
+Rule: only what cannot be is refused. Room that others take now may become free, so a node counts with all that it has.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+Amounts = Mapping[str, float]
+"""CPU and GPU: what a node has, or what a unit takes of one."""
+
+
+def fits(nodes: Sequence[Amounts], bundles: Sequence[Amounts], strategy: str) -> bool:
+    """False only if these units have no room on these nodes even when nobody else uses them.
+
+    All bundles take the same number of GPUs, as `ray.bundles` makes them.
+    """
+    if strategy == "STRICT_PACK":
+        whole = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
+        return any(_holds(node, whole) for node in nodes)
+    by_size = sorted(bundles, key=_cpus, reverse=True)
+    if strategy == "STRICT_SPREAD":  # the largest units on the largest of the nodes that have enough GPUs
+        large = sorted((n for n in nodes if n.get("GPU", 0.0) >= bundles[0].get("GPU", 0.0)), key=_cpus, reverse=True)
+        return len(large) >= len(by_size) and all(map(_holds, large, by_size))
+    smallest = by_size[-1]
+    alone = all(any(_holds(node, bundle) for node in nodes) for bundle in by_size)
+    return alone and sum(_times(node, smallest) for node in nodes) >= len(by_size)
+
+
+def better(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> str:
+    """The words for --pass with which the units fit; "" if none were found."""
+    for strategy, cpus in _choices(nodes, bundles):
+        asked = [{**bundle, "CPU": cpus} if cpus else bundle for bundle in bundles]
+        if fits(nodes, asked, strategy):
+            return f"--pass=strategy={strategy}" + (f" --pass=cpus={cpus:g}" if cpus else "")
+    return ""
+
+
+def _choices(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> Iterator[tuple[str, float]]:
+    """Strategies, and CPUs for each unit (0: as they are), the nearest to what a unit wants first."""
+    yield "SPREAD", 0.0
+    yield "SPREAD", 1.0
+    for parts in range(1, len(bundles) + 1):
+        yield "SPREAD", int(100 * max(map(_cpus, nodes), default=0.0) / parts) / 100
+
+
+def _cpus(amounts: Amounts) -> float:
+    return amounts.get("CPU", 0.0)
+
+
+def _holds(node: Amounts, bundle: Amounts) -> bool:
+    return all(node.get(kind, 0.0) >= amount for kind, amount in bundle.items())
+
+
+def _times(node: Amounts, bundle: Amounts) -> int:
+    """How many such units a node holds."""
+    return int(min(node.get(kind, 0.0) / amount for kind, amount in bundle.items() if amount))
