@@ -94,14 +94,17 @@ def join(
 def leave() -> None:
     """End this process's part in a job that it joined; the script goes on as an ordinary one.
 
-    The end of the script does the same. Nothing happens in an ordinary process, and where a launcher runs the script.
+    The end of the script does the same. Nothing happens where a launcher runs the script; an ordinary process may call
+    `tt.prepare` again.
 
     Raises:
         ConfigError: `tt.prepare` was never called.
         JobError, PeerLost: the job failed meanwhile.
     """
     here = process.current()
-    if here is not None and here.leave is not None:
+    if here is None:
+        process.forget()
+    elif here.leave is not None:
         here.leave()
 
 
