@@ -105,7 +105,9 @@ def test_a_second_prepare_is_refused_in_an_ordinary_process_as_in_a_job():
 def test_what_stands_in_another_s_place_is_named():
     model, batches = mlp(), loader()
     two = (sgd(model), adam(model))
-    several = r"tt.prepare = 'SGD and Adam': several optimizers in one call are not supported yet: give it one optimizer"
+    several = (
+        r"tt.prepare = 'SGD and Adam': several optimizers in one call are not supported yet: give it one optimizer"
+    )
     for arguments in ((model, *two, batches), (model, list(two), batches), (model, two[0], batches, two[1])):
         with pytest.raises(ConfigError, match=several):
             tt.prepare(*arguments)
@@ -126,8 +128,7 @@ def test_loops_over_epochs_follow_one_another(job, in_a_job):
     assert list(tt.epochs(2)) == [0, 1] and bar is not None
     seen = []
     with pytest.raises(ConfigError, match=r"tt.epochs = 2: has another loop over tt.epochs inside"):
-        for outer in tt.epochs(2):
-            seen += [(outer, inner) for inner in tt.epochs(2)]
+        seen.extend((outer, inner) for outer in tt.epochs(2) for inner in tt.epochs(2))
     assert seen == [(0, 0), (0, 1)]
 
 
@@ -370,7 +371,7 @@ def test_a_job_that_trained_another_model_fails(job):
 
 def test_a_script_that_only_evaluates_is_no_mistake(job):
     here, model = job(), mlp()
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    model, _optimizer, batches = tt.prepare(model, sgd(model), loader())
     for x, _ in batches:
         model(x)
     with tt.local():

@@ -10,7 +10,7 @@ from topotrain.rendezvous.static import split_address
 Tasks = Sequence[str] | Mapping[int, str]
 
 SCHEMES = ("tcp://", "grpc://")
-"""What may stand before HOST:PORT: `Server.target` has the first one, TensorFlow's own programs write the second one."""
+"""What may stand before HOST:PORT: `Server.target` has the first one, TensorFlow's programs write the second one."""
 
 
 class ClusterSpec:

@@ -257,7 +257,7 @@ def replica_device_setter(
 
 
 @contextmanager
-def device(setter: ReplicaDeviceSetter | None) -> Iterator[None]:
+def device(setter: object) -> Iterator[None]:
     """Parameters that modules get inside this block have their home where `setter` says (None: anywhere).
 
     Raises:

@@ -73,7 +73,7 @@ class Chosen:
         if self.slower:
             lines.append(
                 "  warning: by this estimate the split is slower than no split: it pays only where the model does not "
-                "fit into one worker. With placement: kManual every worker has the whole model and its part of the batch"
+                "fit into one worker. With placement: kManual every worker has all of it and its part of the batch"
             )
         return "\n".join(lines)
 
