@@ -256,6 +256,16 @@ def test_a_local_trainer_is_an_ordinary_process():
         tt.init(is_local=False, num_of_gradient_servers=2, trainer_id=2)
 
 
+def test_joining_comes_before_preparing():
+    net = nn.Linear(2, 1)
+    tt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"tt\.prepare: was called before this process joined a job: tt\.init, or"):
+        tt.init(is_local=False, num_of_gradient_servers=2, trainer_id=1)
+    with pytest.raises(ConfigError, match="was called before this process joined"):
+        tt.train.Server(GOOD, job_name="worker", task_index=0)
+    assert process.current() is None
+
+
 # --- TensorFlow's cluster ----------------------------------------------------------------------------------------
 
 

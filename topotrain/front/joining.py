@@ -71,10 +71,14 @@ def join(
         gpus: whether `tt.device` may name a GPU.
 
     Raises:
-        ConfigError: the job's counts do not fit together, there is no such worker, or this process has a job already.
+        ConfigError: the job's counts do not fit together, there is no such worker, or this process has a job already,
+            or has called `tt.prepare`, which tied the script to none.
     """
     if process.current() is not None:
         raise ConfigError("this process", str(me), "belongs to a job already")
+    if process.prepared():
+        accepted = "was called before this process joined a job: tt.init, or tt.train.Server, must come first"
+        raise ConfigError("tt.prepare", None, accepted)
     job, terms = by_hand(job), terms or Terms()
     place = place_of(job, store, secret, terms, host, sockets=sockets)
     for address in (me, *serves):
