@@ -4,6 +4,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; child processes inherit it
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -32,6 +33,14 @@ def nothing_unpickled() -> Iterator[None]:
     """Also where a road's thread has swallowed the error."""
     yield
     assert not audit.FOUND
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared() -> Iterator[None]:
+    """A test's process is a fresh one for `tt.prepare`."""
+    yield
+    if (context := sys.modules.get("topotrain.front.context")) is not None:
+        context.forget()
 
 
 @pytest.fixture(scope="session")

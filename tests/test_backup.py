@@ -191,6 +191,14 @@ def test_a_straggler_takes_half_as_long_again_as_its_groups_median():
     ]
 
 
+def test_steps_of_milliseconds_make_no_straggler():
+    topology = layout(Cluster(nworkers_per_group=3))
+    own = {"worker 0/0": 0.003, "worker 0/1": 0.009, "worker 0/2": 0.003}
+    assert stragglers(topology, own) == []
+    slow = own | {"worker 0/1": 0.003 + 0.021}
+    assert [found.who for found in stragglers(topology, slow)] == ["worker 0/1"]
+
+
 # --- the data ---------------------------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,46 @@ def test_anything_may_be_the_loader_in_an_ordinary_process():
     model = mlp()
     for given in (None, [1, 2], iter(())):
         assert tt.prepare(model, sgd(model), given)[2] is given
+        tt.leave()
+
+
+def test_a_second_prepare_is_refused_in_an_ordinary_process_as_in_a_job():
+    model = mlp()
+    tt.prepare(model, sgd(model))
+    with pytest.raises(ConfigError, match="was called before: a job has one model and one optimizer"):
+        tt.prepare(mlp(), sgd(model))
+    tt.leave()
+    tt.prepare(model, sgd(model))
+
+
+def test_what_stands_in_another_s_place_is_named():
+    model, batches = mlp(), loader()
+    two = (sgd(model), adam(model))
+    several = (
+        r"tt.prepare = 'SGD and Adam': several optimizers in one call are not supported yet: give it one optimizer"
+    )
+    for arguments in ((model, *two, batches), (model, list(two), batches), (model, two[0], batches, two[1])):
+        with pytest.raises(ConfigError, match=several):
+            tt.prepare(*arguments)
+    with pytest.raises(ConfigError, match=r"'Sequential and Linear': several models in one call"):
+        tt.prepare(model, nn.Linear(2, 2), two[0], batches)
+    with pytest.raises(ConfigError, match=r"'DataLoader': the optimizer, the second argument, must be"):
+        tt.prepare(model, batches, two[0])
+
+
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_loops_over_epochs_follow_one_another(job, in_a_job):
+    if in_a_job:
+        job()
+        model = mlp()
+        tt.prepare(model, sgd(model))
+    for _ in (bar := tt.epochs(3)):
+        break
+    assert list(tt.epochs(2)) == [0, 1] and bar is not None
+    seen = []
+    with pytest.raises(ConfigError, match=r"tt.epochs = 2: has another loop over tt.epochs inside"):
+        seen.extend((outer, inner) for outer in tt.epochs(2) for inner in tt.epochs(2))
+    assert seen == [(0, 0), (0, 1)]
 
 
 def test_epochs_is_range():
@@ -247,6 +287,108 @@ def test_a_program_that_never_prepares_is_told_so(job):
     here = job()
     with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
         finish.finish(here.context)
+
+
+# --- a script that trains something else than what it has prepared ----------------------------------------------------
+
+
+def notices(here):
+    return [event.text for event in here.heard(events.Notice)]
+
+
+def test_a_loader_that_was_not_kept_is_told_once(job):
+    here, model, own = job(), mlp(), loader()
+    optimizer = sgd(model)
+    tt.prepare(model, optimizer, own)
+    train(model, optimizer, own)
+    here.finish()
+    (said,) = notices(here)
+    assert "before any batch of the loader that tt.prepare returned" in said
+    assert said.endswith("model, optimizer, loader = tt.prepare(model, optimizer, loader)")
+
+
+def test_nothing_is_told_of_a_loader_that_was_kept_or_never_given(job):
+    here, model = job(), mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    here.finish()
+    assert notices(here) == []
+
+
+def test_a_script_without_a_loader_is_told_nothing(job):
+    here, model = job(), mlp()
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    train(model, optimizer, loader(), 1)
+    here.finish()
+    assert notices(here) == []
+
+
+def test_another_optimizer_over_a_parameter_of_the_model_is_named(job):
+    here, model = job(), mlp()
+    other = adam(model[2])
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    x, y = next(iter(batches))
+    cross_entropy(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    other.step()  # no gradient, no change
+    cross_entropy(model, x, y).backward()
+    named = r"another optimizer = 'Adam': has changed parameter 2.weight and 1 more .* only the SGD that tt.prepare"
+    with pytest.raises(ConfigError, match=named):
+        other.step()
+    finish.close(here.context, finished=False)
+    other.step()
+
+
+def test_an_optimizer_of_something_else_is_the_script_s_own_business(job):
+    here, model, aside = job(), mlp(), mlp()
+    other = adam(aside)
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    train(model, optimizer, batches, 1)
+    train(aside, other, loader(), 1)
+    here.finish()
+    assert here.heard(events.Final)
+
+
+def test_a_job_whose_steps_never_reached_a_server_fails(job):
+    here, model = job(), mlp()
+    model, _, batches = tt.prepare(model, sgd(model), loader())
+    for x, y in batches:
+        cross_entropy(model, x, y).backward()  # and no step
+    with pytest.raises(ConfigError, match=r"program: went backward 5 times and never called step\(\) of the SGD"):
+        finish.finish(here.context)
+    assert process._guarded(here.context, None, partial(finish.finish, here.context)) == 2
+
+
+def test_a_job_that_trained_another_model_fails(job):
+    here, model = job(), mlp()
+    optimizer = sgd(model)
+    tt.prepare(model, optimizer)
+    train(mlp(), optimizer, loader())
+    with pytest.raises(ConfigError, match=r"called optimizer.step\(\) 10 times, and no parameter of the model"):
+        finish.finish(here.context)
+
+
+def test_a_script_that_only_evaluates_is_no_mistake(job):
+    here, model = job(), mlp()
+    model, _optimizer, batches = tt.prepare(model, sgd(model), loader())
+    for x, _ in batches:
+        model(x)
+    with tt.local():
+        model(x).sum().backward()
+    here.finish()
+    assert notices(here) == ["the program never called optimizer.step(): nothing was trained"]
+    assert here.heard(events.Final)
+
+
+def test_gradients_that_a_script_sets_itself_train(job):
+    here, model = job(), mlp()
+    model, optimizer, _ = tt.prepare(model, sgd(model))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    here.finish()
+    assert here.heard(events.Final)
 
 
 def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():

@@ -18,7 +18,7 @@ from topotrain.front import joining
 from topotrain.front.flags import Flags, from_values, parse
 from topotrain.front.joining import StaticStore, Terms, join
 from topotrain.front.paddle import terms_of
-from topotrain.front.serving import by_hand, place_of, serve
+from topotrain.front.serving import by_hand, place_of, serve, understandable
 from topotrain.host import WorkerRoads
 from topotrain.job import Cluster, ConfigError, Job, Slicing
 from topotrain.plan import Schema, plan
@@ -84,7 +84,11 @@ def test_who_was_told_something_else_is_refused_in_words():
             call(store, SECOND, bytes(32))
         with pytest.raises(Refused, match="worker 0/0 is here already: two processes say") as refused:
             call(store)
-        assert refused.value.code == "JOB"
+        assert refused.value.code == "TWICE"
+        said = str(understandable(refused.value, terms_of(Flags(num_of_gradient_servers=2))))
+        assert "trainer_id of its own, from 0 to" in said and "trainer_id = 0 and num_of_gradient_servers = 2" in said
+        task = tt.train.Server(GOOD, job_name="ps", task_index=0)
+        assert "task_index of its own" in str(understandable(refused.value, task._terms))
         right.exchange.give_up("that is all")
         right.close(finished=False)
 
@@ -252,6 +256,16 @@ def test_a_local_trainer_is_an_ordinary_process():
         tt.init(is_local=False, num_of_gradient_servers=2, trainer_id=2)
 
 
+def test_joining_comes_before_preparing():
+    net = nn.Linear(2, 1)
+    tt.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=r"tt\.prepare: was called before this process joined a job: tt\.init, or"):
+        tt.init(is_local=False, num_of_gradient_servers=2, trainer_id=1)
+    with pytest.raises(ConfigError, match="was called before this process joined"):
+        tt.train.Server(GOOD, job_name="worker", task_index=0)
+    assert process.current() is None
+
+
 # --- TensorFlow's cluster ----------------------------------------------------------------------------------------
 
 
@@ -267,6 +281,13 @@ def test_a_cluster_spec_is_tensorflows():
     for bad in ({"ps": "a:1"}, {"ps": ["a"]}, {"ps": {"x": "a:1"}}, {"ps": {-1: "a:1"}}, 7):
         with pytest.raises(ConfigError):
             tt.train.ClusterSpec(bad)
+
+
+def test_a_cluster_spec_takes_tensorflows_own_spelling():
+    plain = tt.train.ClusterSpec({"ps": ["a:1"], "worker": ["b:2"]})
+    assert tt.train.ClusterSpec({"ps": ["grpc://a:1"], "worker": {0: "tcp://b:2"}}) == plain
+    with pytest.raises(ConfigError, match=r"address 'http://a:1'"):
+        tt.train.ClusterSpec({"ps": ["http://a:1"]})
 
 
 GOOD = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
@@ -341,7 +362,9 @@ def test_no_ps_task_and_wrong_ones():
         tt.train.replica_device_setter(ps_tasks="2")
     with pytest.raises(ConfigError, match="ps_strategy = 'by size'"):
         tt.train.replica_device_setter(ps_tasks=2, ps_strategy="by size")
-    with pytest.raises(ConfigError, match="/job:ps/task:0"), tt.train.device("/job:ps/task:0"):
+    with pytest.raises(ConfigError, match=r"a place by its name is tt\.device\('/job:ps/task:0'\)"):
+        tt.train.device("/job:ps/task:0").__enter__()
+    with pytest.raises(ConfigError, match=r"tt\.train\.device = 3: must be what [^;]*$"), tt.train.device(3):
         pass
     with pytest.raises(ConfigError, match="num_tasks = 0"):
         tt.train.RoundRobinStrategy(0)

@@ -189,7 +189,10 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 def test_wrong_answers_of_functions_are_refused():
     with pytest.raises(ConfigError, match="must return a list of losses"):
-        net(forward_pass_builder_fun=lambda model, scale: forward(model, scale)[0]).run()
+        (wrong := net(forward_pass_builder_fun=lambda model, scale: forward(model, scale)[0])).run()
+    with pytest.raises(ConfigError, match="this process trains another net: finalize that one first"):
+        net().run()
+    wrong.finalize()
     once = net(input_builder_fun=lambda model: iter(DataLoader(data(), batch_size=8)))
     once.run(3)
     with pytest.raises(ConfigError, match="'3 batches': has no more batches"):

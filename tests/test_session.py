@@ -470,6 +470,11 @@ def test_values_come_home_when_they_are_pulled(town):
     assert loss.dim() == 0 and not loss.requires_grad
 
 
+def test_a_target_may_have_tensorflows_own_scheme(town):
+    with tt.Session(town.target().replace("tcp://", "grpc://")) as session:
+        assert session.run(Mlp(), *batches(6)[0]).dim() == 0
+
+
 def test_an_error_in_a_step_names_the_worker_and_the_line_and_frees_the_cluster(town):
     class Lookup(nn.Module):
         def __init__(self) -> None:
@@ -514,7 +519,7 @@ def test_who_is_not_let_in_reads_why(town, monkeypatch):
     host, port = town.cluster["ps"][0].split(":")
     with pytest.raises(ConfigError, match="a session talks to a worker, tcp://127"):
         tt.Session(f"tcp://{host}:{port}")
-    for target, words in (("grpc://a:1", "must be a worker's"), ("tcp://127.0.0.1:1", "cannot be reached")):
+    for target, words in (("http://a:1", "must be a worker's"), ("tcp://127.0.0.1:1", "cannot be reached")):
         with pytest.raises(ConfigError, match=words):
             tt.Session(target)
     monkeypatch.setenv("TOPOTRAIN_TOKEN", "cd" * 32)

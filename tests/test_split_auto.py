@@ -160,6 +160,14 @@ def test_the_choice_is_told_and_is_the_same_each_time() -> None:
     assert 'match: "^branch0\\\\.0$" partition_dim: -1 location: ' in first.conf()
 
 
+def test_a_split_that_is_slower_than_one_worker_says_so() -> None:
+    pipeline = choose(chain(*[1.0] * 4), 2, microbatches=4, speeds=FREE)
+    assert pipeline.seconds < pipeline.alone and "warning" not in pipeline.explain()
+    found = choose(chain(*[1.0] * 4), 2, speeds=FAST)
+    assert found.seconds > found.alone
+    assert "slower than no split" in found.explain() and "placement: kManual" in found.explain()
+
+
 # --- from a program ---------------------------------------------------------------------------------------------------
 
 

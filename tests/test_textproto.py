@@ -110,6 +110,48 @@ def test_a_whole_singa_job_parses_with_one_warning(tmp_path: Path) -> None:
     assert job.checkpoint_path == ("a/step1-worker0", "a/step2-worker0")
 
 
+DIVIDED = """
+neuralnet {
+  layer { name: "data" type: kRecordInput partition_dim: 0 }
+  layer { name: "fc1" innerproduct_conf { num_output: 64 } partition_dim: 1  # partition_dim: 0
+  }
+  layer < name: 'fc2' param { name: "w" } partition_dim: -1 >
+  layer { name: "loss" srclayers: "partition_dim: 1" }
+}
+cluster { nworkers_per_group: 2 nservers_per_group: 1 }
+"""
+
+
+def divided_told(tmp_path: Path, text: str, name: str = "job.conf") -> list[str]:
+    path = tmp_path / name
+    path.write_text(text)
+    return [line for line in load_with_warnings(path)[1] if "data-parallel" in line]
+
+
+def test_layers_that_singa_divides_are_named(tmp_path: Path) -> None:
+    (said,) = divided_told(tmp_path, DIVIDED)
+    assert "fc1 (partition_dim: 1, by features), fc2 (partition_dim: -1, as whole layers). Every worker" in said
+    assert "among the 2 workers" in said
+    assert said.endswith('partition { match: "^fc1$" partition_dim: 1 }')
+    assert load(tmp_path / "job.conf", ['partition={ match: "fc1" partition_dim: 1 }']).splits
+    whole = DIVIDED.replace("neuralnet {", "neuralnet { partition_dim: 1")
+    (said,) = divided_told(tmp_path, whole)
+    assert "fc1 (" in said and "loss (partition_dim: 1, by features)" in said and "data (" not in said
+
+
+def test_layers_that_nobody_divides_here_either_are_not_named(tmp_path: Path) -> None:
+    assert not divided_told(tmp_path, DIVIDED.replace("per_group: 2", "per_group: 1"))
+    assert not divided_told(tmp_path, DIVIDED + 'partition { match: "^fc1$" partition_dim: 1 }')
+    assert not divided_told(tmp_path, SINGA_JOB)
+
+
+def test_layers_in_yaml_are_named_as_well(tmp_path: Path) -> None:
+    text = "cluster: {nworkers_per_group: 2}\nneuralnet: {layer: [{name: a}, {name: fc1, partition_dim: 1}, 3]}"
+    (said,) = divided_told(tmp_path, text, "job.yaml")
+    assert "not done here: fc1 (partition_dim: 1, by features)." in said
+    assert not divided_told(tmp_path, "cluster: {nworkers_per_group: 2}\nneuralnet: [1]", "job.yaml")
+
+
 def test_a_cluster_alone_and_an_empty_text_are_jobs(tmp_path: Path) -> None:
     assert loads("cluster { nworkers_per_group: 3 }") == Job(cluster=Cluster(nworkers_per_group=3))
     assert loads("") == Job()

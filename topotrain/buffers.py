@@ -9,7 +9,7 @@ It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -177,6 +177,12 @@ class ModelBuffers:
 
     def _count_edits(self) -> list[int]:
         return [tensor._version for tensor in self._parts.tensors]
+
+    def edited(self) -> Iterator[nn.Parameter]:
+        """The parameters that the script has changed since `remember`."""
+        for tensor, version in zip(self._parts.tensors, self._versions, strict=True):
+            if tensor._version != version:
+                yield tensor
 
     def check(self, names: Iterable[Parameter]) -> None:
         """Raise RuntimeError if the script moved or exchanged a parameter, or changed one outside `step()`."""

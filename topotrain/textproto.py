@@ -10,7 +10,7 @@ import importlib
 import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,18 @@ from google.protobuf import text_format
 from topotrain import job as words
 from topotrain.job import ConfigError, Job
 from topotrain.protofile import FILE, new, pool, repeated
+from topotrain.singanet import Divided, divided_in_data, divided_in_text, warning
 
 _Places = dict[str, tuple[int, int]]  # path of a field -> line and column of its first mention, from 1
+_NET = "neuralnet"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a reader knows of a file besides the message: where fields stand, and which layers SINGA would divide."""
+
+    places: _Places
+    divided: tuple[Divided, ...]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), program: str | None = None, args: Sequence[str] = ()) -> Job:
@@ -69,22 +79,25 @@ def dumps(job: Job) -> str:
 
 
 def _job(
-    data: Any, source: str, reader: Callable[[Any, str, Any], _Places], overrides: Sequence[str]
+    data: Any, source: str, reader: Callable[[Any, str, Any], _Read], overrides: Sequence[str]
 ) -> tuple[Job, list[str]]:
     message = new("JobProto")
-    places = reader(data, source, message)
+    read = reader(data, source, message)
     overridden = {_override(message, override): f"override {override!r}" for override in overrides}
     unused: list[str] = []
     try:
         job: Job = _from_message(message, "", unused)
     except ConfigError as error:
-        raise error.at(overridden.get(error.field) or _place(source, _find(places, error.field))) from None
-    return job, list(_warnings(job, source, unused))
+        raise error.at(overridden.get(error.field) or _place(source, _find(read.places, error.field))) from None
+    return job, list(_warnings(job, source, unused, read.divided))
 
 
-def _warnings(job: Job, source: str, unused: Sequence[str]) -> Iterator[str]:
+def _warnings(job: Job, source: str, unused: Sequence[str], divided: tuple[Divided, ...]) -> Iterator[str]:
     if unused:
         yield f"{source}: {', '.join(unused)} play no part here: the model is the program's PyTorch module"
+    workers = job.cluster.nworkers_per_group
+    if divided and workers > 1 and not job.splits:
+        yield f"{source}: {warning(divided, workers)}"
     if job.cluster.nserver_groups == 0 and job.cluster.nworker_groups > 1:
         yield (
             f"{source}: nserver_groups = 0 leaves {job.cluster.nworker_groups} worker groups that never meet; "
@@ -216,16 +229,16 @@ _TOKEN = re.compile(
 )
 
 
-def _read_text(text: str, source: str, message: Any) -> _Places:
-    text, places = _scan(text, source, message.DESCRIPTOR)
+def _read_text(text: str, source: str, message: Any) -> _Read:
+    text, places, divided = _scan(text, source, message.DESCRIPTOR)
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         raise _parse_error(error, source, places) from None
-    return places
+    return _Read(places, divided)
 
 
-def _scan(text: str, source: str, top: Any) -> tuple[str, _Places]:
+def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided, ...]]:
     """Check braces, find where fields stand, and blank the insides of blocks that SINGA describes and job.proto not.
 
     Blanks keep every line and column, so that the errors of the real parser still point at the user's text.
@@ -244,6 +257,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places]:
         return ConfigError("", None, accepted, _place(source, at(match)))
 
     blanks: list[tuple[int, int]] = []
+    divided: tuple[Divided, ...] = ()
     for match in _TOKEN.finditer(text):
         token = match.group()
         if match.lastgroup == "comment":
@@ -264,13 +278,15 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places]:
                 raise wrong(match, f"unbalanced braces: {token} closes the {opened.group()} of {line}:{column}")
             if not stack and block in read_over:
                 blanks.append((opened.end(), match.start()))
+                if block == _NET:
+                    divided = divided_in_text(text[opened.end() : match.start()])
         last = token
     if stack:
         block, opened = stack[-1]
         raise wrong(opened, f"unbalanced braces: the {opened.group()} of {block or 'this block'} is never closed")
     for start, end in blanks:
         text = text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
-    return text, places
+    return text, places, divided
 
 
 def _override(message: Any, override: str) -> str:
@@ -311,12 +327,12 @@ def _field(message: Any, name: str, path: str, where: str) -> Any:
 # ---- dicts and YAML --------------------------------------------------------------------------------------------------
 
 
-def _read_dict(data: Any, source: str, message: Any) -> _Places:
+def _read_dict(data: Any, source: str, message: Any) -> _Read:
     _fill(message, data, "")
-    return {}
+    return _Read({}, divided_in_data(data.get(_NET)))
 
 
-def _read_yaml(text: str, source: str, message: Any) -> _Places:
+def _read_yaml(text: str, source: str, message: Any) -> _Read:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ModuleNotFoundError:
@@ -325,14 +341,14 @@ def _read_yaml(text: str, source: str, message: Any) -> _Places:
     try:
         root = yaml.compose(text, yaml.SafeLoader)
         _yaml_places(root, "", places)
-        _fill(message, yaml.safe_load(text) or {}, "")
+        read = _read_dict(yaml.safe_load(text) or {}, source, message)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = None if mark is None else (mark.line + 1, mark.column + 1)
         raise ConfigError("", None, f"no YAML: {error.problem}", _place(source, at)) from None
     except ConfigError as error:
         raise error.at(_place(source, _find(places, error.field))) from None
-    return places
+    return _Read(places, read.divided)
 
 
 def _yaml_places(node: Any, path: str, places: _Places) -> None:

@@ -58,6 +58,7 @@ class Tally:
     staleness_max: int = 0
     loss_sum: float | torch.Tensor = 0.0  # a tensor where the loss is on a device
     losses: int = 0
+    backwards: int = 0  # of the script, through whatever model, but private ones
     started: float = 0.0
     late: int = 0  # steps that were made without this worker's contribution, which came too late
     own: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_OWN))  # seconds of the last steps

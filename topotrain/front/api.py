@@ -1,7 +1,7 @@
 """What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, overload
 
@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from topotrain import kernels
-from topotrain import asynchrony
+from topotrain import asynchrony, kernels
 from topotrain.buffers import describe_model
 from topotrain.data import DataPlan, ShardedLoader
 from topotrain.events import Notice
@@ -29,6 +28,7 @@ from topotrain.front.rising import Rising
 from topotrain.front.scopes import scope
 from topotrain.front.sparse import RowPaths, find_sparse
 from topotrain.front.splitting import split
+from topotrain.front.training import ONE, Training
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError, Grads, Shard, Updater
 from topotrain.lazy import wait_by_layer
@@ -63,24 +63,19 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     Raises:
         ConfigError: the model, optimizer or loader cannot be trained this way, or `prepare` was called before.
     """
-    for thing in stateful:
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise ConfigError(
-                "tt.prepare", type(thing).__name__, "stateful arguments need state_dict and load_state_dict"
-            )
+    _check_arguments(model, optimizer, loader, stateful)
     if process.planning():
         raise process.Planning(model, optimizer, loader)
-    if not isinstance(model, nn.Module):
-        raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
     here = process.current()
     if here is None:
         if optimizer is None:
             raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
+        process.prepare_once()
         _warn_of_wrong_kernels(optimizer)
         follow(optimizer, [module for module in model.modules() if isinstance(module, Embedding)])
         return model, optimizer, loader
     if here.worker is not None:
-        raise ConfigError("tt.prepare", None, "was called before: one model and one optimizer per job for now")
+        raise process.again()
     built = optimizer is None
     if optimizer is None:
         optimizer = _build(here, model)
@@ -103,6 +98,29 @@ def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
             kernels.check_named(type(optimizer), group, kernels.kinds(group["params"]))
         except ConfigError as error:
             warnings.warn(str(error), stacklevel=3)
+
+
+def _check_arguments(model: object, optimizer: object, loader: object, stateful: Sequence[object]) -> None:
+    """Refuse what stands in another's place, by name."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
+    listed = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    several = [type(thing).__name__ for thing in (*listed, loader, *stateful) if isinstance(thing, Optimizer)]
+    if len(several) > 1:
+        own = "one of this worker's own, which trains another model, stands in tt.keep"
+        accepted = f"several optimizers in one call are not supported yet: give it {ONE}; {own}"
+        raise ConfigError("tt.prepare", " and ".join(several), accepted)
+    models = [type(thing).__name__ for thing in (model, *listed, loader) if isinstance(thing, nn.Module)]
+    if len(models) > 1:
+        accepted = "several models in one call are not supported yet: put them into one torch.nn.ModuleList, say"
+        raise ConfigError("tt.prepare", " and ".join(models), accepted)
+    if not isinstance(optimizer, Optimizer | None):
+        accepted = "the optimizer, the second argument, must be a torch.optim optimizer or None"
+        raise ConfigError("tt.prepare", type(optimizer).__name__, accepted)
+    for thing in stateful:
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            accepted = "stateful arguments need state_dict and load_state_dict"
+            raise ConfigError("tt.prepare", type(thing).__name__, accepted)
 
 
 def _follow_schedule(optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
@@ -165,6 +183,7 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     worker.after_step.append(Telling(here, worker, roads.traffic, rising))
     if place.job.debug and here.is_main:
         worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
+    here.training = Training(here, worker, optimizer)
     here.spans.step_done(0)
     return worker
 
@@ -210,10 +229,12 @@ def epochs(count: int) -> Iterator[int]:
     A script may have several such loops, one after the other, but not one inside the other.
     """
     here = process.current()
-    if here is None or here.continuing is None:
-        yield from range(count)
-    else:
-        yield from here.continuing.epochs(count)
+    loop = process.begin_loop()
+    for number in range(count) if here is None or here.continuing is None else here.continuing.epochs(count):
+        yield number
+        if not process.is_latest(loop):
+            accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
+            raise ConfigError("tt.epochs", count, accepted)
 
 
 def keep(**objects: Any) -> None:

@@ -9,12 +9,16 @@ from topotrain.rendezvous.static import split_address
 
 Tasks = Sequence[str] | Mapping[int, str]
 
+SCHEMES = ("tcp://", "grpc://")
+"""What may stand before HOST:PORT: `Server.target` has the first one, TensorFlow's programs write the second one."""
+
 
 class ClusterSpec:
     """Which task of which job is where: `tf.train.ClusterSpec`.
 
     Args:
-        cluster: job name -> list of HOST:PORT, or task number -> HOST:PORT; or another ClusterSpec.
+        cluster: job name -> list of HOST:PORT, or task number -> HOST:PORT; or another ClusterSpec. Before HOST:PORT
+            one of `SCHEMES` may stand; it is left out.
 
     Raises:
         ConfigError: something else.
@@ -92,7 +96,13 @@ def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
         try:
             if type(number) is not int or number < 0:
                 raise StoreError(f"task number {number!r}: must be a whole number >= 0")
-            split_address(str(address))
+            found[number] = without_scheme(str(address))
+            split_address(found[number])
         except StoreError as error:
             raise ConfigError(f"cluster[{job!r}]", tasks, str(error)) from None
     return dict(sorted(found.items()))
+
+
+def without_scheme(address: str) -> str:
+    """HOST:PORT of an address that may begin with one of `SCHEMES`."""
+    return next((address.removeprefix(scheme) for scheme in SCHEMES if address.startswith(scheme)), address)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from topotrain.events import Event
 from topotrain.host import WorkerRoads
+from topotrain.job import ConfigError
 from topotrain.roads import Place
 from topotrain.spans import SILENT, Recorder
 from topotrain.topology import Address
@@ -42,6 +43,7 @@ class Context:
     metrics: dict[str, Metric] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what `tt.keep` was given, by name
     continuing: Any = None  # continuing.Continuing, once the script has prepared
+    training: Any = None  # training.Training, once the script has prepared
     resumed: Any = None  # earlier.Past, where the job is continued
     finishing: Callable[[], None] | None = None
     parting: Callable[[], None] | None = None  # the last word of one that leaves while the job goes on
@@ -74,6 +76,8 @@ class Planning(BaseException):
 
 _current: Context | None = None
 _planning = False
+_prepared = False  # an ordinary process has called `tt.prepare`
+_loops = 0  # so many loops over `tt.epochs` have begun
 _aside = threading.local()
 
 
@@ -86,6 +90,47 @@ def enter(context: Context | None) -> None:
     """This process is part of a job from here on; with None, of none any more."""
     global _current
     _current = context
+    forget()
+
+
+def prepared() -> bool:
+    """Whether an ordinary process has called `tt.prepare`."""
+    return _prepared
+
+
+def prepare_once() -> None:
+    """An ordinary process calls `tt.prepare`. Raises ConfigError where it has done so before, as in a job."""
+    global _prepared
+    if _prepared:
+        raise again()
+    _prepared = True
+
+
+def forget() -> None:
+    """An ordinary process may call `tt.prepare` again."""
+    global _prepared
+    _prepared = False
+
+
+def again() -> ConfigError:
+    """The error of a second `tt.prepare`."""
+    accepted = (
+        "was called before: a job has one model and one optimizer. tt.leave() in between lets an ordinary process "
+        "(a notebook, say) prepare another one"
+    )
+    return ConfigError("tt.prepare", None, accepted)
+
+
+def begin_loop() -> int:
+    """A loop over `tt.epochs` begins; returns its number."""
+    global _loops
+    _loops += 1
+    return _loops
+
+
+def is_latest(loop: int) -> bool:
+    """Whether no other loop over `tt.epochs` has begun since."""
+    return loop == _loops
 
 
 def plan_only() -> None:

@@ -23,6 +23,8 @@ def finish(here: Context) -> None:
     worker = here.worker
     if worker is None and here.tables is None:
         raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
+    if here.training is not None:
+        here.training.check()
     say_goodbye(here)
     if worker is None:
         _finish_without_model(here)
@@ -35,7 +37,7 @@ def finish(here: Context) -> None:
     more = bring_home(here)
     if here.is_main:
         if not worker.tally.steps:
-            here.emit(Notice(str(here.me), "the program never called optimizer.step(): nothing was trained"))
+            here.emit(Notice(str(here.me), _no_step(here)))
         started = time.monotonic()
         parts = _whole(here, worker)
         path = here.workspace / "final.safetensors"
@@ -48,6 +50,12 @@ def finish(here: Context) -> None:
             raise SpoiledResult(_complaint(here, worker, spoiled, path))
     if here.finishing is not None:
         here.finishing()
+
+
+def _no_step(here: Context) -> str:
+    if here.place.topology.worker_groups > 1:
+        return "this worker made no step: its group had no batch, or the program never called optimizer.step()"
+    return "the program never called optimizer.step(): nothing was trained"
 
 
 def _whole(here: Context, worker: Worker) -> ModelParts:
@@ -97,6 +105,8 @@ def _finish_without_model(here: Context) -> None:
 
 def close(here: Context, finished: bool) -> None:
     """Leave the roads; finished: the script came to its end, and `finish` went well."""
+    if here.training is not None:
+        here.training.close()
     if here.worker is not None:
         here.worker.mirror.close()  # before the memory that it has pinned goes
     if here.tables is not None and here.tables.rows is not None:

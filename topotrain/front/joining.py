@@ -71,10 +71,14 @@ def join(
         gpus: whether `tt.device` may name a GPU.
 
     Raises:
-        ConfigError: the job's counts do not fit together, there is no such worker, or this process has a job already.
+        ConfigError: the job's counts do not fit together, there is no such worker, or this process has a job already,
+            or has called `tt.prepare`, which tied the script to none.
     """
     if process.current() is not None:
         raise ConfigError("this process", str(me), "belongs to a job already")
+    if process.prepared():
+        accepted = "was called before this process joined a job: tt.init, or tt.train.Server, must come first"
+        raise ConfigError("tt.prepare", None, accepted)
     job, terms = by_hand(job), terms or Terms()
     place = place_of(job, store, secret, terms, host, sockets=sockets)
     for address in (me, *serves):
@@ -94,14 +98,17 @@ def join(
 def leave() -> None:
     """End this process's part in a job that it joined; the script goes on as an ordinary one.
 
-    The end of the script does the same. Nothing happens in an ordinary process, and where a launcher runs the script.
+    The end of the script does the same. Nothing happens where a launcher runs the script; an ordinary process may call
+    `tt.prepare` again.
 
     Raises:
         ConfigError: `tt.prepare` was never called.
         JobError, PeerLost: the job failed meanwhile.
     """
     here = process.current()
-    if here is not None and here.leave is not None:
+    if here is None:
+        process.forget()
+    elif here.leave is not None:
         here.leave()
 
 

@@ -30,6 +30,7 @@ def _watched(backward: Callable[..., None], worker: Worker, hear: Callable[[floa
             backward(tensors, *args, **kwargs)
         spans.mark()
         if not worker.path.private:
+            worker.tally.backwards += 1
             for loss in losses:
                 worker.tally.loss_sum += loss
                 if isinstance(loss, float):

@@ -119,7 +119,7 @@ class Net:
         if self.started:
             return
         if self.optimizer is not None:
-            if self._meets is not None and process.current() is not None:
+            if process.prepared() or (self._meets is not None and process.current() is not None):
                 raise ConfigError("RunInitNet", None, "this process trains another net: finalize that one first")
             atexit.register(self._at_exit)  # before `join` does so: functions run in the opposite order
             if self._meets is not None:
@@ -216,6 +216,8 @@ class Net:
         atexit.unregister(self._at_exit)
         if self._meeting is not None:
             self._meeting.close()
+        if self.started and process.current() is None:
+            process.forget()
         for net in self._exit_nets:
             net()
 

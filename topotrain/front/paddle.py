@@ -47,4 +47,9 @@ def run_pserver(flags: Flags) -> None:
 
 def terms_of(flags: Flags) -> Terms:
     """What trainers and pservers must agree about, in Paddle's words."""
-    return Terms(flags.words, COMPARE, flags.wait_s, flags.name)
+    trainers = flags.num_of_gradient_servers
+    apart = (
+        f"every trainer needs a trainer_id of its own, from 0 to num_of_gradient_servers - 1; "
+        f"this process has trainer_id = {flags.trainer_id} and num_of_gradient_servers = {trainers}"
+    )
+    return Terms(flags.words, COMPARE, flags.wait_s, flags.name, apart)

@@ -46,13 +46,14 @@ class Terms:
 
     words: goes into the handshake, so that a refusal can show what differs; at most 40 ASCII characters. compare: the
     settings to look at then. patience_s: how long everybody waits for everybody else before training starts. name: what
-    the door calls a worker or a server.
+    the door calls a worker or a server. apart: the setting by which two workers differ, and what it is here.
     """
 
     words: str = ""
     compare: str = "the job's settings"
     patience_s: float = 600.0
     name: Callable[[Address], str] = str
+    apart: str = "each process needs a place of its own in the job"
 
 
 def by_hand(job: Job) -> Job:
@@ -115,6 +116,7 @@ def understandable(error: WireError, terms: Terms) -> WireError:
         "CONFIG": f"{terms.compare} must be the same in all processes of the job",
         "AUTH": "the token must be the same in all processes of the job: TOPOTRAIN_TOKEN, or TOPOTRAIN_TOKEN_FILE",
         "JOB": f"compare {terms.compare}",
+        "TWICE": terms.apart,
     }.get(error.code)
     return error if advice is None else Refused(error.code, f"{error.text}; {advice}")
 
@@ -194,7 +196,7 @@ class House:
             return
         if there_already:
             twice = "is here already: two processes say that they are the same one"
-            raise Refused("JOB", f"{peer.address} {twice}")
+            raise Refused("TWICE", f"{peer.address} {twice}")
         if not self._open:
             raise Refused("FULL", "the servers of the job have not all met yet")
 

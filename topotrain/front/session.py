@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from topotrain.exchange import JobError
+from topotrain.front.clusterspec import SCHEMES, without_scheme
 from topotrain.front.sessionline import Gone, Talk, call
 from topotrain.job import ConfigError
 from topotrain.rendezvous import StoreError
@@ -31,7 +32,6 @@ from topotrain.split.recording import record
 from topotrain.update import describe
 from topotrain.wire import Refused, WireError
 
-_SCHEME = "tcp://"
 _DRAWS = "dropout"
 
 
@@ -64,7 +64,8 @@ class Session:
     """A connection to a cluster, and the one model that it computes: `tf.Session`.
 
     Args:
-        target: a worker's `tt.train.Server.target`, such as "tcp://worker7:2222"; "": this process computes itself.
+        target: a worker's `tt.train.Server.target`, such as "tcp://worker7:2222" ("grpc://worker7:2222" means the
+            same); "": this process computes itself.
 
     What nobody has placed is computed by the target. The token is that of the cluster (TOPOTRAIN_TOKEN, or its file).
 
@@ -277,10 +278,11 @@ def _here(model: nn.Module, train: TrainOp | None, args: tuple[Any, ...], kwargs
 
 
 def _connected(target: str) -> Talk:
-    if not isinstance(target, str) or not target.startswith(_SCHEME):
-        raise ConfigError("target", target, f"must be a worker's Server.target, {_SCHEME}HOST:PORT")
+    if not isinstance(target, str) or not target.startswith(SCHEMES):
+        accepted = f"must be a worker's Server.target, {' or '.join(f'{scheme}HOST:PORT' for scheme in SCHEMES)}"
+        raise ConfigError("target", target, accepted)
     try:
-        host, port = split_address(target.removeprefix(_SCHEME))
+        host, port = split_address(without_scheme(target))
         return call(numeric(host), port, load_secret(os.environ))
     except Refused as error:
         if error.code == "AUTH":

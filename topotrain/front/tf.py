@@ -110,7 +110,8 @@ class Server:
         self.address = here[self.task_index]
         self._job = _job_of(len(self._ps), len(workers), sync, workspace)
         how = "sync" if sync else "async"
-        self._terms = Terms(f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task)
+        apart = f"every worker task needs a task_index of its own; this process has task_index = {self.task_index}"
+        self._terms = Terms(f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task, apart)
         self._placed = process.placed()
         if job_name == "worker" and not self._placed and not session:
             self._join()
@@ -256,7 +257,7 @@ def replica_device_setter(
 
 
 @contextmanager
-def device(setter: ReplicaDeviceSetter | None) -> Iterator[None]:
+def device(setter: object) -> Iterator[None]:
     """Parameters that modules get inside this block have their home where `setter` says (None: anywhere).
 
     Raises:
@@ -266,7 +267,10 @@ def device(setter: ReplicaDeviceSetter | None) -> Iterator[None]:
         yield
         return
     if not isinstance(setter, ReplicaDeviceSetter):
-        raise ConfigError("tt.train.device", setter, "must be what tt.train.replica_device_setter gives, or None")
+        accepted = "must be what tt.train.replica_device_setter gives, or None"
+        if isinstance(setter, str):
+            accepted += f"; a place by its name is tt.device({setter!r})"
+        raise ConfigError("tt.train.device", setter, accepted)
 
     def place(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not hasattr(parameter, HOME):

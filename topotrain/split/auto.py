@@ -49,6 +49,11 @@ class Chosen:
     order: tuple[str, ...]
     tight: str = ""
 
+    @property
+    def slower(self) -> bool:
+        """By the estimate one worker that does everything is at least as quick."""
+        return self.seconds >= self.alone
+
     def explain(self) -> str:
         """What was chosen and why, in a few lines."""
         ways = {STAGES: "stages, one stretch of modules per worker", BRANCHES: "branches, side by side where they can"}
@@ -65,6 +70,11 @@ class Chosen:
         lines.append(
             f"  about {1000 * self.seconds:.3g} ms per step by estimate, {1000 * self.alone:.3g} ms on one worker alone"
         )
+        if self.slower:
+            lines.append(
+                "  warning: by this estimate the split is slower than no split: it pays only where the model does not "
+                "fit into one worker. With placement: kManual every worker has all of it and its part of the batch"
+            )
         return "\n".join(lines)
 
     def conf(self) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 from topotrain.topology import Topology
 
 FACTOR = 1.5
+LEAST_S = 0.02
+"""A slow worker takes at least so many seconds more than its group's median: less is the system's scheduling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ class Straggler:
 
 
 def stragglers(topology: Topology, own: Mapping[str, float]) -> list[Straggler]:
-    """The workers that take more than FACTOR times the median of their group; `own`: seconds by worker."""
+    """The workers that take more than FACTOR times the median of their group, and LEAST_S more; `own`: seconds."""
     found = []
     for group in range(topology.worker_groups):
         members = {who: own[who] for who in map(str, topology.workers(group)) if who in own}
         middle = median(members.values()) if members else 0.0
-        found += [Straggler(who, s, middle) for who, s in members.items() if s > FACTOR * middle > 0]
+        bound = max(FACTOR * middle, middle + LEAST_S)
+        found += [Straggler(who, s, middle) for who, s in members.items() if middle > 0 and s > bound]
     return found

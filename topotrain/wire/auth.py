@@ -33,7 +33,7 @@ from topotrain.wire.lanes import Line
 TOKEN_BYTES = 32
 MAX_LANES = 16
 VERSIONS = (1, 1)  # lowest and highest version of handshake and frames that we speak
-CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL")
+CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL", "TWICE")
 DEADLINE = 2.0  # seconds for a whole handshake
 BUDGET = 512  # bytes each way for a whole handshake
 

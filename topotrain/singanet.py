@@ -1,0 +1,89 @@
+"""Which layers of a SINGA job file's `neuralnet` block are divided among the workers of a group.
+
+Nothing else of that block is read: the model is the program's PyTorch module.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TOKEN = re.compile(
+    r"""\#[^\n]*|(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<word>(?:-\s*)?\w+)|(?P<mark>[{}<>:])"""
+)
+_FIELDS = ("name", "partition_dim")
+_DIMS = {"1": "by features", "-1": "as whole layers"}
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A layer, and SINGA's `partition_dim` of it (1: features, -1: the whole layer on one worker)."""
+
+    layer: str
+    partition_dim: str
+
+    def words(self) -> str:
+        """The layer with its field."""
+        return f"{self.layer} (partition_dim: {self.partition_dim}, {_DIMS[self.partition_dim]})"
+
+
+def divided_in_text(block: str) -> tuple[Divided, ...]:
+    """The divided layers of the text inside `neuralnet { … }`, whose braces are balanced."""
+    net: dict[str, str] = {}
+    layers: list[dict[str, str]] = []
+    outer: list[dict[str, str] | None] = [net]  # of each open block: where its fields go; None: nowhere
+    name = last = ""
+    for found in _TOKEN.finditer(block):
+        token = found.group()
+        if token.startswith("#"):
+            continue
+        if found["mark"] in ("{", "<"):
+            fields: dict[str, str] | None = None
+            if name == "layer" and len(outer) == 1:
+                layers.append(fields := {})
+            outer.append(fields)
+        elif found["mark"] in ("}", ">"):
+            outer.pop()
+        elif last == ":":
+            if (into := outer[-1]) is not None and name in _FIELDS:
+                into[name] = re.sub(r"\s", "", token).strip("\"'")
+        elif found["word"]:
+            name = token
+        last = token
+    return tuple(_divided(net, layers))
+
+
+def divided_in_data(block: Any) -> tuple[Divided, ...]:
+    """The same of a mapping, as YAML has it; whatever else stands there is none."""
+    if not isinstance(block, Mapping):
+        return ()
+    layers = block.get("layer")
+    many = layers if isinstance(layers, list | tuple) else [layers]
+    return tuple(_divided(_fields(block), [_fields(layer) for layer in many if isinstance(layer, Mapping)]))
+
+
+def _fields(block: Mapping[Any, Any]) -> dict[str, str]:
+    return {name: str(block[name]) for name in _FIELDS if block.get(name) is not None}
+
+
+def _divided(net: Mapping[str, str], layers: list[dict[str, str]]) -> Iterator[Divided]:
+    """A layer without a `partition_dim` has that of its net. 0, by samples, is what an undivided model does, too."""
+    for number, layer in enumerate(layers):
+        dim = layer.get("partition_dim", net.get("partition_dim", "0"))
+        if dim in _DIMS:
+            yield Divided(layer.get("name", f"number {number}"), dim)
+
+
+def warning(divided: tuple[Divided, ...], workers: int) -> str:
+    """What the user is told of layers that a group's `workers` do not divide here."""
+    shown = ", ".join(one.words() for one in divided[:_SHOWN])
+    more = f" and {len(divided) - _SHOWN} more" if len(divided) > _SHOWN else ""
+    first = divided[0]
+    location = " location: 0" if first.partition_dim == "-1" else ""
+    return (
+        f"neuralnet divides layers among the {workers} workers of a group, which is not done here: {shown}{more}. "
+        f"Every worker has the whole model and trains it on its part of the batch (data-parallel). To divide the "
+        f"program's model, name its modules in `partition` blocks, such as "
+        f'partition {{ match: "^{re.escape(first.layer)}$" partition_dim: {first.partition_dim}{location} }}'
+    )
