@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "topotrain"
 TOP = "topotrain"
 
 FLOORS = (
-    "checks job protofile textproto events spans",
+    "private checks job protofile textproto events spans",
     "topology regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord reduction given collective consistency "
     "schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup readers "

@@ -19,6 +19,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from topotrain.buffers import ModelParts, in_file
 from topotrain.job import ConfigError
+from topotrain.private import open_for_reading
 
 _APART_BYTES = 64
 
@@ -88,6 +89,7 @@ def _sync(path: Path) -> None:
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
     try:
+        os.close(open_for_reading(path))  # the file's reader would wait at a named pipe
         return load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None

@@ -34,6 +34,7 @@ from topotrain.launch.child import Control, exit_code
 from topotrain.launch.termination import Termination
 from topotrain.launch.workspace import TOKEN_FILE
 from topotrain.message import Fail
+from topotrain.private import open_file
 from topotrain.regrouping import refusal
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
@@ -270,5 +271,10 @@ def _write(text: str, log: Path | None) -> None:
     if log is None:
         print(text, file=sys.stderr, end="", flush=True)
         return
-    with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(
+            open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8", errors="backslashreplace"
+        ) as file,
+    ):
         file.write(text)

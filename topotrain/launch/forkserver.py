@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from topotrain.launch import child
+from topotrain.private import open_file
 
 # Making an optimizer imports torch._dynamo, which takes longer than everything else that a child does first.
 PRELOAD = ("torch", "torch._dynamo", "topotrain.front.process")
@@ -134,7 +135,7 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
     listener.listen(128)
     command = [sys.executable, "-m", "topotrain.launch.forkserver", directory, str(listener.fileno()), *preload]
     environment = {**(os.environ if environ is None else environ), **child.THREADS}
-    with listener, open(log, "wb") as errors:
+    with listener, os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

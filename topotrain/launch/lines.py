@@ -9,6 +9,8 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from topotrain.private import open_for_reading
+
 _LOG_TAIL_BYTES = 4000
 
 
@@ -103,7 +105,7 @@ class Outbox:
 def log_tail(path: Path) -> str:
     """The last lines of a log file: what a process said before it died."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_for_reading(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:
