@@ -354,6 +354,11 @@ def test_a_snapshot_that_was_moved_aside_can_be_gone_on_from(files, tmp_path):
 # --- files that are none -------------------------------------------------------------------------------------------
 
 
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
 @pytest.mark.parametrize("name", [MANIFEST, MODEL])
 @pytest.mark.parametrize(
     ("make", "kind"),
@@ -361,7 +366,7 @@ def test_a_snapshot_that_was_moved_aside_can_be_gone_on_from(files, tmp_path):
         (os.mkfifo, "is a named pipe, must be a file"),
         (os.mkdir, "is a folder, must be a file"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device, must be a file"),
-        (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "is a socket, must be a file"),
+        (bind, "is a socket, must be a file"),
     ],
 )
 def test_a_file_that_is_none_is_refused_and_nobody_waits_for_it(files, tmp_path, monkeypatch, name, make, kind):

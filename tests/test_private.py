@@ -12,15 +12,17 @@ import torch
 from patience import ended_after
 
 from topotrain import textproto
-from topotrain.front.checkpoints import load_checkpoints
 from topotrain.front.final import load_tensors, save_tensors
 from topotrain.front.parts import read_parts, write_parts
 from topotrain.job import Cluster, ConfigError, Job
+from topotrain.launch.children import Birth, Home, _open_log
 from topotrain.launch.lines import log_tail
 from topotrain.launch.workspace import claimed, claimed_by_unit, prepare
 from topotrain.private import close_folder, make_folder, open_file, write_text
 from topotrain.rendezvous import StoreError
 from topotrain.rendezvous.file import FileStore
+from topotrain.topology import Address, Role
+from topotrain.watch import trace
 
 UMASKS = (0o000, 0o022, 0o077, 0o277, 0o777)
 
@@ -101,14 +103,14 @@ def read_rows(path):
     list(read_parts(path.parent, 3))
 
 
+FIRST = (Address(Role.WORKER, 0, 0),)
 READERS = {
     "a job file": (read_job, ConfigError),
     "a store's value": (read_store, StoreError),
     "final parameters": (load_tensors, ConfigError),
-    "a checkpoint": (lambda path: load_checkpoints(torch.nn.Linear(1, 1), [str(path)]), ConfigError),
     "rows of a table": (read_rows, ConfigError),
-    "a log to write": (lambda path: open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), OSError),
-    "a log of the workspace": (lambda path: write_text(path, "x"), OSError),
+    "a process's log": (lambda path: _open_log(path, Home(Job("job"), 0, "", path, ""), Birth(FIRST, ())), OSError),
+    "a trace": (lambda path: trace.write([], path), OSError),
 }
 
 
@@ -116,7 +118,7 @@ READERS = {
 def test_a_named_pipe_makes_nobody_wait(tmp_path, reader):
     read, error = READERS[reader]
     os.mkfifo(tmp_path / "pipe.conf", 0o600)
-    with ended_after(20), pytest.raises(error, match="named pipe|must be a file"):
+    with ended_after(20), pytest.raises(error, match="is a named pipe, must be a file"):
         read(tmp_path / "pipe.conf")
 
 

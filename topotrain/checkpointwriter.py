@@ -131,7 +131,7 @@ class Files:
             with _created(path / name) as fd:
                 os.ftruncate(fd, layout.size)
                 if first:
-                    _write(fd, layout.header, 0)
+                    write_at(fd, layout.header, 0)
                 sums[name] = _slabs(fd, layout, slabs)
                 os.fsync(fd)
         return sums
@@ -150,11 +150,11 @@ class Files:
             os.symlink(path.name, link)
         text = json.dumps({**data, "sha256": hashed(data)}, separators=(",", ":"))
         with _created(path / f"{MANIFEST}.tmp") as fd:
-            _write(fd, text.encode(), 0)
+            write_at(fd, text.encode(), 0)
             os.fsync(fd)
         os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
         for each in (path, self.folder, self.folder.parent):
-            _sync(each)
+            sync_folder(each)
         self._prune(number)
         return link
 
@@ -370,7 +370,8 @@ def _created(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _write(fd: int, data: bytes | memoryview, at: int) -> None:
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of it at this place of a file. Raises OSError."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest[:_CHUNK], at)
@@ -391,7 +392,7 @@ def _slabs(fd: int, layout: FlatFile, slabs: Sequence[Slab]) -> dict[str, Any]:
             scattered.append([slab.name, first, first + len(data), zlib.crc32(data)])
             continue
         first, last = entry.bytes_of(slab.lo, slab.lo + slab.body.numel())
-        _write(fd, data, first)
+        write_at(fd, data, first)
         if ranges and ranges[-1][1] == first and last - ranges[-1][0] <= _SUMMED:
             ranges[-1] = [ranges[-1][0], last, zlib.crc32(data, ranges[-1][2])]
         else:
@@ -412,7 +413,7 @@ def _scatter(fd: int, layout: FlatFile, slab: Slab) -> None:
     mine, body = mine[order], slab.body[order]
     cuts = [0, *(torch.nonzero(mine[1:] != mine[:-1] + 1).flatten() + 1).tolist(), mine.numel()]
     for lo, hi in pairwise(cuts):
-        _write(fd, bytes_of(body[lo:hi]), entry.begin + int(mine[lo]) * entry.itemsize)
+        write_at(fd, bytes_of(body[lo:hi]), entry.begin + int(mine[lo]) * entry.itemsize)
 
 
 def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -430,7 +431,8 @@ def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
     return tables if names[0] else []
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

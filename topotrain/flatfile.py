@@ -29,9 +29,22 @@ NAMES = {
     "float32": "F32",
     "float64": "F64",
     "complex64": "C64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
 """The format's name of each dtype that it knows."""
 
+_ITEM_BYTES = {
+    **ITEM_BYTES,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,  # of buffers only
+}
 _ALIGN = 8
 MOST_HEADER = 100_000_000
 """Bytes of a header that readers of the format accept."""
@@ -57,7 +70,7 @@ class Entry:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return ITEM_BYTES[self.told.dtype]
+        return _ITEM_BYTES[self.told.dtype]
 
     @property
     def count(self) -> int:
@@ -95,7 +108,7 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
 
     Raises ValueError for a name that is used twice, a dtype that the format does not know, and too long a header.
     """
-    ordered = sorted(tensors, key=lambda told: -ITEM_BYTES.get(told.dtype, 0))
+    ordered = sorted(tensors, key=lambda told: -_ITEM_BYTES.get(told.dtype, 0))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     begins: list[int] = []
@@ -106,7 +119,7 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
             raise ValueError(f"tensor {told.name!r}: the format of the file knows no {told.dtype}")
         if not dense(told.shape, told.stride):
             raise ValueError(f"tensor {told.name!r}: strides {told.stride} leave gaps in a shape of {told.shape}")
-        end = at + math.prod(told.shape) * ITEM_BYTES[told.dtype]
+        end = at + math.prod(told.shape) * _ITEM_BYTES[told.dtype]
         header[told.name] = {"dtype": NAMES[told.dtype], "shape": list(told.shape), "data_offsets": [at, end]}
         begins.append(at)
         at = end

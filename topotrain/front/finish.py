@@ -1,17 +1,24 @@
 """How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
 
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from topotrain.buffers import ModelParts
+from topotrain.checkpoint import FOLDER, Manifest, name_of, numbers
 from topotrain.events import Final, Finished, Metrics, Notice
 from topotrain.exchange import JobError, PeerLost
 from topotrain.front.context import Context
-from topotrain.front.final import save_final
+from topotrain.front.final import FINAL, NotSaved, release, save_final
 from topotrain.front.homecoming import bring_home, say_goodbye
 from topotrain.front.splitting import Split
 from topotrain.job import ConfigError
 from topotrain.wire import Broken, Unreachable
 from topotrain.worker import Worker
+
+
+class Unfinished(Exception):
+    """The job's result could not be brought home; the text says why, and from where the job can go on."""
 
 
 def finish(here: Context) -> None:
@@ -28,18 +35,26 @@ def finish(here: Context) -> None:
     if here.continuing is not None:
         here.continuing.finish()
     worker.finish()
+    try:
+        _save(here, worker)
+    except NotSaved as error:
+        raise Unfinished(f"the job's result is lost: {error}; {_left(here.workspace)}") from None
+    if here.finishing is not None:
+        here.finishing()
+
+
+def _save(here: Context, worker: Worker) -> None:
+    """Write what came of the job. Raises NotSaved."""
     more = bring_home(here)
     if here.is_main:
         if not worker.tally.steps:
             here.emit(Notice(str(here.me), "the program never called optimizer.step(): nothing was trained"))
         started = time.monotonic()
         parts = _whole(here, worker)
-        path = here.workspace / "final.safetensors"
+        path = here.workspace / FINAL
         _measure(here)
         save_final(parts, path, more)
         here.emit(Final(str(path), time.monotonic() - started))
-    if here.finishing is not None:
-        here.finishing()
 
 
 def _whole(here: Context, worker: Worker) -> ModelParts:
@@ -49,6 +64,17 @@ def _whole(here: Context, worker: Worker) -> ModelParts:
         return cut.whole(worker)
     worker.take_final()
     return worker.parts
+
+
+def _left(workspace: Path) -> str:
+    """From where a job can go on that could not write its result."""
+    folder = workspace / FOLDER
+    for number in reversed(numbers(folder)):
+        with suppress(ConfigError):
+            found = Manifest.open(folder / name_of(number))
+            how = f"`topotrain run --resume {workspace}` (or the same job with `resume: true`)"
+            return f"{how} goes on from snapshot {name_of(number)}, which has step {found.steps(0)}"
+    return "there is no snapshot from which the job can go on"
 
 
 def _measure(here: Context) -> None:
@@ -68,6 +94,8 @@ def _finish_without_model(here: Context) -> None:
 
 def close(here: Context, finished: bool) -> None:
     """Leave the roads; finished: the script came to its end, and `finish` went well."""
+    if here.is_main and not finished:
+        release(here.workspace / FINAL)
     if here.worker is not None:
         here.worker.mirror.close()  # before the memory that it has pinned goes
     if here.tables is not None and here.tables.rows is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from topotrain.front.final import load_tensors, save_tensors
+from topotrain.front.final import NotSaved, load_tensors, save_tensors
 from topotrain.job import ConfigError
 from topotrain.private import make_folder, read_text, write_text
 
@@ -21,7 +21,19 @@ PART_BYTES = 16 << 20
 
 
 def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
-    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows."""
+    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows.
+
+    Raises NotSaved where the disk does not take them.
+    """
+    try:
+        return _write(folder, rows, described)
+    except NotSaved:
+        raise
+    except OSError as error:
+        raise NotSaved(folder, error) from None
+
+
+def _write(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(temporary)

@@ -23,7 +23,8 @@ from topotrain.events import Covered, Differs, Failed, Finished, Missed, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
-from topotrain.front.finish import close, finish, kind_of
+from topotrain.front.final import NotSaved
+from topotrain.front.finish import Unfinished, close, finish, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
@@ -243,13 +244,16 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
         kind = kind_of(error)
         if here.worker is not None or here.tables is not None:
             roads_of(here).exchange.leave()  # what the others hear from here on is no cause
-        text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
+        trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
+        explained = isinstance(error, Unfinished | NotSaved)  # the lines of topotrain that met it explain nothing
+        text = f"{error}\n" if explained else trace
         _write(text, log)
         if kind == "quarantine" and here.parting is not None:
             here.parting()  # the report of a job that goes on has all of it
-        told = kind in ("config", "quarantine")
+        told = explained or kind in ("config", "quarantine")
         words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
-        here.emit(Failed(str(here.me), kind, words, _users_line(error.__traceback__) if kind == "config" else text))
+        shown = _users_line(error.__traceback__) if explained or kind == "config" else text
+        here.emit(Failed(str(here.me), kind, words, shown))
         return 2 if kind == "config" else 1
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from topotrain.launch import child
-from topotrain.private import open_file
+from topotrain.private import FILE_MODE, open_file
 
 # Making an optimizer imports torch._dynamo, which takes longer than everything else that a child does first.
 PRELOAD = ("torch", "torch._dynamo", "topotrain.front.process")
@@ -131,6 +131,7 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
     directory = tempfile.mkdtemp(prefix="topotrain-", dir="/tmp" if len(tempfile.gettempdir()) > 60 else None)
     listener = socket.socket(socket.AF_UNIX)
     # Bound here, not there: from now on a unit can connect, however long importing torch takes.
+    os.fchmod(listener.fileno(), FILE_MODE)  # which its name gets, too
     listener.bind(_socket_path(directory))
     listener.listen(128)
     command = [sys.executable, "-m", "topotrain.launch.forkserver", directory, str(listener.fileno()), *preload]

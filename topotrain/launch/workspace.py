@@ -5,6 +5,7 @@ workspace/lock-R          locked by unit R, where others start it
 workspace/run/            fresh for each start, for this user alone: job.conf, token, store/, spans/ for a profile
 workspace/processes.json  every process with its pid, from the moment that all are up
 workspace/logs/           the output of the processes
+workspace/final.tmp       room on the disk for the final parameters, while the job runs
 
 A unit that others start has its run folder in the system's folder for temporary files, and processes-R.json.
 """
@@ -33,6 +34,7 @@ STORE = "store"
 LOGS = "logs"
 PROCESSES_FILE = "processes.json"
 SPANS = "spans"
+RESERVED = "final.tmp"
 _WANTED = "wanted"
 
 
@@ -51,7 +53,11 @@ def claimed(job: Job) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # a full disk: the kernel knows the holder of a lock, too
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
-        yield path
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):  # of a process that was killed
+                (path / RESERVED).unlink()
 
 
 @contextlib.contextmanager
