@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -17,7 +16,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from topotrain.events import Event, Notice
 from topotrain.job import ConfigError, Job, OnFailure
-from topotrain.launch import OnEvent, Outcome, Place
+from topotrain.launch import OnEvent, Outcome, Place, temporary
 from topotrain.launch.asked import Signals, signals
 from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
@@ -277,29 +276,22 @@ def _check_program(job: Job) -> None:
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
 
 
-def _base() -> str:
-    """Unix sockets live below it, whose paths may have 107 bytes."""
-    return "/tmp" if len(tempfile.gettempdir()) > 60 else tempfile.gettempdir()
-
-
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="topotrain-", dir=_base()))
+    path, lock = temporary.make()
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 @contextmanager
 def _shared_folder(key: bytes) -> Iterator[Path]:
     """The folder of this start that its units on this machine have in common. Raises ConfigError."""
-    path = Path(_base()) / f"topotrain-{hashlib.sha256(b'folder' + key).hexdigest()[:16]}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    info = path.lstat()
-    if info.st_uid != os.geteuid() or info.st_mode & 0o077 or not path.is_dir():
-        raise ConfigError("folder", str(path), "must belong to this user, with mode 0700")
+    path, lock = temporary.share(hashlib.sha256(b"folder" + key).hexdigest()[:16])
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
