@@ -13,9 +13,9 @@ def ended_after(seconds: int) -> Iterator[None]:
         raise AssertionError(f"still waiting after {seconds} s")
 
     former = signal.signal(signal.SIGALRM, tell)
-    signal.alarm(seconds)
+    outer = signal.alarm(seconds)  # of a block around this one
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.alarm(outer)
         signal.signal(signal.SIGALRM, former)

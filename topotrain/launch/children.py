@@ -84,6 +84,7 @@ class Child:
     pid: int = 0
     code: int | None = None
     failed: bool = False
+    log_failed: bool = False
     doomed: bool = False
 
     @property
@@ -91,9 +92,15 @@ class Child:
         """The first resident speaks for all."""
         return str(self.residents[0])
 
-    def write_log(self, output: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to end the job
-            os.write(self.log_fd, output)
+    def write_log(self, output: bytes) -> OSError | None:
+        """Add to the log; returns what went wrong, the first time that something does."""
+        try:
+            while output:
+                output = output[os.write(self.log_fd, output) :]
+        except OSError as error:
+            first, self.log_failed = not self.log_failed, True
+            return error if first else None
+        return None
 
     def close(self) -> None:
         self.control.close()

@@ -4,8 +4,11 @@ Rule: descriptors are non-blocking and belong to whoever made them; here they ar
 """
 
 import codecs
+import fcntl
 import os
 import signal
+import sys
+import termios
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,10 +62,12 @@ class Raw:
         return [data] if data else None
 
     def drain(self) -> list[bytes]:
-        """Everything until nothing is there."""
+        """Everything that is there at this moment: a process that was left behind may write on and on."""
         found: list[bytes] = []
-        while (pieces := self.read()) is not None:
+        there = int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+        while there > 0 and (pieces := self.read()) is not None:
             found += pieces
+            there -= sum(map(len, pieces))
         return found
 
     def text(self, piece: bytes) -> str:

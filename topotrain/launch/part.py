@@ -16,7 +16,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from topotrain.events import Event, Notice
 from topotrain.job import ConfigError, Job, OnFailure
-from topotrain.launch import OnEvent, Outcome, Place, temporary
+from topotrain.launch import AlwaysTaken, OnEvent, Outcome, Outlet, Place, temporary
 from topotrain.launch.asked import Signals, signals
 from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
@@ -61,7 +61,7 @@ class Part:
     """One unit of a job on this machine.
 
     start: which, and where all meet. given: the job, if this unit was handed one. watching: its windows. environ: where
-    secrets are looked for. calls: what a child runs; only tests change it. forkserver: as for `LocalLauncher`.
+    secrets are looked for. calls: what a child runs; only tests change it. forkserver, outlet: as for `LocalLauncher`.
     """
 
     start: Start
@@ -70,6 +70,7 @@ class Part:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     calls: Calls = field(default_factory=Calls)
     forkserver: str = ""
+    outlet: Outlet = field(default_factory=AlwaysTaken)
 
     def live(self) -> Ended:
         """Run the unit to its end; no process of it is left on return.
@@ -166,8 +167,9 @@ class Part:
             leads = rank == 0 if twice else LEADER in here.units[0].servers
             company = stack.enter_context(closing(Company(stores, rank, hosts, leads, lines, hall.hear)))
             company.where = _where(topology)
-            heard = stack.enter_context(signals())
+            # In this order: when windows wait for a reader at the end, Ctrl-C is Python's again.
             on_event = stack.enter_context(self.watching(job, topology, here))
+            heard = stack.enter_context(signals())
             notes = Notes()
             mark = secrets.token_hex(16)
             kept = Kept(self.forkserver, met.workspace / LOGS / f"forkserver-unit-{rank}.log", mark)
@@ -188,7 +190,7 @@ class Part:
                     here = _of(job, begun.hosts, rank)
                     decides = course.follows(here, begun) if rank else goes_on
                     grounds = Grounds(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
-                    run = Run(job, here, hear, grounds, heard, kept, mark, company, decides, company.post)
+                    run = Run(job, here, hear, grounds, heard, kept, mark, company, decides, company.post, self.outlet)
                     outcome, again = self._live(run, hall, begun, secret), run.again
                     if not again or company.over or heard.came:
                         break
@@ -199,6 +201,8 @@ class Part:
                 self._give_up(hall, End(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
             end = _agree(company, outcome, notes, heard, again)
+            if heard.came:
+                self.outlet.hurry()
             for other, events in sorted(company.reports.items()):
                 for event in events if other != rank else ():
                     on_event(event)
