@@ -1,8 +1,8 @@
 """The command `topotrain`: run a job, plan it, compare several.
 
 Rule: bad input is found before anything starts, and told in one block on stderr with exit code 2. Codes: 0 done, 1 the
-program raised or a process died, 2 bad input, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once: whatever is
-slow to import (torch above all) is imported where it is used.
+program raised or a process died, 2 bad input, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once:
+whatever is slow to import (torch above all) is imported where it is used.
 """
 
 import json
