@@ -1,11 +1,15 @@
 """Snapshots on disk: their format, what other layouts read from them, and what is refused."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from patience import ended_after
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -302,3 +306,73 @@ def test_workers_file_is_an_ordinary_one(files):
     path = Vault(net=Matrices).write(files, 1)
     assert load_file(path / WORKERS)["worker 0/0"].tolist() == list(range(50))
     assert read(Manifest.open(path))["worker (0, 0)"].tolist() == list(range(50))
+
+
+# --- what earlier runs have left -----------------------------------------------------------------------------------
+
+
+def test_plain_starts_remove_nothing_that_was_kept_by_its_step_and_say_what_they_move(files, tmp_path):
+    said = []
+    for run in range(4):  # the first and the third keep a snapshot by its step
+        assert files.begin(None, again=False, tell=said.append) == 1
+        vault = Vault().train(1)
+        for number in (1, 2):
+            vault.write(files, number, step=100 + run if number == 1 and run % 2 == 0 else None)
+    kept = {path.name: str(path.parent.name) for path in tmp_path.glob("manifests*/step-*")}
+    assert kept == {"step-100": ASIDE, "step-102": f"{ASIDE}-2"}
+    assert all(Manifest.open(tmp_path / folder / link).number == 1 for link, folder in kept.items())
+    moved = [text for text in said if "of the earlier run (000001 to 000002)" in text]
+    removed = [text for text in said if "are removed" in text]
+    assert [text.partition(ASIDE)[2][:2] for text in moved] == [" f", "-2", "-2"]
+    assert len(removed) == 1 and f"{ASIDE}-2" in removed[0]
+
+
+def test_what_is_gone_back_behind_keeps_its_step(files, tmp_path):
+    vault = Vault()
+    for number in range(1, 4):
+        path = vault.train(1).write(files, number, step=number)
+    said = []
+    files.begin(path.with_name("000001"), again=False, tell=said.append)
+    assert Manifest.open(tmp_path / ASIDE / "step-3").number == 3
+    assert "the snapshots after 1 (000002 to 000003)" in said[0]
+    vault.write(files, 4)
+    files.begin(None, again=False)
+    assert Manifest.open(tmp_path / ASIDE / "step-2").number == 2, "a plain start keeps it, too"
+    assert Manifest.open(tmp_path / f"{ASIDE}-2" / "step-1").number == 1
+
+
+def test_a_snapshot_that_was_moved_aside_can_be_gone_on_from(files, tmp_path):
+    Vault().train(1).write(files, 1)
+    files.begin(None, again=False)
+    Vault().train(2).write(files, 1)
+    origin = tmp_path / ASIDE / "000001"
+    files.begin(origin, again=False)
+    Manifest.open(origin).verify()
+    assert numbers(tmp_path / f"{ASIDE}-2") == [1]
+
+
+# --- files that are none -------------------------------------------------------------------------------------------
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.parametrize("name", [MANIFEST, MODEL])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "is a named pipe, must be a file"),
+        (os.mkdir, "is a folder, must be a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device, must be a file"),
+        (bind, "is a socket, must be a file"),
+    ],
+)
+def test_a_file_that_is_none_is_refused_and_nobody_waits_for_it(files, tmp_path, monkeypatch, name, make, kind):
+    path = Vault().train(1).write(files, 1)
+    (path / name).unlink()
+    monkeypatch.chdir(path)  # the path of a socket is short
+    make(Path(name))
+    with ended_after(20), pytest.raises(ConfigError, match=f"no readable {name} .*{kind}"):
+        latest(tmp_path)

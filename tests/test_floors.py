@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "topotrain"
 TOP = "topotrain"
 
 FLOORS = (
-    "checks job protofile singanet textproto events spans",
+    "private checks job protofile singanet textproto events spans",
     "topology asynchrony regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord samples reduction given collective "
     "consistency schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup "

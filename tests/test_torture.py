@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from vault import Vault, equal, read
 
-from topotrain import checkpointwriter
+from topotrain import checkpointwriter, private
 from topotrain.checkpoint import FILES, FOLDER, MANIFEST, MODEL, latest
 from topotrain.checkpointwriter import Files, Writer
 from topotrain.events import Event
@@ -174,8 +174,8 @@ class Recorder:
             self.log.append(("create", self.paths[fd]))
         return fd
 
-    def makedirs(self, path, exist_ok=False):
-        os.makedirs(path, exist_ok=exist_ok)
+    def mkdir(self, path, mode=0o777):
+        os.mkdir(path, mode)
         self.log.append(("makedirs", self._name(path)))
 
     def ftruncate(self, fd, size):
@@ -233,6 +233,7 @@ def test_every_prefix_of_what_a_writer_does_leaves_a_whole_snapshot(tmp_path, mo
     recorder = Recorder(tmp_path / "there")
     recorder.root.mkdir()
     monkeypatch.setattr(checkpointwriter, "os", recorder)
+    monkeypatch.setattr(private, "os", recorder)
     monkeypatch.setattr(checkpointwriter.shutil, "rmtree", recorder.rmtree)
     trained, files, known, published = vault(), Files(recorder.root / FOLDER), {}, []
     for number in range(1, 5):

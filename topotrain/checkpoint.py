@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from topotrain.flatfile import FlatFile, Told, lay_out
 from topotrain.job import ConfigError
+from topotrain.private import open_for_reading, read_bytes
 from topotrain.runs import Runs, merged
 from topotrain.slices import Parameter, parse
 from topotrain.statetable import Table, from_rows, model_file, state_file
@@ -150,8 +151,7 @@ class Manifest:
         """
         path = Path(path)
         try:
-            with open(path / MANIFEST, "rb") as file:
-                text = file.read(_MOST_MANIFEST + 1)
+            text = read_bytes(path / MANIFEST, _MOST_MANIFEST + 1)
         except OSError as error:
             raise _damaged(path, f"has no readable {MANIFEST} ({error.strerror})") from None
         try:
@@ -288,7 +288,7 @@ class _Opened:
 
     def __enter__(self) -> int:
         try:
-            self._fd = os.open(self._path / self._name, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_for_reading(self._path / self._name)
         except OSError as error:
             raise _damaged(self._path, f"has no readable {self._name} ({error.strerror})") from None
         return self._fd

@@ -38,6 +38,7 @@ from topotrain.events import Counted, Event, Notice, Saved, Unsaved
 from topotrain.flatfile import FlatFile
 from topotrain.job import Job
 from topotrain.message import Message, SnapshotAsk, SnapshotPart
+from topotrain.private import close_folder, make_folder, open_file
 from topotrain.rhythm import wants_snapshots
 from topotrain.snapshot import Slab
 from topotrain.snapshotbook import END, PUBLISHED, STEP, WRITTEN, Drop, Publish, Write, texts
@@ -70,28 +71,52 @@ class Files:
         self.folder = folder
         self._origin: int | None = None  # who starts again alone in this life of the job reads it, however old it is
 
-    def begin(self, resumed: Path | None, again: bool) -> int:
+    def begin(self, resumed: Path | None, again: bool, tell: Callable[[str], None] = lambda _: None) -> int:
         """Make room for a start of the job: the number of its first snapshot.
 
         Those of an earlier run are moved aside, unless this start goes on from one of them (`resumed`), or is the same
         run `again`. Of those the ones that were taken after it are moved aside, too: they are of a past that is undone.
+
+        tell: hears what is moved where, and what is removed, in words for the user.
         """
         ours = resumed is not None and resumed.parent.resolve() == self.folder.resolve()
         self._origin = int(resumed.name) if ours and resumed is not None and resumed.name.isdecimal() else None
         goes_on = again or ours
         found = numbers(self.folder, whole=False)
         undone = [] if again or self._origin is None else [number for number in found if number > (self._origin or 0)]
-        aside = self.folder.with_name(ASIDE)
-        if (undone or not goes_on) and self.folder.exists():
-            shutil.rmtree(aside, ignore_errors=True)
         if not goes_on and self.folder.exists():
+            aside = self._aside(resumed, tell)
             os.replace(self.folder, aside)
+            if found:
+                tell(f"the snapshots of the earlier run ({_names(found)}) are in {aside} from now on")
             return 1
-        for number in undone:
-            aside.mkdir(exist_ok=True)
-            os.replace(self.folder / name_of(number), aside / name_of(number))
+        if undone:
+            aside = self._aside(resumed, tell)
+            make_folder(aside)
+            links = _links(self.folder)
+            for number in undone:
+                os.replace(self.folder / name_of(number), aside / name_of(number))
+                for link in links.get(number, ()):
+                    os.replace(self.folder / link, aside / link)
+            tell(f"the snapshots after {self._origin} ({_names(undone)}) are in {aside} from now on")
         self._links()
         return max(found, default=0) + 1
+
+    def _aside(self, resumed: Path | None, tell: Callable[[str], None]) -> Path:
+        """A name for a folder of snapshots that are moved aside; what has that name is removed, and told.
+
+        A folder with a snapshot that is kept by its step, or that the job goes on from, stays as it is.
+        """
+        aside, more = self.folder.with_name(ASIDE), 1
+        while _links(aside) or (resumed is not None and resumed.parent.resolve() == aside.resolve()):
+            more += 1
+            aside = self.folder.with_name(f"{ASIDE}-{more}")
+        there = numbers(aside, whole=False)
+        if aside.exists():
+            shutil.rmtree(aside)
+        if there:
+            tell(f"the snapshots of the run before it ({_names(there)}), which were in {aside}, are removed")
+        return aside
 
     def write(self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[Slab]]], first: bool) -> dict[str, Any]:
         """Write slabs at their places, and wait for the disk; returns the checksums by file, for the manifest.
@@ -99,13 +124,14 @@ class Files:
         first: write headers, too, which one of the shards does.
         """
         path = self.folder / name_of(number)
-        os.makedirs(path, exist_ok=True)
+        close_folder(self.folder)
+        make_folder(path)
         sums = {}
         for name, (layout, slabs) in parts.items():
             with _created(path / name) as fd:
                 os.ftruncate(fd, layout.size)
                 if first:
-                    _write(fd, layout.header, 0)
+                    write_at(fd, layout.header, 0)
                 sums[name] = _slabs(fd, layout, slabs)
                 os.fsync(fd)
         return sums
@@ -124,23 +150,20 @@ class Files:
             os.symlink(path.name, link)
         text = json.dumps({**data, "sha256": hashed(data)}, separators=(",", ":"))
         with _created(path / f"{MANIFEST}.tmp") as fd:
-            _write(fd, text.encode(), 0)
+            write_at(fd, text.encode(), 0)
             os.fsync(fd)
         os.replace(path / f"{MANIFEST}.tmp", path / MANIFEST)
         for each in (path, self.folder, self.folder.parent):
-            _sync(each)
+            sync_folder(each)
         self._prune(number)
         return link
 
     def _links(self) -> set[int]:
         """The snapshots that are kept by their steps; links to what is gone are removed."""
-        found = set()
         for link in self.folder.glob(f"{STEPS}*"):
-            if (link / MANIFEST).exists():
-                found.add(int(link.resolve().name))
-            elif link.is_symlink():
+            if link.is_symlink() and not (link / MANIFEST).exists():
                 link.unlink()
-        return found
+        return set(_links(self.folder))
 
     def _prune(self, newest: int) -> None:
         whole = [number for number in numbers(self.folder) if number <= newest][-KEPT:]
@@ -323,20 +346,35 @@ class Aside:
             yield SnapshotAsk()
 
 
+def _links(folder: Path) -> dict[int, list[str]]:
+    """The snapshots of a folder that are kept by their steps, each with the names of its links."""
+    found: dict[int, list[str]] = {}
+    for link in folder.glob(f"{STEPS}*"):
+        target = link.resolve().name
+        if target.isdecimal() and (link / MANIFEST).exists():
+            found.setdefault(int(target), []).append(link.name)
+    return found
+
+
+def _names(found: Sequence[int]) -> str:
+    return name_of(found[0]) if len(found) == 1 else f"{name_of(found[0])} to {name_of(found[-1])}"
+
+
 # --- bytes -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _created(path: Path) -> Iterator[int]:
     """A file that others write at the same time, each its own part."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-def _write(fd: int, data: bytes | memoryview, at: int) -> None:
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of it at this place of a file. Raises OSError."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest[:_CHUNK], at)
@@ -357,7 +395,7 @@ def _slabs(fd: int, layout: FlatFile, slabs: Sequence[Slab]) -> dict[str, Any]:
             scattered.append([slab.name, first, first + len(data), zlib.crc32(data)])
             continue
         first, last = entry.bytes_of(slab.lo, slab.lo + slab.body.numel())
-        _write(fd, data, first)
+        write_at(fd, data, first)
         if ranges and ranges[-1][1] == first and last - ranges[-1][0] <= _SUMMED:
             ranges[-1] = [ranges[-1][0], last, zlib.crc32(data, ranges[-1][2])]
         else:
@@ -378,7 +416,7 @@ def _scatter(fd: int, layout: FlatFile, slab: Slab) -> None:
     mine, body = mine[order], slab.body[order]
     cuts = [0, *(torch.nonzero(mine[1:] != mine[:-1] + 1).flatten() + 1).tolist(), mine.numel()]
     for lo, hi in pairwise(cuts):
-        _write(fd, bytes_of(body[lo:hi]), entry.begin + int(mine[lo]) * entry.itemsize)
+        write_at(fd, bytes_of(body[lo:hi]), entry.begin + int(mine[lo]) * entry.itemsize)
 
 
 def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -396,7 +434,8 @@ def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
     return tables if names[0] else []
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -415,11 +454,15 @@ def writer_for(
     if not wants_snapshots(job):
         return None
     files = Files(Path(job.workspace).absolute() / FOLDER)
+
+    def tell(text: str) -> None:
+        emit(Notice(str(servers[0]), text))
+
     try:
         any_may = job.cluster.replicas > 1  # have to lead
         leads = LEADER in servers
-        first = files.begin(resumed, again or not leads) if leads or any_may else 1
+        first = files.begin(resumed, again or not leads, tell) if leads or any_may else 1
     except OSError as error:
-        emit(Notice(str(servers[0]), f"no snapshots are written: {error}"))
+        tell(f"no snapshots are written: {error}")
         return None
     return Writer(job, topology, files, first, str(servers[0]), emit)

@@ -1,8 +1,8 @@
 """The command `topotrain`: run a job, plan it, compare several.
 
 Rule: bad input is found before anything starts, and told in one block on stderr with exit code 2. Codes: 0 done, 1 the
-program raised or a process died, 2 bad input, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once: whatever is
-slow to import (torch above all) is imported where it is used.
+program raised or a process died, 2 bad input, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once:
+whatever is slow to import (torch above all) is imported where it is used.
 """
 
 import json
@@ -30,6 +30,7 @@ from topotrain.front import (
 from topotrain.front.scriptwords import hint, misplaced
 from topotrain.job import ConfigError, Job, Link
 from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.private import make_folder, open_file, open_for_reading
 from topotrain.watch.training import complain, show, show_trace, train
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ def compare(
         confs, program, args = _sort_out(files)
         if not plot.available():
             raise BadInput(plot.MISSING)
-        _writable("--out", out / side_by_side.DATA)
+        _writable("--out", out / side_by_side.DATA, private=True)
         jobs = side_by_side.entries(
             [(conf, _linked(_load(Path(conf), sets, program, args), emulate)) for conf in confs], out
         )
@@ -417,7 +418,7 @@ def compare(
                 resume=commands_resume.asked_for(entry.job),
             )
 
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         with ExitStack() as stack:  # torch is loaded once for all of them
             own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
             served_at = own.path if own else running
@@ -563,18 +564,24 @@ def _program(path: Path) -> None:
     if path.is_dir():
         raise BadInput(f"program {path}: is a folder, must be a file")
     try:
-        with path.open("rb"):
-            return
+        os.close(open_for_reading(path))
     except OSError as error:
         raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None
 
 
-def _writable(what: str, file: Path) -> None:
-    """Find out before hours of training whether `file` can be written; what it holds stays."""
+def _writable(what: str, file: Path, private: bool = False) -> None:
+    """Find out before hours of training whether `file` can be written; what it holds stays.
+
+    private: it is for this user alone; else the user has named it, and its mode is what the umask gives.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab"):
-            return
+        if private:
+            make_folder(file.parent)
+            os.close(open_file(file, flags))
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
     except OSError as error:
         raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
 

@@ -30,6 +30,11 @@ NAMES = {
     "float64": "F64",
     "complex64": "C64",
     "complex128": "F64",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
 """The format's name of each dtype. It knows no complex128: such a tensor stands there as pairs of float64."""
 
@@ -37,6 +42,14 @@ PAIRS = "complex128"
 PAIRED = "complex"
 """The file's metadata under this word: JSON of the names that `torch.view_as_complex` makes complex again."""
 
+_ITEM_BYTES = {
+    **ITEM_BYTES,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,  # of buffers only
+}
 _ALIGN = 8
 MOST_HEADER = 100_000_000
 """Bytes of a header that readers of the format accept."""
@@ -62,7 +75,7 @@ class Entry:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return ITEM_BYTES[self.told.dtype]
+        return _ITEM_BYTES[self.told.dtype]
 
     @property
     def count(self) -> int:
@@ -100,7 +113,7 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
 
     Raises ValueError for a name that is used twice, a dtype that the format does not know, and too long a header.
     """
-    ordered = sorted(tensors, key=lambda told: -ITEM_BYTES.get(told.dtype, 0))
+    ordered = sorted(tensors, key=lambda told: -_ITEM_BYTES.get(told.dtype, 0))
     paired = [told.name for told in ordered if told.dtype == PAIRS]
     header: dict[str, object] = {"__metadata__": {**metadata, **said_of(paired)}}
     at = 0
@@ -112,7 +125,7 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
             raise ValueError(f"tensor {told.name!r}: the format of the file knows no {told.dtype}")
         if not dense(told.shape, told.stride):
             raise ValueError(f"tensor {told.name!r}: strides {told.stride} leave gaps in a shape of {told.shape}")
-        end = at + math.prod(told.shape) * ITEM_BYTES[told.dtype]
+        end = at + math.prod(told.shape) * _ITEM_BYTES[told.dtype]
         shape = [*told.shape, 2] if told.dtype == PAIRS else list(told.shape)
         header[told.name] = {"dtype": NAMES[told.dtype], "shape": shape, "data_offsets": [at, end]}
         begins.append(at)

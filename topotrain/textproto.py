@@ -19,6 +19,7 @@ from google.protobuf import text_format
 
 from topotrain import job as words
 from topotrain.job import ConfigError, Job
+from topotrain.private import read_text
 from topotrain.protofile import FILE, new, pool, repeated
 from topotrain.singanet import Divided, divided_in_data, divided_in_text, warning
 
@@ -52,7 +53,7 @@ def load_with_warnings(
     if reader is None:
         raise ConfigError("job file", str(path), "must end in .conf, .yaml or .yml")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -20,6 +20,7 @@ from topotrain.front.context import Context, Metric
 from topotrain.front.continuing import Continuing
 from topotrain.front.debug import NormLog
 from topotrain.front.embedding import Embedding, follow
+from topotrain.front.final import FINAL, reserve
 from topotrain.front.gpu import device_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.losses import watch_losses
@@ -162,6 +163,9 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
             _share_values(roads, here.shared_values, slice_map, made)
         return made
 
+    if here.is_main:
+        tensors = (*parts.tensors, *parts.buffer_tensors, *aside)
+        reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
     worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
     if loader is not None:
         account = worker if place.job.cluster.backup else None

@@ -13,6 +13,7 @@ from torch import nn
 from topotrain.front import context as process
 from topotrain.front.final import load_tensors, save_tensors
 from topotrain.job import ConfigError
+from topotrain.private import make_folder
 from topotrain.split import devices
 
 Taken = tuple[dict[str, torch.Tensor], dict[str, str]]
@@ -35,7 +36,7 @@ class Checkpoints:
         self._folder, self._take = folder, take
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def write(self, step: int) -> None:
         """Copy what the model holds now, and begin to write it. Raises what went wrong with the last one."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from topotrain.launch.part import Ended
     from topotrain.launch.tables import Start
     from topotrain.topology import Topology
+    from topotrain.watch.outlet import Outlet
     from topotrain.watch.report import Report
 
 EXAMPLE = """\b
@@ -103,7 +104,7 @@ def register(app: typer.Typer, desk: Desk) -> None:
                 desk.writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
-                ended = Part(start, job, window.watching, forkserver=forkserver).live()
+                ended = Part(start, job, window.watching, forkserver=forkserver, outlet=window).live()
             except StoreError as error:
                 desk.complain(str(error))
                 raise typer.Exit(1) from None
@@ -144,10 +145,22 @@ class _Window:
     as_json: bool
     report: "Report | None" = None
     console: Any = field(default=None)
+    outlet: "Outlet | None" = None
+
+    @property
+    def full(self) -> bool:
+        """See `launch.Outlet`."""
+        return self.outlet is not None and self.outlet.full
+
+    def hurry(self) -> None:
+        """See `launch.Outlet`."""
+        if self.outlet is not None:
+            self.outlet.hurry()
 
     @contextmanager
     def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[OnEvent]":
         """See `part.Watching`."""
+        from topotrain.watch.outlet import out_of, outlet
         from topotrain.watch.progress import progress
         from topotrain.watch.report import Report
         from topotrain.watch.table import console
@@ -158,7 +171,9 @@ class _Window:
             where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
             print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
         chatty = not self.as_json and not (terminal.is_terminal and sys.stdout.isatty() and not self.quiet)
-        with progress(here, terminal, self.quiet or self.rank > 0, sys.stdout if chatty else None) as shown:
+        taken = outlet(terminal, f"{job.workspace}/logs")
+        quiet = self.quiet or self.rank > 0
+        with taken as self.outlet, progress(here, terminal, quiet, out_of(self.outlet, chatty)) as shown:
 
             def on_event(event: Any) -> None:
                 report(event)

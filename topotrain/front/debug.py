@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from topotrain.exchange import Outcome
+from topotrain.private import create_text
 from topotrain.worker import Worker
 
 
@@ -14,7 +15,7 @@ class NormLog:
 
     def __init__(self, worker: Worker, path: Path) -> None:
         self._worker = worker
-        self._file = path.open("w", encoding="utf-8")
+        self._file = create_text(path)
 
     def __call__(self, outcome: Outcome | None) -> None:
         norms = {}

@@ -9,21 +9,38 @@ is stored as pairs of float64, and named in the metadata ("complex": JSON of nam
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from errno import EINVAL, EISDIR, EOPNOTSUPP
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 
 from topotrain.buffers import ModelParts, in_file
-from topotrain.flatfile import PAIRED, said_of
+from topotrain.checkpoint import bytes_of
+from topotrain.checkpointwriter import sync_folder, write_at
+from topotrain.flatfile import PAIRED, Told, lay_out, said_of
 from topotrain.job import ConfigError
+from topotrain.private import open_file, open_for_reading
 
+FINAL = "final.safetensors"
 _APART_BYTES = 64
 _UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+
+
+class NotSaved(OSError):
+    """Tensors that the disk did not take; names the file and why."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(error.errno, f"{path} cannot be written: {error.strerror or error}")
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
@@ -72,13 +89,90 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write contiguous tensors, atomically: under this name there is always a whole file, also after a power cut."""
-    temporary = path.with_suffix(".tmp")
-    written, paired = _in_pairs(tensors)
-    save_file(written, str(temporary), metadata={**metadata, **paired})
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
+    """Write contiguous tensors, atomically: under this name there is always a whole file, also after a power cut.
+
+    Room that `reserve` has taken is used. Raises NotSaved where the disk does not take them, ConfigError for a dtype
+    that the format does not know.
+    """
+    try:
+        layout = lay_out((_told(name, tensor) for name, tensor in tensors.items()), metadata)
+    except ValueError as error:
+        raise ConfigError("tensors", str(path), str(error)) from None
+    temporary = _beside(path)
+    try:
+        with _opened(temporary) as fd:
+            _take_room(fd, layout.size)
+            os.ftruncate(fd, layout.size)
+            write_at(fd, layout.header, 0)
+            for name, tensor in tensors.items():
+                here = tensor.detach().cpu()
+                write_at(fd, bytes_of(here), layout.entries[name].begin)
+            os.fsync(fd)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        release(path)
+        raise NotSaved(path, error) from None
+
+
+def _told(name: str, tensor: torch.Tensor) -> Told:
+    return Told(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Keep room on the disk for tensors of so many bytes, until `save_tensors` writes them there, or `release`.
+
+    Raises:
+        ConfigError: there is no room, or the file cannot be written.
+    """
+    release(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, f"{path.name} is a folder", str(path))
+        with _opened(_beside(path)) as fd:
+            _take_room(fd, nbytes)
+    except OSError as error:
+        release(path)
+        accepted = f"must have room for {nbytes:,} bytes of {path.name} ({error.strerror})"
+        raise ConfigError("cluster.workspace", str(path.parent), accepted) from None
+
+
+def release(path: Path) -> None:
+    """Give back room that `reserve` has taken; nothing happens where there is none."""
+    with suppress(OSError):
+        _beside(path).unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_suffix(".tmp")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _take_room(fd: int, nbytes: int) -> None:
+    """Have blocks on the disk. Raises OSError, but not where the file system knows no such thing."""
+    try:
+        os.posix_fallocate(fd, 0, max(1, nbytes))
+    except OSError as error:
+        if error.errno not in (EINVAL, EOPNOTSUPP):
+            raise
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
+    try:
+        os.close(open_for_reading(path))  # the file's reader would wait at a named pipe
+        with safe_open(str(path), "pt") as file:
+            return _out_of_pairs({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+    except _UNREADABLE as error:
+        raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None
 
 
 def _in_pairs(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -90,23 +184,6 @@ def _in_pairs(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
 def _out_of_pairs(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
     names = json.loads(metadata.get(PAIRED, "[]"))
     return {**tensors, **{name: torch.view_as_complex(tensors[name]) for name in names}}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
-    try:
-        with safe_open(str(path), "pt") as file:
-            return _out_of_pairs({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
-    except _UNREADABLE as error:
-        raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None
 
 
 def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:

@@ -1,21 +1,27 @@
 """How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from topotrain import asynchrony
 from topotrain.buffers import ModelParts
+from topotrain.checkpoint import FOLDER, Manifest, name_of, numbers
 from topotrain.events import Final, Finished, Metrics, Notice
 from topotrain.exchange import JobError, PeerLost
 from topotrain.front.context import Context
-from topotrain.front.final import save_final
+from topotrain.front.final import FINAL, NotSaved, release, save_final
 from topotrain.front.homecoming import bring_home, say_goodbye
 from topotrain.front.splitting import Split
 from topotrain.job import ConfigError, NonFinite
 from topotrain.wire import Broken, Unreachable
 from topotrain.worker import Worker
+
+
+class Unfinished(Exception):
+    """The job's result could not be brought home; the text says why, and from where the job can go on."""
 
 
 def finish(here: Context) -> None:
@@ -34,13 +40,23 @@ def finish(here: Context) -> None:
     if here.continuing is not None:
         here.continuing.finish()
     worker.finish()
+    try:
+        _save(here, worker)
+    except NotSaved as error:
+        raise Unfinished(f"the job's result is lost: {error}; {_left(here.workspace)}") from None
+    if here.finishing is not None:
+        here.finishing()
+
+
+def _save(here: Context, worker: Worker) -> None:
+    """Write what came of the job. Raises NotSaved."""
     more = bring_home(here)
     if here.is_main:
         if not worker.tally.steps:
             here.emit(Notice(str(here.me), _no_step(here)))
         started = time.monotonic()
         parts = _whole(here, worker)
-        path = here.workspace / "final.safetensors"
+        path = here.workspace / FINAL
         spoiled = _spoiled(here, parts)
         if not spoiled:
             _measure(here)
@@ -48,8 +64,6 @@ def finish(here: Context) -> None:
         here.emit(Final(str(path), time.monotonic() - started))
         if spoiled:
             raise SpoiledResult(_complaint(here, worker, spoiled, path))
-    if here.finishing is not None:
-        here.finishing()
 
 
 def _no_step(here: Context) -> str:
@@ -107,6 +121,8 @@ def close(here: Context, finished: bool) -> None:
     """Leave the roads; finished: the script came to its end, and `finish` went well."""
     if here.training is not None:
         here.training.close()
+    if here.is_main and not finished:
+        release(here.workspace / FINAL)
     if here.worker is not None:
         here.worker.mirror.close()  # before the memory that it has pinned goes
     if here.tables is not None and here.tables.rows is not None:

@@ -26,6 +26,7 @@ from topotrain.front.serving import Terms, by_hand, check_there, place_of, tell,
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError, Job
 from topotrain.launch.child import end_process
+from topotrain.private import make_folder
 from topotrain.rendezvous import Store, StoreError
 from topotrain.rendezvous.static import StaticStore, as_data
 from topotrain.roads import Place
@@ -85,7 +86,7 @@ def join(
         check_there(place.topology, address)
     workspace = Path(job.workspace).absolute()
     if (me.group, me.index) == (0, 0):
-        workspace.mkdir(parents=True, exist_ok=True)
+        make_folder(workspace)
     here = Context(place, me, workspace, _emit, gpus=gpus)
     here.roads_of = lambda place, me: _roads(place, me, terms)
     joined = _Joined(here, _start_servers(job, serves, store, secret, host, url, terms) if serves else None)

@@ -13,23 +13,36 @@ from typing import Any
 
 import torch
 
-from topotrain.front.final import load_tensors, save_tensors
+from topotrain.front.final import NotSaved, load_tensors, save_tensors
 from topotrain.job import ConfigError
+from topotrain.private import make_folder, read_text, write_text
 
 PART_BYTES = 16 << 20
 
 
 def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
-    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows."""
+    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows.
+
+    Raises NotSaved where the disk does not take them.
+    """
+    try:
+        return _write(folder, rows, described)
+    except NotSaved:
+        raise
+    except OSError as error:
+        raise NotSaved(folder, error) from None
+
+
+def _write(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(temporary)
     names, count = [], 0
     for number, (ids, values) in enumerate(_gathered(rows)):
         names.append(f"part-{number:05d}.safetensors")
         save_tensors({"ids": ids, "values": values}, temporary / names[-1], {"format": "pt"})
         count += len(ids)
-    (temporary / "index.json").write_text(json.dumps({**described, "count": count, "parts": names}, indent=2) + "\n")
+    write_text(temporary / "index.json", json.dumps({**described, "count": count, "parts": names}, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
     return count
@@ -61,7 +74,7 @@ def _fit(ids: torch.Tensor, values: torch.Tensor, width: int) -> bool:
 def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(ids, values) of each part of a folder. Raises ConfigError if it is none, or has rows of another width."""
     try:
-        index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        index = json.loads(read_text(folder / "index.json"))
         names = [str(name) for name in index["parts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError("table", str(folder), f"must be a folder with index.json and parts: {error}") from None

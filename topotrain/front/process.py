@@ -23,7 +23,8 @@ from topotrain.events import Apart, Counted, Covered, Differs, Failed, Finished,
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
-from topotrain.front.finish import SpoiledResult, close, finish, kind_of
+from topotrain.front.final import NotSaved
+from topotrain.front.finish import SpoiledResult, Unfinished, close, finish, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
@@ -34,6 +35,7 @@ from topotrain.launch.child import Control, exit_code
 from topotrain.launch.termination import Termination
 from topotrain.launch.workspace import TOKEN_FILE
 from topotrain.message import Fail
+from topotrain.private import open_file
 from topotrain.regrouping import refusal
 from topotrain.rendezvous import open_store
 from topotrain.roads import Place
@@ -266,14 +268,16 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
         kind = kind_of(error)
         if here.worker is not None or here.tables is not None:
             roads_of(here).exchange.leave()  # what the others hear from here on is no cause
-        text = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
+        trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
+        explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)  # the lines of topotrain that met it explain nothing
+        text = f"{error}\n" if explained else trace
         _write(text, log)
         if kind == "quarantine" and here.parting is not None:
             here.parting()  # the report of a job that goes on has all of it
-        told = kind in ("config", "quarantine") or isinstance(error, SpoiledResult)
+        told = explained or kind in ("config", "quarantine")
         words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
-        trace = _users_line(error.__traceback__) if kind == "config" or isinstance(error, SpoiledResult) else text
-        here.emit(Failed(str(here.me), kind, words, trace))
+        shown = _users_line(error.__traceback__) if explained or kind == "config" else text
+        here.emit(Failed(str(here.me), kind, words, shown))
         return 2 if kind == "config" else 1
 
 
@@ -295,5 +299,10 @@ def _write(text: str, log: Path | None) -> None:
     if log is None:
         print(text, file=sys.stderr, end="", flush=True)
         return
-    with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(
+            open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8", errors="backslashreplace"
+        ) as file,
+    ):
         file.write(text)

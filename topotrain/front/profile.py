@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from topotrain.launch.workspace import SPANS, profiled_step
+from topotrain.private import write_text
 from topotrain.spans import SILENT, ProcessSpans, Recorder, ServerRecorder, WorkerRecorder, to_json
 from topotrain.topology import Address
 
@@ -48,7 +49,7 @@ class Profile:
         if spans:
             file = self._folder / (re.sub(r"\W", "-", str(self._who)) + ".json")
             half = file.with_suffix(".tmp")
-            half.write_text(to_json(ProcessSpans(str(self._who), os.getpid(), spans)), encoding="utf-8")
+            write_text(half, to_json(ProcessSpans(str(self._who), os.getpid(), spans)))
             half.replace(file)
 
 

@@ -5,6 +5,7 @@ graph (`split.run`), and what belongs to other workers is on the meta device. At
 whole again, with the final values and its own forward.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -206,6 +207,13 @@ class Split:
         found = dict(zip((whole.names[0] for whole in wholes), in_one_file(likes, self._here.workspace), strict=True))
         gather(self._forward.meeting, held, lambda entry: entry.share.of(found[entry.whole.names[0]]), what)
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and buffers of the whole model."""
+        division = self._localised.division
+        wholes = (*division.parameters, *division.buffers)
+        return sum(math.prod(whole.shape) * whole.tensor.dtype.itemsize for whole in wholes)
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:

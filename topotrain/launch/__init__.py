@@ -92,6 +92,28 @@ class Outcome:
     pids: Mapping[str, int] = field(default_factory=dict)
 
 
+class Outlet(Protocol):
+    """Where the output of the job's program goes."""
+
+    @property
+    def full(self) -> bool:
+        """Its reader does not read: the units of this machine are to hold the program up until it does."""
+        ...
+
+    def hurry(self) -> None:
+        """A signal has ended the job: nothing is to wait for that reader any more."""
+        ...
+
+
+class AlwaysTaken:
+    """An outlet that takes all at once."""
+
+    full = False
+
+    def hurry(self) -> None:
+        """Nothing waits."""
+
+
 class Launcher(Protocol):
     """One way to get the units of a job running, watched and ended."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from topotrain.launch import TABLE, Place, arguments
 from topotrain.launch.children import Calls, Life
 from topotrain.launch.lines import Lines
+from topotrain.private import open_file
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ def begin(place: Place, calls: Calls, life: Life, environ: Mapping[str, str], lo
     command += ["--worker-call", calls.worker, "--server-call", calls.server]
     command += ["--life", str(life.number), "--resume", life.resume]
     command += ["--absent", ",".join(map(str, sorted(life.absent))), "--why", life.why]
-    with open(log, "wb") as errors:
+    with os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)
     assert process.stdout is not None

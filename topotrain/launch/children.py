@@ -15,6 +15,7 @@ from topotrain import textproto
 from topotrain.job import Job
 from topotrain.launch import forkserver
 from topotrain.launch.lines import Lines, Raw
+from topotrain.private import close_folder, open_file
 from topotrain.topology import Address, Role, Topology
 
 MAIN = Address(Role.WORKER, 0, 0)
@@ -83,6 +84,7 @@ class Child:
     pid: int = 0
     code: int | None = None
     failed: bool = False
+    log_failed: bool = False
     doomed: bool = False
 
     @property
@@ -90,9 +92,15 @@ class Child:
         """The first resident speaks for all."""
         return str(self.residents[0])
 
-    def write_log(self, output: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk is no reason to end the job
-            os.write(self.log_fd, output)
+    def write_log(self, output: bytes) -> OSError | None:
+        """Add to the log; returns what went wrong, the first time that something does."""
+        try:
+            while output:
+                output = output[os.write(self.log_fd, output) :]
+        except OSError as error:
+            first, self.log_failed = not self.log_failed, True
+            return error if first else None
+        return None
 
     def close(self) -> None:
         self.control.close()
@@ -138,7 +146,7 @@ class Birth:
 
 def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> Child:
     """Ask the forkserver for one child. Raises OSError when the log cannot be written or the forkserver is gone."""
-    home.logs.mkdir(parents=True, exist_ok=True)
+    close_folder(home.logs)
     control, theirs = socket.socketpair()
     control.setblocking(False)
     first = birth.residents[0]
@@ -174,7 +182,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
 def _open_log(log: Path, home: Home, birth: Birth) -> int:
     """The log of a job is one file per resident, however often its process was made; a line stands between two."""
     again = birth.again or home.life.why or ("the whole job starts again" if home.life.number else "")
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC), 0o644)
+    fd = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC))
     if again:
         with contextlib.suppress(OSError):
             os.write(fd, f"--- {birth.residents[0]} starts again: {again} ---\n".encode())

@@ -20,6 +20,7 @@ from typing import Any
 from topotrain.job import ConfigError
 from topotrain.launch.attendance import JOIN, LEAVE, Answer, Wish
 from topotrain.launch.resizing import Resize
+from topotrain.private import FILE_MODE
 
 NAME = "door"
 CALLERS = 16
@@ -66,6 +67,7 @@ class Door:
         self._callers: dict[int, _Caller] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
+        os.fchmod(self._listener.fileno(), FILE_MODE)  # which its name gets, too
         with _short(folder) as path:
             self._listener.bind(path)
         self._listener.listen(CALLERS)

@@ -19,13 +19,13 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from topotrain.launch import child
+from topotrain.launch import child, temporary
+from topotrain.private import FILE_MODE, open_file
 
 # Making an optimizer imports torch._dynamo, which takes longer than everything else that a child does first.
 PRELOAD = ("torch", "torch._dynamo", "topotrain.front.process")
@@ -103,6 +103,8 @@ class Running:
 
     process: subprocess.Popen[bytes]
     directory: str
+    lock: int
+    """Of the directory, see `temporary`."""
 
     @property
     def path(self) -> str:
@@ -118,6 +120,9 @@ class Running:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
         return self.process.returncode
 
 
@@ -126,15 +131,16 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
 
     Call it from a thread that lives as long as the job: until torch is loaded the forkserver dies with that thread.
     """
-    # Unix sockets live in it, whose paths may have 107 bytes.
-    directory = tempfile.mkdtemp(prefix="topotrain-", dir="/tmp" if len(tempfile.gettempdir()) > 60 else None)
+    made, lock = temporary.make()
+    directory = str(made)
     listener = socket.socket(socket.AF_UNIX)
     # Bound here, not there: from now on a unit can connect, however long importing torch takes.
+    os.fchmod(listener.fileno(), FILE_MODE)  # which its name gets, too
     listener.bind(_socket_path(directory))
     listener.listen(128)
     command = [sys.executable, "-m", "topotrain.launch.forkserver", directory, str(listener.fileno()), *preload]
     environment = {**(os.environ if environ is None else environ), **child.THREADS}
-    with listener, open(log, "wb") as errors:
+    with listener, os.fdopen(open_file(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as errors:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -144,7 +150,7 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-    return Running(process, directory)
+    return Running(process, directory, lock)
 
 
 def _socket_path(directory: str) -> str:

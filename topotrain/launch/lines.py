@@ -4,10 +4,15 @@ Rule: descriptors are non-blocking and belong to whoever made them; here they ar
 """
 
 import codecs
+import fcntl
 import os
 import signal
+import sys
+import termios
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from topotrain.private import open_for_reading
 
 _LOG_TAIL_BYTES = 4000
 
@@ -57,10 +62,12 @@ class Raw:
         return [data] if data else None
 
     def drain(self) -> list[bytes]:
-        """Everything until nothing is there."""
+        """Everything that is there at this moment: a process that was left behind may write on and on."""
         found: list[bytes] = []
-        while (pieces := self.read()) is not None:
+        there = int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+        while there > 0 and (pieces := self.read()) is not None:
             found += pieces
+            there -= sum(map(len, pieces))
         return found
 
     def text(self, piece: bytes) -> str:
@@ -103,7 +110,7 @@ class Outbox:
 def log_tail(path: Path) -> str:
     """The last lines of a log file: what a process said before it died."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_for_reading(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:

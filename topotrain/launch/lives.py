@@ -11,6 +11,7 @@ from pathlib import Path
 
 from topotrain.checkpoint import FOLDER, MANIFEST, latest
 from topotrain.job import ConfigError, Job
+from topotrain.private import read_bytes
 
 SHARED = "units on several hosts need one workspace that all of them see"
 
@@ -59,7 +60,7 @@ def asked_for(job: Job, workspace: Path) -> str:
 def seal(path: str) -> str:
     """By which a snapshot is known; "" where there is none."""
     with suppress(OSError):
-        return hashlib.sha256((Path(path) / MANIFEST).read_bytes()).hexdigest() if path else ""
+        return hashlib.sha256(read_bytes(Path(path) / MANIFEST)).hexdigest() if path else ""
     return ""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from topotrain.events import Event, Notice, Recovered
 from topotrain.job import Job
-from topotrain.launch import Launcher, OnEvent, Outcome, Place
+from topotrain.launch import AlwaysTaken, Launcher, OnEvent, Outcome, Outlet, Place
 from topotrain.launch.asked import signals
 from topotrain.launch.children import Calls, Life
 from topotrain.launch.door import Promise
@@ -57,12 +57,14 @@ class LocalLauncher(Launcher):
     `calls` says what a child runs; only tests change it. `forkserver` is the socket of one that is running already and
     belongs to somebody else; without it the job has its own. `profile`: the step whose spans the processes leave in the
     run directory, counted from 1; 0 for none. `resume`: the snapshot that the job goes on from; "": the beginning.
+    `outlet`: where the program's output goes.
     """
 
     calls: Calls = field(default_factory=Calls)
     forkserver: str = ""
     profile: int = 0
     resume: str = ""
+    outlet: Outlet = field(default_factory=AlwaysTaken)
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
         """Run the whole job; no process of it is left on return.
@@ -79,7 +81,7 @@ class LocalLauncher(Launcher):
                 grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
                 life, origin = Life(0, self.resume, absent_groups(job, topology)), Origin(workspace, self.resume)
                 while True:
-                    run = Run(job, topology, tell, grounds, heard, kept, mark, place, goes_on)
+                    run = Run(job, topology, tell, grounds, heard, kept, mark, place, goes_on, outlet=self.outlet)
                     outcome = self._live(run, life, job, workspace, place)
                     tell.promised(run.promised)
                     if goes_on is None or not run.again or heard.came or (place is not None and place.over):
@@ -95,6 +97,8 @@ class LocalLauncher(Launcher):
                     life = Life(life.number + 1, resume, goes_on.attendance.away, why)
                     if place is not None:
                         place.again()
+            if heard.came:
+                self.outlet.hurry()
             outcome = replace(outcome, seconds=time.monotonic() - began)
             if heard.came and (outcome.code or run.again):  # else it came to its end while a last snapshot was taken
                 outcome = replace(outcome, code=128 + heard.came[0], cause=None)

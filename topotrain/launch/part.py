@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -17,7 +16,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from topotrain.events import Event, Notice
 from topotrain.job import ConfigError, Job, OnFailure
-from topotrain.launch import OnEvent, Outcome, Place
+from topotrain.launch import AlwaysTaken, OnEvent, Outcome, Outlet, Place, temporary
 from topotrain.launch.asked import Signals, signals
 from topotrain.launch.children import Calls
 from topotrain.launch.company import Company, Notes, Stores
@@ -62,7 +61,7 @@ class Part:
     """One unit of a job on this machine.
 
     start: which, and where all meet. given: the job, if this unit was handed one. watching: its windows. environ: where
-    secrets are looked for. calls: what a child runs; only tests change it. forkserver: as for `LocalLauncher`.
+    secrets are looked for. calls: what a child runs; only tests change it. forkserver, outlet: as for `LocalLauncher`.
     """
 
     start: Start
@@ -71,6 +70,7 @@ class Part:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     calls: Calls = field(default_factory=Calls)
     forkserver: str = ""
+    outlet: Outlet = field(default_factory=AlwaysTaken)
 
     def live(self) -> Ended:
         """Run the unit to its end; no process of it is left on return.
@@ -172,8 +172,9 @@ class Part:
             leads = rank == 0 if twice else LEADER in here.units[0].servers
             company = stack.enter_context(closing(Company(stores, rank, hosts, leads, lines, hall.hear)))
             company.where = _where(topology)
-            heard = stack.enter_context(signals())
+            # In this order: when windows wait for a reader at the end, Ctrl-C is Python's again.
             on_event = stack.enter_context(self.watching(job, topology, here))
+            heard = stack.enter_context(signals())
             notes = Notes()
             mark = secrets.token_hex(16)
             kept = Kept(self.forkserver, met.workspace / LOGS / f"forkserver-unit-{rank}.log", mark)
@@ -194,7 +195,7 @@ class Part:
                     here = _of(job, begun.hosts, rank)
                     decides = course.follows(here, begun) if rank else goes_on
                     grounds = Grounds(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
-                    run = Run(job, here, hear, grounds, heard, kept, mark, company, decides, company.post)
+                    run = Run(job, here, hear, grounds, heard, kept, mark, company, decides, company.post, self.outlet)
                     outcome, again = self._live(run, hall, begun, secret), run.again
                     if not again or company.over or heard.came:
                         break
@@ -205,6 +206,8 @@ class Part:
                 self._give_up(hall, End(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
             end = _agree(company, outcome, notes, heard, again)
+            if heard.came:
+                self.outlet.hurry()
             for other, events in sorted(company.reports.items()):
                 for event in events if other != rank else ():
                     on_event(event)
@@ -282,29 +285,22 @@ def _check_program(job: Job) -> None:
         raise ConfigError("program", job.program, f"must be a file on the host of every unit; there is none {where}")
 
 
-def _base() -> str:
-    """Unix sockets live below it, whose paths may have 107 bytes."""
-    return "/tmp" if len(tempfile.gettempdir()) > 60 else tempfile.gettempdir()
-
-
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="topotrain-", dir=_base()))
+    path, lock = temporary.make()
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 @contextmanager
 def _shared_folder(key: bytes) -> Iterator[Path]:
     """The folder of this start that its units on this machine have in common. Raises ConfigError."""
-    path = Path(_base()) / f"topotrain-{hashlib.sha256(b'folder' + key).hexdigest()[:16]}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    info = path.lstat()
-    if info.st_uid != os.geteuid() or info.st_mode & 0o077 or not path.is_dir():
-        raise ConfigError("folder", str(path), "must belong to this user, with mode 0700")
+    path, lock = temporary.share(hashlib.sha256(b"folder" + key).hexdigest()[:16])
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)

@@ -24,8 +24,10 @@ from topotrain.events import Event, Exited, Failed, Left, Lost, Notice, Saved, S
 from topotrain.job import Job
 from topotrain.launch import (
     RUN_VARIABLE,
+    AlwaysTaken,
     OnEvent,
     Outcome,
+    Outlet,
     Place,
     choose_cause,
     exit_code,
@@ -121,6 +123,7 @@ class Run:
         company: the units that run elsewhere, if there are any.
         recovery: decides what starts again; None where a death ends the job. Where another unit decides, a `Following`.
         post: to and from the units that run elsewhere, where what starts again is decided for all of them.
+        outlet: where the program's output goes.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Run:
         company: Company | None = None,
         recovery: Recovery | Following | None = None,
         post: Post | None = None,
+        outlet: Outlet | None = None,
     ) -> None:
         self.job = job
         self.topology = topology
@@ -146,6 +150,8 @@ class Run:
         self._company = company
         self._recovery = recovery
         self._post = post
+        self._outlet = outlet or AlwaysTaken()
+        self._holds = False
         self._life = 0
         self._listened = False
         self._began = time.monotonic()
@@ -234,6 +240,7 @@ class Run:
             if self._recovery is not None and not self._stopping:
                 self._obey(self._recovery.turn(time.monotonic()))
             self._processes.save(self._missing)
+            self._regulate()
         return self._outcome()
 
     def _outcome(self) -> Outcome:
@@ -247,6 +254,12 @@ class Run:
         return Outcome(exit_code(cause) if cause else 0, seconds, cause, self._exits, self._pids)
 
     # Hearing
+
+    def _regulate(self) -> None:
+        """Have the program wait while its output is not taken."""
+        if self._outlet.full is not self._holds:
+            self._holds = not self._holds
+            self._send_here("hold", on=self._holds)
 
     def _heard(self, unit: BegunUnit) -> None:
         for line in unit.lines.read() or []:

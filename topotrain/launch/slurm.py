@@ -16,6 +16,7 @@ from topotrain.job import ConfigError
 from topotrain.launch import srun, tool
 from topotrain.launch.lines import log_tail
 from topotrain.launch.submission import Ended, Submission
+from topotrain.private import write_text
 
 SCRIPT, OUTPUT = "job.sh", "slurm-%j.out"
 LOOK_S = 0.5
@@ -60,7 +61,7 @@ def start(submission: Submission) -> Ended:
     sbatch = tool.find("sbatch", srun.INSTALL)
     submission.write()
     path = submission.folder / SCRIPT
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     done = subprocess.run(
         [sbatch, "--parsable", str(path)],
         env={**os.environ, **submission.environ},

@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit, urlunsplit
 from topotrain import textproto
 from topotrain.job import ConfigError, Job
 from topotrain.launch.workspace import JOB_FILE, STORE, TOKEN_FILE
+from topotrain.private import make_folder, open_file, read_text
 from topotrain.topology import Topology
 
 LAUNCH = "launch"
@@ -95,7 +96,7 @@ class Submission:
         from topotrain.rendezvous.secret import load_secret
 
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder)
             _write_once(self.folder / JOB_FILE, textproto.dumps(self.job))
             if self.environ[TOKEN_VARIABLE] == str(self.folder / TOKEN_FILE):
                 _write_once(self.folder / TOKEN_FILE, load_secret(os.environ).hex())
@@ -173,12 +174,12 @@ def _word(name: str) -> str:
 def _write_once(path: Path, text: str) -> None:
     """Write a file for this user alone; one that is there already must say the same. Raises ConfigError, OSError."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)
     try:
         os.link(temporary, path)
     except FileExistsError:
-        if path.read_text(encoding="utf-8") != text:
+        if read_text(path) != text:
             raise ConfigError("--id", path.parent.name, f"is taken by another job: {path} differs") from None
     finally:
         temporary.unlink()

@@ -8,6 +8,9 @@ Where the job is to go on when processes die (`on_failure: kContinue`), a death 
 it is the launcher's to say: "restart" makes the workers of a group anew (or for the first time), "dismiss" ends one
 process (which has been frozen for too long), "tell" has words for one, "kill" ends all at once, and until it says "end"
 the unit stays, for its processes may be needed once more.
+
+The output of the main worker is read only as fast as the launcher takes it ("hold": its own reader does not read), so
+that a print waits as under plain `python`. Events are always read, and nothing is dropped.
 """
 
 import contextlib
@@ -30,7 +33,6 @@ from topotrain.events import (
     Notice,
     Output,
     Started,
-    StepDone,
     Thawed,
     from_json,
     to_json,
@@ -49,7 +51,8 @@ GRACE_S = 1.5
 """From SIGTERM to SIGKILL."""
 GIVE_UP_S = 1.0
 """From SIGKILL until we leave without having seen the end; closing the connection kills once more."""
-_BACKLOG_BYTES = 8 << 20
+_BACKLOG_BYTES = 1 << 20
+"""Of what the launcher has not taken yet; with more, the main worker's output is not read, which makes it wait."""
 _STDIN, _STDOUT = 0, 1
 
 
@@ -78,6 +81,7 @@ class Unit:
         self._children: list[Child] = []
         self._commands = Lines(_STDIN)
         self._outbox = Outbox(_STDOUT)
+        self._held = self._pauses = False
         self._stage = Stage.RUNNING
         self._deadline: float | None = None
         self._continues = home.job.on_failure is OnFailure.kContinue
@@ -97,6 +101,8 @@ class Unit:
             for residents, fds in children.members(self._topology, self._home.unit):
                 self._begin(Birth(residents, fds, seats=self._seats))
             while (self._living() or self._awaited()) and self._stage is not Stage.LEFT:
+                self._turn()
+            while self._outbox.waiting and self._stage is Stage.RUNNING:  # a launcher that was stopped may go on
                 self._turn()
             self._flush(time.monotonic() + GIVE_UP_S)
         if self._continues and self._stage is Stage.RUNNING:  # how the job ended, the launcher knows
@@ -155,6 +161,9 @@ class Unit:
                     self._kill()
                 case "end":
                     self._needed = False
+                case "hold":
+                    self._held = command["on"]
+                    self._regulate()
                 case "restart":
                     self._restart(command)
                 case "seats":
@@ -203,8 +212,27 @@ class Unit:
 
     def _listen(self, child: Child) -> None:
         self._on_readable(child.events.fd, lambda: self._heard(child, "", child.events))
-        for stream, lines in child.outputs.items():
-            self._on_readable(lines.fd, lambda s=stream, o=lines: self._heard(child, s, o))  # type: ignore[misc]
+        if not self._pauses:
+            self._listen_to_output(child)
+
+    def _listen_to_output(self, child: Child) -> None:
+        for stream, output in child.outputs.items():
+            if output.open:
+                self._on_readable(output.fd, lambda s=stream, o=output: self._heard(child, s, o))  # type: ignore[misc]
+
+    def _regulate(self) -> None:
+        """Read the main worker's output, or leave it where it is until the launcher has taken what there was."""
+        most = _BACKLOG_BYTES // 2 if self._pauses else _BACKLOG_BYTES
+        pauses = self._held or len(self._outbox.waiting) > most
+        if pauses is self._pauses:
+            return
+        self._pauses = pauses
+        for child in self._living():
+            if pauses:
+                for output in child.outputs.values():
+                    self._ignore(output.fd)
+            else:
+                self._listen_to_output(child)
 
     def _heard(self, child: Child, stream: str, source: Lines | Raw) -> None:
         for line in source.read() or []:
@@ -214,7 +242,7 @@ class Unit:
 
     def _take(self, child: Child, stream: str, line: bytes) -> None:
         if stream:
-            child.write_log(line)
+            self._keep_log(child, line)
             text = child.outputs[stream].text(line)
             if text:
                 self._tell(Output(child.who, stream, text))
@@ -226,6 +254,12 @@ class Unit:
             return
         child.failed |= isinstance(event, Failed)
         self._tell(event)
+
+    def _keep_log(self, child: Child, output: bytes) -> None:
+        """Add to the log; a full disk is no reason to end the job, and is told once."""
+        error = child.write_log(output)
+        if error is not None:
+            self._tell(Notice(child.who, f"{child.log} lacks some of its output: {error.strerror}"))
 
     def _ended(self, child: Child, code: int) -> None:
         """The process is gone: hear what it still said, then tell its end."""
@@ -386,17 +420,17 @@ class Unit:
     # Telling the launcher
 
     def _tell(self, event: Event) -> None:
-        """Queue an event. With a launcher that does not read, what repeats or is in a log file anyway is left out."""
-        if len(self._outbox.waiting) > _BACKLOG_BYTES and isinstance(event, StepDone | Output):
-            return
+        """Queue an event."""
         self._outbox.put(to_json(event).encode())
         if self._outbox.waiting and _STDOUT not in self._selector.get_map():
             self._selector.register(_STDOUT, selectors.EVENT_WRITE, self._write)
+        self._regulate()
 
     def _write(self) -> None:
         self._outbox.write()
         if not self._outbox.waiting:
             self._ignore(_STDOUT)
+        self._regulate()
 
     def _flush(self, until: float) -> None:
         while self._outbox.waiting and time.monotonic() < until:

@@ -1,10 +1,11 @@
 """The folder of a job on this machine: who has it, what each process finds in it, and who is running.
 
-workspace/lock            locked by the launcher as long as it lives; units that others start share it
+workspace/lock            locked by the launcher as long as it lives; units that others start share it (`locking`)
 workspace/lock-R          locked by unit R, where others start it
 workspace/run/            fresh for each start, for this user alone: job.conf, token, store/, spans/ for a profile
 workspace/processes.json  every process with its pid, from the moment that all are up
 workspace/logs/           the output of the processes
+workspace/final.tmp       room on the disk for the final parameters, while the job runs
 
 A unit that others start has its run folder in the system's folder for temporary files, and processes-R.json.
 """
@@ -22,6 +23,8 @@ from pathlib import Path
 from topotrain import textproto
 from topotrain.events import Covered, Event, Exited, Serving, Started
 from topotrain.job import ConfigError, Job
+from topotrain.launch.locking import Taken, locked
+from topotrain.private import close_folder, make_folder, open_file, write_text
 from topotrain.topology import Address, Role, Topology
 
 JOB_FILE = "job.conf"
@@ -31,6 +34,7 @@ STORE = "store"
 LOGS = "logs"
 PROCESSES_FILE = "processes.json"
 SPANS = "spans"
+RESERVED = "final.tmp"
 _WANTED = "wanted"
 
 
@@ -38,41 +42,37 @@ _WANTED = "wanted"
 def claimed(job: Job) -> Iterator[Path]:
     """The job's workspace, for this launcher alone. Raises ConfigError if it is in use or cannot be written."""
     path = Path(job.workspace).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = open(path / "lock", "a+")  # noqa: SIM115
-    except OSError as error:
-        raise _unusable(job, error) from None
-    with file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            accepted = f"is in use by another job (launcher pid {holder}): choose another folder or wait for its end"
-            raise ConfigError("cluster.workspace", job.workspace, accepted) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield path
+            make_folder(path)
+            lock = stack.enter_context(locked(path / "lock", fcntl.LOCK_EX))
+        except OSError as error:
+            raise _unusable(job, error) from None
+        except Taken as taken:
+            raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
+        with contextlib.suppress(OSError):  # a full disk: the kernel knows the holder of a lock, too
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):  # of a process that was killed
+                (path / RESERVED).unlink()
 
 
 @contextlib.contextmanager
 def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
     """The job's workspace, for this unit and the others of its job. Raises ConfigError as `claimed` does."""
     path = Path(job.workspace).absolute()
-    try:
-        (path / LOGS).mkdir(parents=True, exist_ok=True)
-        whole, own = open(path / "lock", "a+"), open(path / f"lock-{rank}", "a+")  # noqa: SIM115
-    except OSError as error:
-        raise _unusable(job, error) from None
-    with whole, own:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(whole, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            accepted = f"is in use by another job, or by another unit {rank}: choose another folder or wait for its end"
-            raise ConfigError("cluster.workspace", job.workspace, accepted) from None
+            close_folder(path / LOGS)
+            stack.enter_context(locked(path / "lock", fcntl.LOCK_SH))
+            stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
+        except OSError as error:
+            raise _unusable(job, error) from None
+        except Taken as taken:
+            raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
         (path / f"processes-{rank}.json").unlink(missing_ok=True)
         yield path
 
@@ -85,9 +85,8 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
     run_dir = workspace / "run"
     try:
         shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(mode=0o700)
-        (run_dir / STORE).mkdir(mode=0o700)
-        (workspace / LOGS).mkdir(exist_ok=True)
+        make_folder(run_dir / STORE)
+        close_folder(workspace / LOGS)
         (workspace / PROCESSES_FILE).unlink(missing_ok=True)
         furnish(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
     except OSError as error:
@@ -97,11 +96,11 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
 
 def furnish(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
     """Lay down what the processes of a run look for in its folder. Raises OSError."""
-    (run_dir / JOB_FILE).write_text(textproto.dumps(job), encoding="utf-8")
+    write_text(run_dir / JOB_FILE, textproto.dumps(job))
     if profile:
-        (run_dir / SPANS).mkdir()
-        (run_dir / SPANS / _WANTED).write_text(str(profile))
-    with open(os.open(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        make_folder(run_dir / SPANS)
+        write_text(run_dir / SPANS / _WANTED, str(profile))
+    with os.fdopen(open_file(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(token)
 
 
@@ -195,7 +194,7 @@ class Processes:
         self._changed = False
         temporary = self._path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")
+            write_text(temporary, json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")
             os.replace(temporary, self._path)
 
     def _entry(self, unit: int, residents: tuple[Address, ...]) -> Entry:

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from topotrain.jitter import spread
+from topotrain.private import make_folder, open_file, open_for_reading
 from topotrain.rendezvous.keys import StoreError, check_key, check_prefix, check_ttl, check_value
 
 LOCK_SECONDS = 10.0  # a writer holds the lock for microseconds; one that is stopped in there must not stop the job
@@ -111,7 +112,7 @@ class FileStore:
 
     def _make(self) -> None:
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._directory)
             info = self._directory.stat()
         except OSError as error:
             raise StoreError(f"rendezvous directory {self._directory}: {error}") from error
@@ -143,20 +144,20 @@ class FileStore:
             os.close(descriptor)
 
     def _lock_file(self) -> int:
-        path, flags = self._directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
+        path, flags = self._directory / _LOCK, os.O_CREAT | os.O_RDWR
         try:
             try:
-                return os.open(path, flags, 0o600)
+                return open_file(path, flags)
             except FileNotFoundError:
                 self._make()
-                return os.open(path, flags, 0o600)
+                return open_file(path, flags)
         except OSError as error:
             raise StoreError(f"cannot lock {self._directory}: {error}") from error
 
     def _read(self, path: Path, whole: bool) -> bytes | None:
         """The value, or (not whole) nothing of it; None when there is none, or none any more."""
         try:
-            with open(path, "rb") as file:
+            with os.fdopen(open_for_reading(path), "rb") as file:
                 head = file.read(_LIFE.size)
                 value = file.read() if whole else b""
                 written = os.fstat(file.fileno()).st_mtime_ns
@@ -173,7 +174,7 @@ class FileStore:
         """What the file system says the time is, in ns."""
         path = self._directory / _CLOCK
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            descriptor = open_file(path, os.O_CREAT | os.O_RDWR)
             try:
                 os.utime(descriptor)
                 return os.fstat(descriptor).st_mtime_ns

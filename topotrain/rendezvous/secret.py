@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from topotrain.private import make_folder
 from topotrain.rendezvous.keys import StoreError
 
 SECRET_BYTES = 32
@@ -100,7 +101,7 @@ def _make(path: Path) -> None:
     """Put a new secret there, whole from the first moment; whoever was faster wins."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(descriptor, "w") as file:

@@ -12,6 +12,7 @@ from typing import Any
 
 from topotrain.job import Job
 from topotrain.launch import Outcome
+from topotrain.private import make_folder, write_text
 from topotrain.topology import Topology, layout
 from topotrain.watch.plot import draw
 from topotrain.watch.report import Report
@@ -59,14 +60,14 @@ def compare(jobs: Sequence[Entry], out: Path, train: Callable[[Entry], Result]) 
 
     An interrupted job is the last one, and what was finished before it is still written. OSError if `out` is no folder.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     rows: list[dict[str, Any]] = []
     for entry in jobs:
         result = train(entry)
         rows.append(row(entry, result))
         if result.outcome.code in INTERRUPTED:
             break
-    (out / DATA).write_text(json.dumps({"jobs": rows}, indent=2) + "\n", encoding="utf-8")
+    write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
     curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
     draw(curves, out / PICTURE, "training loss over time")
     return next((int(row["code"]) for row in rows if row["code"]), 0), rows

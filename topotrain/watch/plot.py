@@ -3,9 +3,12 @@
 matplotlib is imported when a picture is drawn and at no other time; it comes with `pip install topotrain[plot]`.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+from topotrain.private import open_file
 
 MISSING = "the picture needs matplotlib: pip install 'topotrain[plot]'"
 
@@ -49,4 +52,5 @@ def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title:
     axes.grid(visible=True, alpha=0.3)
     if curves:
         axes.legend()
-    figure.savefig(path)
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        figure.savefig(file, format="png")

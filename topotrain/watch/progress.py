@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import IO, Protocol, Self
 
 from rich import box
 from rich.console import Console, Group
@@ -126,7 +126,7 @@ class Progress(Protocol):
     ) -> None: ...
 
 
-def progress(topology: Topology, console: Console, quiet: bool = False, out: TextIO | None = None) -> Progress:
+def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> Progress:
     """The window that fits `console`. `out` receives the main worker's stdout; None: wherever `console` writes."""
     if quiet:
         return Silent(topology, console, out)
@@ -136,7 +136,7 @@ def progress(topology: Topology, console: Console, quiet: bool = False, out: Tex
 class Silent:
     """Shows what the program prints, notices, and what the job has survived; the other windows add to this one."""
 
-    def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
+    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         self.console = console
         self.rows = Rows(topology)
         self._topology = topology
@@ -215,7 +215,7 @@ class Lines(Silent):
         self,
         topology: Topology,
         console: Console,
-        out: TextIO | None = None,
+        out: IO[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(topology, console, out)
@@ -240,13 +240,21 @@ class Lines(Silent):
         self._say(f"{self._last - self._begin:6.1f} s  {describe(self.rows.all())}")
 
 
+class _Patient(Live):
+    """Draws nothing while the terminal does not take what was drawn."""
+
+    def refresh(self) -> None:
+        if not getattr(self.console.file, "behind", False):
+            super().refresh()
+
+
 class LiveTable(Silent):
     """One row per worker, redrawn in place; below it the program's line that is not finished (its progress bar)."""
 
-    def __init__(self, topology: Topology, console: Console, out: TextIO | None = None) -> None:
+    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
         self._unfinished = ""
-        self._live = Live(
+        self._live = _Patient(
             console=console,
             get_renderable=self._renderable,
             refresh_per_second=REFRESH_PER_SECOND,

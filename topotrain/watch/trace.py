@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from topotrain.private import write_text
 from topotrain.spans import PHASES, STEP, ProcessSpans, Span, from_json
 
 FILE = "trace.json"
@@ -134,7 +135,7 @@ def _busiest(open_on: Mapping[str, Sequence[Span]]) -> str:
 
 def write(processes: Sequence[ProcessSpans], path: Path) -> None:
     """Write the trace. Raises OSError."""
-    path.write_text(json.dumps(chrome(processes), separators=(",", ":")) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(chrome(processes), separators=(",", ":")) + "\n")
 
 
 def chrome(processes: Sequence[ProcessSpans]) -> dict[str, Any]:

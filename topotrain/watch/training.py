@@ -41,14 +41,16 @@ def train(
     from topotrain.launch.grace import hint
     from topotrain.launch.local import LocalLauncher
     from topotrain.watch.compare import Result
+    from topotrain.watch.outlet import out_of, outlet
     from topotrain.watch.progress import progress
     from topotrain.watch.report import Report, story
 
     report = Report(job, topology)
     saved: Saved | None = None
     # On one terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
-    out = None if not chatty or (terminal.is_terminal and sys.stdout.isatty() and not quiet) else sys.stdout
-    with progress(topology, terminal, quiet, out) as window:
+    ours = chatty and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
+    taken = outlet(terminal, f"{job.workspace}/logs")
+    with taken as made, progress(topology, terminal, quiet, out_of(made, ours)) as window:
 
         def on_event(event: "Event") -> None:
             nonlocal saved
@@ -58,7 +60,7 @@ def train(
             window(event)
             listener(event)
 
-        launcher = LocalLauncher(forkserver=forkserver, profile=profile, resume=resume)
+        launcher = LocalLauncher(forkserver=forkserver, profile=profile, resume=resume, outlet=made)
         outcome = launcher.start(job, topology, on_event)
     if outcome.cause is not None:
         complain(story(outcome.cause, job, report.topology))

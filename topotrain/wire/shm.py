@@ -23,6 +23,7 @@ from urllib.parse import SplitResult, unquote
 import torch
 
 from topotrain.message import ProtocolError
+from topotrain.private import FILE_MODE
 from topotrain.wire import WireError
 from topotrain.wire.auth import Identity
 from topotrain.wire.pump import Pump
@@ -191,6 +192,7 @@ class ShmWire(SocketWire):
     def _listen(self) -> tuple[socket.socket, str]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            os.fchmod(sock.fileno(), FILE_MODE)  # which its name gets, too
             sock.bind(self._path)
             sock.listen(BACKLOG)
         except OSError as error:

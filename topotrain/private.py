@@ -1,0 +1,110 @@
+"""Files and folders for this user alone, and files that are opened without ever waiting.
+
+Rule: what topotrain makes has mode 0600 (a file) or 0700 (a folder) before its first byte is written, whatever the
+umask is. A file whose name another process can take is opened without blocking, and used only if it is a regular file:
+a named pipe in its place would make the reader wait for ever.
+"""
+
+import os
+import stat
+from contextlib import suppress
+from errno import EINVAL, EISDIR, ENXIO
+from pathlib import Path
+from typing import TextIO
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+
+_KINDS = (
+    (stat.S_ISFIFO, "named pipe"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISCHR, "device"),
+    (stat.S_ISBLK, "device"),
+)
+
+
+def make_folder(path: Path | str) -> None:
+    """Make a folder for this user alone, with the parents that it lacks; one that is there keeps its mode."""
+    path = Path(path)
+    if path.is_dir():
+        return
+    if not path.parent.is_dir():
+        make_folder(path.parent)
+    try:
+        os.mkdir(path, FOLDER_MODE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+        return
+    if stat.S_IMODE(os.stat(path).st_mode) != FOLDER_MODE:  # the umask has taken bits away
+        os.chmod(path, FOLDER_MODE)
+
+
+def close_folder(path: Path | str) -> None:
+    """As `make_folder`; a folder that is there, and is no link to another place, is closed to other users."""
+    make_folder(path)
+    info = os.lstat(path)
+    if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o077:
+        with suppress(PermissionError):  # another user's, or a file system without modes
+            os.chmod(path, FOLDER_MODE)
+
+
+def open_file(path: Path | str, flags: int) -> int:
+    """A descriptor of a regular file, made for this user alone if `flags` have O_CREAT; never waits.
+
+    A file that is there is closed to other users where it is opened to be written. Raises OSError, also for a path
+    that is no regular file.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, FILE_MODE)
+    except OSError as error:
+        if error.errno == ENXIO:  # a socket, or a named pipe that nothing reads
+            _check_kind(path, os.stat(path))
+        raise
+    try:
+        info = os.fstat(fd)
+        _check_kind(path, info)
+        os.set_blocking(fd, True)
+        if flags & os.O_CREAT and stat.S_IMODE(info.st_mode) != FILE_MODE:
+            with suppress(PermissionError):  # another user's, or a file system without modes
+                os.fchmod(fd, FILE_MODE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_kind(path: Path | str, info: os.stat_result) -> None:
+    if stat.S_ISREG(info.st_mode):
+        return
+    if stat.S_ISDIR(info.st_mode):
+        raise OSError(EISDIR, "is a folder, must be a file", str(path))
+    kind = next((name for is_kind, name in _KINDS if is_kind(info.st_mode)), "special file")
+    raise OSError(EINVAL, f"is a {kind}, must be a file", str(path))
+
+
+def open_for_reading(path: Path | str) -> int:
+    """A descriptor of a regular file, to be read. Raises OSError as `open_file`."""
+    return open_file(path, os.O_RDONLY)
+
+
+def create_text(path: Path | str) -> TextIO:
+    """An empty text file for this user alone; one that is there is emptied. Raises OSError as `open_file`."""
+    return os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8")
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """The whole content of a file for this user alone. Raises OSError as `open_file`."""
+    with create_text(path) as file:
+        file.write(text)
+
+
+def read_bytes(path: Path | str, most: int = -1) -> bytes:
+    """The content of a regular file; of a longer one than `most` its first bytes. Raises OSError as `open_file`."""
+    with os.fdopen(open_for_reading(path), "rb") as file:
+        return file.read(most)
+
+
+def read_text(path: Path | str) -> str:
+    """The content of a regular file as UTF-8. Raises OSError as `open_file`, UnicodeDecodeError."""
+    with os.fdopen(open_for_reading(path), "r", encoding="utf-8") as file:
+        return file.read()
