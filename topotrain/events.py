@@ -141,6 +141,13 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """A process has done all that it had to do, and is about to end: an end without this word is a loss."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """A process is gone; a negative code is the signal that ended it."""
 
@@ -337,6 +344,7 @@ Event = (
     | Finished
     | Notice
     | Output
+    | Ending
     | Exited
     | Frozen
     | Thawed

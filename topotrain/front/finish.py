@@ -14,6 +14,12 @@ from topotrain.wire import Broken, Unreachable
 from topotrain.worker import Worker
 
 
+def is_complete(here: Context) -> bool:
+    """Whether the script, should it end here, has done its part: it is not in the middle of a loop."""
+    in_epochs = here.continuing is not None and here.continuing.in_epochs
+    return not (in_epochs or (here.loader is not None and here.loader.under_way))
+
+
 def finish(here: Context) -> None:
     """After the program: goodbye to the servers; worker (0,0) brings the result home."""
     worker = here.worker

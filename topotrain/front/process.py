@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,14 +19,15 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Differs, Failed, Finished, Missed, Serving
+from topotrain.events import Covered, Differs, Ending, Failed, Finished, Missed, Serving
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
-from topotrain.front.finish import close, finish, kind_of
+from topotrain.front.finish import close, finish, is_complete, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
+from topotrain.front.ownend import OwnEnd
 from topotrain.front.profile import Profile
 from topotrain.host import WorkerRoads, serve
 from topotrain.job import OnFailure
@@ -203,14 +204,42 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
+    part = _Part(here, log, profile, [Address(Role.SERVER, group, index) for group, index in spec["servers"]])
+    own_end = OwnEnd(part, c_exit=True)
+    own_end.watch()
     code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
-    if code == 0:
-        code = _guarded(here, log, lambda: finish(here))
-    profile.leave()
-    close(here, finished=code == 0)
-    for group, index in spec["servers"] if code == 0 else ():
-        control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
-    return 0 if code == _LEFT else code
+    own_end.forget()
+    return part.leave(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A worker's part in the job, as its end goes; servers: those beside it."""
+
+    here: Context
+    log: Path | None
+    profile: Profile
+    servers: Sequence[Address]
+
+    def is_complete(self) -> bool:
+        """As `ownend.Part` has it."""
+        return is_complete(self.here)
+
+    def end(self) -> int:
+        """As `ownend.Part` has it."""
+        code = self.leave(0)
+        self.here.emit(Ending(str(self.here.me)))
+        return code
+
+    def leave(self, code: int) -> int:
+        """End with the code of the program; returns that of the process."""
+        if code == 0:
+            code = _guarded(self.here, self.log, lambda: finish(self.here))
+        self.profile.leave()
+        close(self.here, finished=code == 0)
+        for server in self.servers if code == 0 else ():
+            self.here.emit(Finished(str(server), 0, 0, 0.0, 0, 0, 0))
+        return 0 if code == _LEFT else code
 
 
 def _run_program(program: str, args: Sequence[str]) -> None:
@@ -236,9 +265,7 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
     except Leaving:
         leave(here)
         return _LEFT
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:
+    except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here
         kind = kind_of(error)
         if here.worker is not None or here.tables is not None:
             roads_of(here).exchange.leave()  # what the others hear from here on is no cause
