@@ -153,11 +153,16 @@ class Continuing:
 
     def ended(self) -> None:
         """As `data.Memory` has it. Raises Leaving, as `asked` does."""
+        self._loop_ended()
         self._look_whether_it_leaves()
         if self._worker.snapshot and singly(self._here.place.job):
             # Of this pass others had batches left at the snapshot, and nobody could draw it again from the next one.
             self._now = self._stand()
             self._leave_snapshot()
+
+    def _loop_ended(self) -> None:
+        if self._here.loop_ended is not None:
+            self._here.loop_ended()
 
     def _look_whether_it_leaves(self) -> None:
         if self._worker.leaves or self._worker.exchange.data.leaves:
@@ -257,6 +262,7 @@ class Continuing:
                 yield number
         finally:  # also where the script leaves the loop
             self.in_epochs = False
+            self._loop_ended()
         self._at = replace(self._at, turn=turn + 1, epoch=0, epoch_pass=self._at.passes)
 
     def _begin_unseen(self, was: Condition | None) -> None:

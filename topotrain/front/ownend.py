@@ -31,17 +31,13 @@ class OwnEnd:
 
     Args:
         part: what is ended before, at most once.
-        c_exit: also at `exit` of a C library. Not where Python ends the process: it calls that, too, when it is gone.
     """
 
-    def __init__(self, part: Part, c_exit: bool) -> None:
+    def __init__(self, part: Part) -> None:
         self._part, self._pid = part, os.getpid()
         self._watches = False
         self._exit, self._execv, self._execve = os._exit, os.execv, os.execve
         self._at_c_exit = _OnExit(self._c_exit)
-        if c_exit:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps its address for good
-            ctypes.CDLL(None).on_exit(self._at_c_exit, None)
 
     def watch(self) -> None:
         """Begin."""
@@ -49,6 +45,16 @@ class OwnEnd:
         os._exit = self._leave  # type: ignore[assignment]
         os.execv = self._replaced(self._execv)  # type: ignore[assignment]  # the other forms call one of these two
         os.execve = self._replaced(self._execve)  # type: ignore[assignment]
+
+    def watch_c(self) -> None:
+        """From now on also notice `exit` of a C library. To be called again after each loop.
+
+        What is registered last runs first, and what torch has made meanwhile is taken apart by then. Only for a process
+        that Python does not end itself: `exit` is the last that it calls, too, when nothing of Python is left.
+        """
+        if self._watches and os.getpid() == self._pid:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps its address for good
+            ctypes.CDLL(None).on_exit(self._at_c_exit, None)
 
     def forget(self) -> None:
         """The script's part is over. Does nothing the second time."""

@@ -205,8 +205,9 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
     part = _Part(here, log, profile, [Address(Role.SERVER, group, index) for group, index in spec["servers"]])
-    own_end = OwnEnd(part, c_exit=True)
+    own_end = OwnEnd(part)
     own_end.watch()
+    here.loop_ended = own_end.watch_c
     code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
     own_end.forget()
     return part.leave(code)

@@ -159,6 +159,8 @@ def live(birth: Birth) -> NoReturn:
     """Turn a fresh fork into the process that was asked for, run it, and end."""
     code = 1
     try:
+        for fd in birth.fds:  # a program that takes this one's place (os.exec…) must not hold them open
+            os.set_inheritable(fd, False)
         _become(birth)
         control, fds = birth.fds[0], birth.fds[3:]
         channel, file = socket.socket(fileno=control), _file(control)

@@ -49,7 +49,7 @@ class Remains:
             seconds = REPEAT_S
             what = " and ".join(_remains())
             if what:
-                self._tell(f"its program has ended, and its process waits for {what}; end it, or make it a daemon")
+                self._tell(f"its program has ended, but for {what}: the process waits for that (unless it is a daemon)")
 
 
 def _remains() -> Iterator[str]:
