@@ -506,11 +506,18 @@ class Run:
                 self._tell(from_json(line.decode()))
         if unit.lines.fd in self._selector.get_map():
             self._selector.unregister(unit.lines.fd)
-        code = unit.process.returncode
+        code, left = unit.process.returncode, self._unheard(unit.rank)
         self._tell(Exited(unit.who, unit.process.pid, code))
-        if code and not self._stopping and (code < 0 or not self._failures):
-            text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}"
+        if (code or left) and not self._stopping and (code < 0 or not self._failures):
+            early = "" if code else f" before {', '.join(left)} had ended"
+            text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}{early}"
             self._tell(Failed(unit.who, "died", text, log_tail(unit.log)))
+
+    def _unheard(self, rank: int) -> list[str]:
+        """Residents of a unit that nobody has seen end."""
+        there = [unit for unit in self.topology.units if unit.rank == rank]
+        residents = {str(who) for unit in there for who in (*unit.workers, *unit.servers)}
+        return sorted(residents - self._missing - self._exits.keys())
 
     def _forkserver_ended(self, process: "subprocess.Popen[bytes]") -> None:
         self._processes(Exited("forkserver", process.pid, process.returncode))
