@@ -129,6 +129,7 @@ def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(s
     ("how", "code", "words"),
     [
         ("exit", 1, ["exit code 3"]),
+        ("interrupt", 1, ["raise KeyboardInterrupt"]),
         ("lbfgs", 2, ["LBFGS", "Adam"]),
         ("schema", 2, ["worker 0/1", "worker 0/0", "weight", "(4, 6)", "(3, 6)"]),
         ("few_samples", 2, ["batch", "16", "7"]),

@@ -27,6 +27,8 @@ for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
     for step, (x, y) in enumerate(loader):
         if how == "raise" and tt.rank() == 1 and step == 2:
             raise ValueError("a fault of the program")
+        if how == "interrupt" and tt.rank() == 1 and step == 2:
+            raise KeyboardInterrupt
         if how == "exit" and tt.rank() == 1 and step == 2:
             sys.exit(3)
         if how == "die" and tt.rank() == 1 and step == 2:
