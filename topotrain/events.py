@@ -141,6 +141,14 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """Worker `who` has waited for `seconds` for what servers or other workers have to say, and waits on."""
+
+    who: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """A process has done all that it had to do, and is about to end: an end without this word is a loss."""
 
@@ -344,6 +352,7 @@ Event = (
     | Finished
     | Notice
     | Output
+    | Waits
     | Ending
     | Exited
     | Frozen

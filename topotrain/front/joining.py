@@ -108,8 +108,11 @@ def leave() -> None:
 
 
 def _roads(place: Place, me: Address, terms: Terms) -> WorkerRoads:
+    def long_wait(seconds: float) -> None:
+        tell(f"{terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
+
     try:
-        return WorkerRoads(place, me)
+        return WorkerRoads(place, me, long_wait=long_wait)
     except WireError as error:
         raise understandable(error, terms) from error
 

@@ -42,9 +42,9 @@ class OwnEnd:
     def watch(self) -> None:
         """Begin."""
         self._watches = True
-        os._exit = self._leave  # type: ignore[assignment]
-        os.execv = self._replaced(self._execv)  # type: ignore[assignment]  # the other forms call one of these two
-        os.execve = self._replaced(self._execve)  # type: ignore[assignment]
+        os._exit = self._leave
+        os.execv = self._replaced(self._execv)  # the other forms call one of these two
+        os.execve = self._replaced(self._execve)
 
     def watch_c(self) -> None:
         """From now on also notice `exit` of a C library. To be called again after each loop.

@@ -19,7 +19,7 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Covered, Differs, Ending, Failed, Finished, Missed, Serving
+from topotrain.events import Covered, Differs, Ending, Failed, Finished, Missed, Serving, Waits
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
@@ -200,7 +200,13 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
     beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
     farewell.writer = writer = _writer(place, beside, control) if beside else None
-    here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer)
+
+    def long_wait(seconds: float) -> None:
+        control.emit(Waits(str(me), seconds))
+
+    here.roads_of = partial(
+        WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer, long_wait=long_wait
+    )
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None

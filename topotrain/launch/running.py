@@ -43,6 +43,7 @@ from topotrain.launch.lines import ending, log_tail
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
 from topotrain.launch.recovery import Recovery
 from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize
+from topotrain.launch.standstill import Standstill
 from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
 from topotrain.launch.workspace import Processes
@@ -157,6 +158,7 @@ class Run:
         self._pids: dict[str, int] = {}
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
         self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
+        self._standstill = Standstill(self._workers)
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
         self._released = False
@@ -233,6 +235,9 @@ class Run:
                 self._await_post(self._post)
             if self._recovery is not None and not self._stopping:
                 self._obey(self._recovery.turn(time.monotonic()))
+            still = self._standstill.turn(time.monotonic(), self._missing)
+            if still is not None and not self._stopping:
+                self._on_event(still)
             self._processes.save(self._missing)
         return self._outcome()
 
@@ -480,6 +485,7 @@ class Run:
             return
         self._processes(event)
         self._on_event(event)
+        self._standstill.heard(event, time.monotonic())
         match event:
             case Failed():
                 self._failed(event)
