@@ -158,6 +158,7 @@ class Run:
         self._pids: dict[str, int] = {}
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
         self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
+        self._is_whole = len(self._workers) == topology.worker_groups * topology.workers_per_group
         self._standstill = Standstill(self._workers)
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
@@ -501,7 +502,7 @@ class Run:
             case Exited(who=who, code=code):
                 self._exits[who] = code
                 ended = self._workers - self._missing <= self._exits.keys()
-                if self._company is None and not self._stopping and ended:
+                if self._is_whole and not self._stopping and ended:  # servers may serve workers of units elsewhere
                     self._alarm = self._alarm or (time.monotonic() + SERVERS_S, self._servers_stayed)
             case _:
                 pass
