@@ -77,6 +77,34 @@ def killed(spec, control, fds):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def exits_0(spec, control, fds):
+    """Ends itself behind everybody's back."""
+    os._exit(0)
+
+
+def exits_0_once(spec, control, fds):
+    return 0 if spec["incarnation"] else exits_0(spec, control, fds)
+
+
+def execs(spec, control, fds):
+    """Becomes another program, which ends well."""
+    os.execv("/bin/sleep", ["sleep", "30"])
+
+
+def closes(spec, control, fds):
+    """Closes what it has not opened, and ends well a long time later."""
+    os.closerange(3, 4000)
+    time.sleep(30)
+    return 0
+
+
+def lingers(spec, control, fds):
+    """Leaves a thread that waits for a word, though not for ever."""
+    path = Path(spec["run_dir"], "go")
+    threading.Thread(target=lambda: wait_for(path.exists, 30), name="lingerer").start()
+    return 0
+
+
 def stay(spec, control, fds):
     while True:
         signal.pause()
@@ -313,6 +341,11 @@ PARTS: dict[str, Any] = {
     "program": program,
     "exit 3": exit_3,
     "killed": killed,
+    "exits 0": exits_0,
+    "exits 0 once": exits_0_once,
+    "execs": execs,
+    "closes": closes,
+    "lingers": lingers,
     "stay": stay,
     "forks": forks,
     "own handler": own_handler,

@@ -1,10 +1,12 @@
 """The command: what it accepts, what it refuses, what it prints where, and with which exit code it ends."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -552,3 +554,21 @@ def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, lau
     documented = set(re.findall(r"`(\w+)`", " ".join(rows)))
     incident = report.incident(Incident(0, "worker 1/0", "was killed", "starts again", 1.0), None)
     assert documented == set(data) | set(data["processes"][0]) | set(incident)
+
+
+def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path) -> None:
+    """A module in place of the first that it imports is interrupted."""
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "while True: signal.sigtimedwait([signal.SIGUSR1], 0.01)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
+    command = [sys.executable, "-m", "topotrain", "run", "job.conf", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "topotrain: error: ended by SIGINT, nothing was started\n")
+
+
+def test_the_console_script_is_that_command() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}

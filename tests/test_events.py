@@ -23,6 +23,8 @@ EXAMPLES: list[Event] = [
     events.Finished("worker 0/1", 7, 320, 0.5, 3, 1000, 2000),
     events.Notice("unit 3", "line one\nline two ü"),
     events.Output("worker 0/1", "stderr", "a\r\nb\n"),
+    events.Waits("worker 0/1", 10.0),
+    events.Ending("worker 0/1"),
     events.Exited("worker 0/1", 12, -9),
     events.Frozen("worker 0/1", 12),
     events.Thawed("worker 0/1", 12),

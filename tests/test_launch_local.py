@@ -6,12 +6,18 @@ import subprocess
 import sys
 import threading
 import uuid
+from dataclasses import replace
 
 import pytest
 
-from tests.launch_targets import MARK, launch, marked, parts, processes, wait_for
-from topotrain.events import Exited, Failed, Notice, Output, Saved, Serving, Started, Unsaved, from_json
+from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, small_job, wait_for
+from topotrain.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
 from topotrain.job import ConfigError
+from topotrain.launch import running
+from topotrain.launch.begun import BegunUnit
+from topotrain.launch.lines import Lines
+from topotrain.launch.local import LocalLauncher
+from topotrain.topology import layout
 
 GONE_S = 5.0
 
@@ -134,6 +140,63 @@ def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
     assert outcome.code == code
     assert (outcome.cause.who, outcome.cause.kind) == cause
     assert outcome.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("who", "part", "words"),
+    [
+        ("worker_0_1", "exits 0", "ended with exit code 0 before its part was done"),
+        ("server_0_0", "exits 0", "ended with exit code 0 before its part was done"),
+        ("worker_0_1", "execs", "has closed the channel to its unit and runs on"),
+        ("worker_0_1", "closes", "ended with exit code 1"),
+    ],
+)
+def test_an_end_that_was_not_announced_is_a_loss(tmp_path, mark, who, part, words):
+    outcome, _ = launch(tmp_path, parts(**{who: part}))
+    assert outcome.code == 1
+    assert (outcome.cause.who, outcome.cause.kind) == ("{} {}/{}".format(*who.split("_")), "died")
+    assert words in outcome.cause.text
+    if part == "closes":
+        assert "the program has closed descriptors that it did not open" in outcome.cause.traceback
+
+
+def test_an_end_that_was_not_announced_starts_the_group_again(tmp_path, mark):
+    outcome, events = launch(tmp_path, parts(worker_0_1="exits 0 once"), restarts=1, server_worker_separate=True)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (incident,) = [event for event in events if isinstance(event, Incident)]
+    assert (incident.who, incident.action) == ("worker 0/1", "group 0 starts again (incarnation 1)")
+
+
+def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeypatch):
+    def ends_at_once(place, calls, life, environ, log):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], bufsize=0, **pipes)
+        return BegunUnit(place.rank, process, Lines(process.stdout.fileno()), log)
+
+    monkeypatch.setattr(running, "begin", ends_at_once)
+    outcome, _ = launch(tmp_path)
+    assert (outcome.code, outcome.cause.kind) == (1, "died")
+    assert "ended with exit code 0 before" in outcome.cause.text
+
+
+def test_servers_that_stay_end_a_job_that_is_in_a_registry_too(tmp_path, mark, monkeypatch):
+    monkeypatch.setattr(running, "SERVERS_S", 0.5)
+    job = replace(small_job(tmp_path, parts(server_0_0="until over")), rendezvous=f"file://{tmp_path}/store")
+    outcome = LocalLauncher(CALLS).start(job, layout(job.cluster), lambda event: None)
+    assert (outcome.code, outcome.cause.who) == (1, "launcher")
+    assert outcome.cause.text == "server 0/0 did not end within 0.5 s after the last worker"
+
+
+def test_what_a_process_waits_for_after_its_program_is_told(tmp_path, mark):
+    def hear(event):
+        if isinstance(event, Notice) and "lingerer" in event.text:
+            (tmp_path / "run" / "go").touch()
+
+    outcome, events = launch(tmp_path, parts(worker_0_1="lingers"), hear)
+    assert (outcome.code, outcome.cause) == (0, None)
+    (notice,) = [event for event in events if isinstance(event, Notice)]
+    assert notice.who == "worker 0/1"
+    assert notice.text.startswith("its program has ended, but for the thread 'lingerer'")
 
 
 def test_the_main_worker_may_say_its_word_when_another_one_fails_first(tmp_path, mark):

@@ -14,6 +14,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from wiping import wipe
@@ -22,8 +23,9 @@ from tests.launch_targets import MARK, marked, parts, small_job, wait_for
 from topotrain import textproto
 from topotrain.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
 from topotrain.job import Cluster, ConfigError, Job
+from topotrain.launch import Outcome, meeting, part
 from topotrain.launch import company as company_module
-from topotrain.launch import meeting
+from topotrain.launch.asked import signals
 from topotrain.launch.company import Company, Notes, Stores
 from topotrain.launch.introduction import End, Hosts, Introduction, hosts_of, with_job
 from topotrain.launch.meeting import Hall, forget
@@ -653,3 +655,33 @@ def test_ctrl_c_while_waiting_for_the_others(units, tmp_path):
     os.killpg(one.process.pid, signal.SIGINT)
     assert [one.end(), two.end()] == [130, 130]
     assert "ended by signal 2 to unit 0" in two.told["text"]
+
+
+def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch):
+    ours, theirs = socket.socketpair()
+    said = []
+
+    class Others:
+        over = False
+
+        def fileno(self):
+            return ours.fileno()
+
+        def finish(self, events):
+            assert events == ()
+
+        def wait(self, seconds):
+            return End(0, 0)
+
+    others = Others()
+
+    def hear(event):
+        said.append(event.text)
+        others.over = True
+        theirs.send(b"!")
+
+    monkeypatch.setattr(part, "QUIET_S", 0.01)
+    with ours, theirs, signals() as heard:
+        end = part._agree(others, Outcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
+    assert end == End(0, 0)
+    assert said == ["what runs here has ended; the job ends when its other units have"]

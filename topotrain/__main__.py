@@ -1,8 +1,31 @@
-"""`python -m topotrain` is the command `topotrain`."""
+"""The command `topotrain`, also as `python -m topotrain`.
 
-import sys
+Rule: Ctrl-C ends it in order from its first moment on, also while it still imports what it needs.
+"""
 
-from topotrain.cli import main
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """The console script: never returns, raises SystemExit with the code of the command."""
+    usual = signal.default_int_handler
+    early = signal.getsignal(signal.SIGINT) is usual  # else it is ignored, or somebody else's
+    if early:
+        signal.signal(signal.SIGINT, _end)
+    from topotrain.cli import main as command
+
+    if early:
+        signal.signal(signal.SIGINT, usual)
+    command()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Not by KeyboardInterrupt: a module that is half imported may swallow it, or make another error of it."""
+    os.write(2, b"topotrain: error: ended by SIGINT, nothing was started\n")
+    os._exit(128 + number)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

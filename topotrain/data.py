@@ -166,6 +166,12 @@ class ShardedLoader:
         self._ledger = made
         return made
 
+    @property
+    def under_way(self) -> bool:
+        """The script is in the middle of a pass."""
+        live = self._live()
+        return live is not None and live.is_open
+
     def close(self) -> None:
         """Leave the pass that is under way, if there is one, as a `break` does."""
         live = self._live()
@@ -267,6 +273,11 @@ class _Pass(Iterator[Any]):
         except StopIteration:
             self._feed.tell()
             raise
+
+    @property
+    def is_open(self) -> bool:
+        """It has not come to its end, and was not left."""
+        return self._open
 
     def close(self) -> None:
         """Leave early; nothing happens at the end or the second time."""

@@ -156,6 +156,21 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """Worker `who` has waited for `seconds` for what servers or other workers have to say, and waits on."""
+
+    who: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A process has done all that it had to do, and is about to end: an end without this word is a loss."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """A process is gone; a negative code is the signal that ended it."""
 
@@ -368,6 +383,8 @@ Event = (
     | Finished
     | Notice
     | Output
+    | Waits
+    | Ending
     | Exited
     | Frozen
     | Thawed

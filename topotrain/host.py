@@ -350,16 +350,42 @@ def peers(me: Address, topology: Topology) -> list[Address]:
 
 _LEAVE_S = 60.0
 """How long a worker that has come to its end waits until both copies of each server have all that it said."""
+LONG_S = 10.0
+"""How long a worker waits before that is told."""
 
 # --- workers -----------------------------------------------------------------------------------------------------
+
+
+class LongWait(Protocol):
+    """Is told on the waiting thread that it has waited for so many seconds, and goes on."""
+
+    def __call__(self, seconds: float) -> None: ...
+
+
+def _untold(seconds: float) -> None:
+    """Nobody wants to hear of it."""
+
+
+class _Patience:
+    """Tells of one wait when it has taken LONG_S, and whenever it has taken twice as long as when it told before."""
+
+    def __init__(self, tell: LongWait) -> None:
+        self._tell, self._began, self._next_s = tell, time.monotonic(), LONG_S
+
+    def look(self) -> None:
+        seconds = time.monotonic() - self._began
+        if seconds >= self._next_s:
+            self._next_s = 2 * seconds
+            self._tell(seconds)
 
 
 class Monitor:
     """How a live worker waits: on a condition variable that the roads' readers notify."""
 
-    def __init__(self, poll_s: float) -> None:
+    def __init__(self, poll_s: float, long_wait: LongWait = _untold) -> None:
         self._condition = threading.Condition()
         self._poll_s = poll_s
+        self._long_wait = long_wait
         self._ready: Callable[[], bool] | None = None
 
     @contextmanager
@@ -374,9 +400,11 @@ class Monitor:
         """Return when `ready()` is true."""
         with self._condition:
             self._ready = ready
+            patience = _Patience(self._long_wait)
             try:
                 while not ready():
                     self._condition.wait(self._poll_s)
+                    patience.look()
             finally:
                 self._ready = None
 
@@ -387,17 +415,19 @@ class Monitor:
 class Turns(Monitor):
     """How a worker waits that is home to a server: by doing the server's work, and reading for both."""
 
-    def __init__(self, poll_s: float, roads: Roads, pump: Pump) -> None:
-        super().__init__(poll_s)
+    def __init__(self, poll_s: float, roads: Roads, pump: Pump, long_wait: LongWait = _untold) -> None:
+        super().__init__(poll_s, long_wait)
         self._roads, self._pump = roads, pump
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
+        patience = _Patience(self._long_wait)
         while not self._pump.released:
             self._roads.deliver()
             if ready():
                 return
             self._roads.turn(self._poll_s)
+            patience.look()
         super().wait(ready)
 
     def look(self) -> None:
@@ -416,6 +446,7 @@ class WorkerRoads:
         place: the process.
         me: the worker.
         serving, trouble, recorder, writer: of the server beside the worker, as for `Servers`.
+        long_wait: hears when the worker waits for long.
     """
 
     def __init__(
@@ -426,6 +457,7 @@ class WorkerRoads:
         trouble: Callable[[], None] = lambda: None,
         recorder: Recorders = lambda *_: SILENT,
         writer: Writer | None = None,
+        long_wait: LongWait = _untold,
     ) -> None:
         self.me = me
         self.memory = Memory()
@@ -434,7 +466,8 @@ class WorkerRoads:
         pump = Pump() if place.topology.inline else None
         self._roads = Roads(place, self.memory, pump)
         poll_s = place.job.cluster.poll_time / 1000
-        monitor = self._monitor = Monitor(poll_s) if pump is None else Turns(poll_s, self._roads, pump)
+        monitor = Monitor(poll_s, long_wait) if pump is None else Turns(poll_s, self._roads, pump, long_wait)
+        self._monitor = monitor
         # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
         twice = place.job.cluster.replicas > 1
         send = self._say if twice else partial(self._roads.send, me, wait=pump is None)

@@ -129,6 +129,7 @@ def test_a_worker_that_kills_itself_in_every_life_is_named_with_all_its_deaths(s
     ("how", "code", "words"),
     [
         ("exit", 1, ["exit code 3"]),
+        ("interrupt", 1, ["raise KeyboardInterrupt"]),
         ("lbfgs", 2, ["LBFGS", "Adam"]),
         ("schema", 2, ["worker 0/1", "worker 0/0", "weight", "(4, 6)", "(3, 6)"]),
         ("few_samples", 2, ["batch", "16", "7"]),
@@ -145,6 +146,21 @@ def test_a_wrong_program_is_refused_clearly(shop: Shop, how: str, code: int, wor
     ended = shop.run("nworkers_per_group: 2", "wrong.py", how, code=code)
     for word in words:
         assert word in ended.err
+
+
+def test_a_worker_that_all_others_wait_for_is_named(shop: Shop) -> None:
+    go = shop.folder / "go"
+    command = shop.command(SANDBLASTER, "wrong.py", "stall", str(go))
+    said = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            said += line
+            if "; not worker 0/1: is its program computing" in line:
+                go.touch()
+        go.touch()
+    assert job.returncode == 0, said
+    assert "worker 0/0, worker 0/2 have waited" in said
 
 
 def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: Callable[..., Running]) -> None:

@@ -3,6 +3,8 @@
 import argparse
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -46,6 +48,8 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--workspace", default="")
     parser.add_argument("--wait-at", default="", help="a file: made after the first step, which is followed by many")
+    parser.add_argument("--os-exit", action="store_true", help="ends itself, behind the back of Python")
+    parser.add_argument("--linger-s", type=float, default=0.0, help="leaves a thread that lives so long")
     options = parser.parse_args()
     if options.paddle:
         flags = dict(word.split("=") for word in options.paddle.split(";"))
@@ -73,6 +77,10 @@ def main() -> None:
             Path(options.wait_at).touch()
     tt.report(steps=1.0)
     print("the script is over", file=sys.stderr)
+    if options.os_exit:
+        os._exit(0)
+    if options.linger_s:
+        threading.Thread(target=time.sleep, args=(options.linger_s,), name="lingerer").start()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 
 import torch
 from torch import nn
@@ -27,6 +28,12 @@ for epoch in tt.epochs(1_000_000 if how in ("endless", "die") else 3):
     for step, (x, y) in enumerate(loader):
         if how == "raise" and tt.rank() == 1 and step == 2:
             raise ValueError("a fault of the program")
+        if how == "interrupt" and tt.rank() == 1 and step == 2:
+            raise KeyboardInterrupt
+        if how == "stall" and tt.rank() == 1 and (epoch, step) == (0, 2):
+            until = time.monotonic() + 60
+            while not os.path.exists(sys.argv[2]) and time.monotonic() < until:
+                time.sleep(0.02)
         if how == "exit" and tt.rank() == 1 and step == 2:
             sys.exit(3)
         if how == "die" and tt.rank() == 1 and step == 2:

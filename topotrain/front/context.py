@@ -51,6 +51,7 @@ class Context:
     roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
+    loop_ended: Callable[[], None] | None = None  # called where the script comes to the end of a pass, or of `epochs`
     leave: Callable[[], None] | None = None  # set where the script itself may end its part
 
     @property

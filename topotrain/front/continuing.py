@@ -61,6 +61,8 @@ class Continuing:
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
+        self.in_epochs = False
+        """The script is in the middle of a loop over `tt.epochs`."""
         self._at = Condition(self._earlier.first, self._earlier.steps)  # what holds for the whole pass
         self._begins = False  # its first batch was not given yet
         self._now: Stand = {}  # before the batch that is asked for
@@ -151,11 +153,16 @@ class Continuing:
 
     def ended(self) -> None:
         """As `data.Memory` has it. Raises Leaving, as `asked` does."""
+        self._loop_ended()
         self._look_whether_it_leaves()
         if self._worker.snapshot and singly(self._here.place.job):
             # Of this pass others had batches left at the snapshot, and nobody could draw it again from the next one.
             self._now = self._stand()
             self._leave_snapshot()
+
+    def _loop_ended(self) -> None:
+        if self._here.loop_ended is not None:
+            self._here.loop_ended()
 
     def _look_whether_it_leaves(self) -> None:
         if self._worker.leaves or self._worker.exchange.data.leaves:
@@ -245,12 +252,17 @@ class Continuing:
             begin = max(0, was.epoch - max(0, was.epoch_pass - self.first))
             if isinstance(loader, ShardedLoader):
                 loader.skip_to(min(was.epoch_pass, self.first))
-        for number in range(begin, count):
-            passes = loader.passes if isinstance(loader, ShardedLoader) else 0
-            self._at = replace(self._at, turn=turn, epoch=number, epoch_pass=passes)
-            if loader is None:
-                self._begin_unseen(was if number == begin else None)
-            yield number
+        try:
+            for number in range(begin, count):
+                passes = loader.passes if isinstance(loader, ShardedLoader) else 0
+                self._at = replace(self._at, turn=turn, epoch=number, epoch_pass=passes)
+                if loader is None:
+                    self._begin_unseen(was if number == begin else None)
+                self.in_epochs = True
+                yield number
+        finally:  # also where the script leaves the loop
+            self.in_epochs = False
+            self._loop_ended()
         self._at = replace(self._at, turn=turn + 1, epoch=0, epoch_pass=self._at.passes)
 
     def _begin_unseen(self, was: Condition | None) -> None:

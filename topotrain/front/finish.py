@@ -24,6 +24,12 @@ class Unfinished(Exception):
     """The job's result could not be brought home; the text says why, and from where the job can go on."""
 
 
+def is_complete(here: Context) -> bool:
+    """Whether the script, should it end here, has done its part: it is not in the middle of a loop."""
+    in_epochs = here.continuing is not None and here.continuing.in_epochs
+    return not (in_epochs or (here.loader is not None and here.loader.under_way))
+
+
 def finish(here: Context) -> None:
     """After the program: goodbye to the servers; worker (0,0) brings the result home."""
     worker = here.worker
@@ -100,6 +106,17 @@ def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) ->
         f"the final parameters are not finite: {spoiled[0]}{more}, though every gradient that was applied was; they "
         f"are in {path} as they are, and no metric was computed (nonfinite: kAllow would let it pass). {why}"
     )
+
+
+def _left(workspace: Path) -> str:
+    """From where a job can go on that could not write its result."""
+    folder = workspace / FOLDER
+    for number in reversed(numbers(folder)):
+        with suppress(ConfigError):
+            found = Manifest.open(folder / name_of(number))
+            how = f"`topotrain run --resume {workspace}` (or the same job with `resume: true`)"
+            return f"{how} goes on from snapshot {name_of(number)}, which has step {found.steps(0)}"
+    return "there is no snapshot from which the job can go on"
 
 
 def _measure(here: Context) -> None:

@@ -21,11 +21,13 @@ from topotrain.events import Event, Failed, Final, Metrics, Notice
 from topotrain.exchange import JobError, PeerLost
 from topotrain.front import context as process
 from topotrain.front.context import Context
-from topotrain.front.finish import close, finish
+from topotrain.front.finish import close, finish, is_complete
+from topotrain.front.ownend import OwnEnd
 from topotrain.front.serving import Terms, by_hand, check_there, place_of, tell, understandable
 from topotrain.host import WorkerRoads
 from topotrain.job import ConfigError, Job
 from topotrain.launch.child import end_process
+from topotrain.launch.remains import Remains
 from topotrain.private import make_folder
 from topotrain.rendezvous import Store, StoreError
 from topotrain.rendezvous.static import StaticStore, as_data
@@ -114,8 +116,11 @@ def leave() -> None:
 
 
 def _roads(place: Place, me: Address, terms: Terms) -> WorkerRoads:
+    def long_wait(seconds: float) -> None:
+        tell(f"{terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
+
     try:
-        return WorkerRoads(place, me)
+        return WorkerRoads(place, me, long_wait=long_wait)
     except WireError as error:
         raise understandable(error, terms) from error
 
@@ -142,12 +147,32 @@ class _Joined:
         self._said = False
         self._exit, self._hook = sys.exit, sys.excepthook
         self._usual_interrupts = between_frames()
+        self._own_end = OwnEnd(self)
 
     def watch(self) -> None:
         """Notice how the script ends."""
         sys.excepthook = self._uncaught
         sys.exit = self._leaving  # type: ignore[assignment]  # at exit nothing tells with which code
         atexit.register(self._at_exit)
+        self._own_end.watch()
+        Remains(self._remains).watch_after_main()
+
+    def _remains(self, text: str) -> None:
+        if not self._over:  # else it is the business of an ordinary process
+            tell(f"{self._here.me}: {text}")
+
+    def is_complete(self) -> bool:
+        """As `ownend.Part` has it."""
+        return is_complete(self._here)
+
+    def end(self) -> int:
+        """As `ownend.Part` has it."""
+        try:
+            self.leave()
+        except BaseException as error:
+            self._uncaught(type(error), error, error.__traceback__)
+            return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 0
 
     def leave(self) -> None:
         """Finish; what goes wrong is raised after all has been closed."""
@@ -159,7 +184,16 @@ class _Joined:
             self._abort(error)
             raise
         self._close(finished=True)
-        code = self._servers.wait(END_S) if self._servers is not None else 0
+        if self._servers is not None:
+            self._await(self._servers)
+
+    def _await(self, servers: "subprocess.Popen[bytes]") -> None:
+        try:
+            code = servers.wait(END_S)
+        except subprocess.TimeoutExpired:
+            servers.kill()
+            text = f"the servers beside {self._here.me} did not end within {END_S:g} s after it, and were killed"
+            raise JobError(text, False) from None
         if code:
             raise JobError(f"the servers beside {self._here.me} ended with code {code}", False)
 
@@ -168,6 +202,7 @@ class _Joined:
         atexit.unregister(self._at_exit)
         sys.excepthook, sys.exit = self._hook, self._exit
         self._usual_interrupts()
+        self._own_end.forget()
         process.enter(None)
         close(self._here, finished)
 
@@ -214,11 +249,9 @@ class _Joined:
         if self._failed is not None:
             self._abort(self._failed)
             return
-        try:
-            self.leave()
-        except BaseException as error:
-            self._uncaught(type(error), error, error.__traceback__)
-            end_process(130 if isinstance(error, KeyboardInterrupt) else 1)
+        code = self.end()
+        if code:
+            end_process(code)
 
 
 def _words(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,15 +19,16 @@ from topotrain import textproto
 from topotrain.checkpoint import Manifest
 from topotrain.checkpointwriter import Writer, writer_for
 from topotrain.copies import Seat
-from topotrain.events import Apart, Counted, Covered, Differs, Failed, Finished, Missed, Serving
+from topotrain.events import Apart, Counted, Covered, Differs, Ending, Event, Failed, Finished, Missed, Serving, Waits
 from topotrain.front import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.front.context import Context, enter
 from topotrain.front.farewell import Farewell
 from topotrain.front.final import NotSaved
-from topotrain.front.finish import SpoiledResult, Unfinished, close, finish, kind_of
+from topotrain.front.finish import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
 from topotrain.front.keeping import roads_of
 from topotrain.front.leaving import Leaving, leave
 from topotrain.front.orders import Orders
+from topotrain.front.ownend import OwnEnd
 from topotrain.front.profile import Profile
 from topotrain.host import Homes, WorkerRoads, serve
 from topotrain.job import OnFailure
@@ -79,7 +80,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     tell = partial(_tell_distance, control)
     sent, received = serve(place, addresses, serving, trouble, profile.server, *ears, ended=tell)
     profile.leave()
-    _tell_counts(control, place, homes[-1])
+    _tell_counts(control.emit, place, homes[-1])
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)
@@ -160,11 +161,11 @@ class Watchful:
             self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
 
 
-def _tell_counts(control: Control, place: Place, homes: Homes) -> None:
+def _tell_counts(emit: Callable[[Event], None], place: Place, homes: Homes) -> None:
     """What the servers of this process that decide for others have counted."""
     found = {home.server.me: home.server for g in range(place.topology.worker_groups) if (home := homes.coordinator(g))}
     for me, server in found.items():
-        control.emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
+        emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
 
 
 def _comes_back(place: Place, worker: Address) -> bool:
@@ -222,21 +223,56 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
     beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
     farewell.writer = writer = _writer(place, beside, control) if beside else None
-    here.roads_of = partial(WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer)
+
+    def long_wait(seconds: float) -> None:
+        control.emit(Waits(str(me), seconds))
+
+    here.roads_of = partial(
+        WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer, long_wait=long_wait
+    )
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
+    part = _Part(here, log, profile, [Address(Role.SERVER, group, index) for group, index in spec["servers"]])
+    own_end = OwnEnd(part)
+    own_end.watch()
+    here.loop_ended = own_end.watch_c
     code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
-    if code == 0:
-        code = _guarded(here, log, lambda: finish(here))
-    profile.leave()
-    close(here, finished=code == 0)
-    homes = roads_of(here).beside if code == 0 and here.roads is not None else None
-    if homes is not None:
-        _tell_counts(control, place, homes)
-    for group, index in spec["servers"] if code == 0 else ():
-        control.emit(Finished(str(Address(Role.SERVER, group, index)), 0, 0, 0.0, 0, 0, 0))
-    return 0 if code == _LEFT else code
+    own_end.forget()
+    return part.leave(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A worker's part in the job, as its end goes; servers: those beside it."""
+
+    here: Context
+    log: Path | None
+    profile: Profile
+    servers: Sequence[Address]
+
+    def is_complete(self) -> bool:
+        """As `ownend.Part` has it."""
+        return is_complete(self.here)
+
+    def end(self) -> int:
+        """As `ownend.Part` has it."""
+        code = self.leave(0)
+        self.here.emit(Ending(str(self.here.me)))
+        return code
+
+    def leave(self, code: int) -> int:
+        """End with the code of the program; returns that of the process."""
+        if code == 0:
+            code = _guarded(self.here, self.log, lambda: finish(self.here))
+        self.profile.leave()
+        close(self.here, finished=code == 0)
+        homes = roads_of(self.here).beside if code == 0 and self.here.roads is not None else None
+        if homes is not None:
+            _tell_counts(self.here.emit, self.here.place, homes)
+        for server in self.servers if code == 0 else ():
+            self.here.emit(Finished(str(server), 0, 0, 0.0, 0, 0, 0))
+        return 0 if code == _LEFT else code
 
 
 def _run_program(program: str, args: Sequence[str]) -> None:
@@ -262,14 +298,14 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
     except Leaving:
         leave(here)
         return _LEFT
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:
+    except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here
         kind = kind_of(error)
         if here.worker is not None or here.tables is not None:
             roads_of(here).exchange.leave()  # what the others hear from here on is no cause
         trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
-        explained = isinstance(error, Unfinished | NotSaved | SpoiledResult)  # the lines of topotrain that met it explain nothing
+        explained = isinstance(
+            error, Unfinished | NotSaved | SpoiledResult
+        )  # the lines of topotrain that met it explain nothing
         text = f"{error}\n" if explained else trace
         _write(text, log)
         if kind == "quarantine" and here.parting is not None:

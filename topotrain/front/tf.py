@@ -24,7 +24,7 @@ from topotrain.front.placing import (
     byte_size_load_fn,
 )
 from topotrain.front.residence import Residence
-from topotrain.front.serving import Terms, serve
+from topotrain.front.serving import Terms, serve, tell
 from topotrain.front.session import TrainOp, minimize
 from topotrain.front.sessiontask import Task
 from topotrain.job import Cluster, ConfigError, Job, Road
@@ -131,6 +131,8 @@ class Server:
 
         With `session=True`: be there for clients, until the process is stopped.
 
+        Ctrl-C in a task that only serves ends its process with code 130 (SystemExit).
+
         Raises:
             ConfigError: nobody can be let in at this task's address.
             JobError: the job cannot go on.
@@ -139,7 +141,8 @@ class Server:
         if self._placed:
             return
         if self.session:
-            self._reside()
+            with _stopped_by_user(self.job_name, self.task_index):
+                self._reside()
             return
         if self.job_name == "worker":
             here = process.current()
@@ -149,7 +152,8 @@ class Server:
             leave()
             return
         me = Address(Role.SERVER, 0, self.task_index)
-        serve(self._job, [me], StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
+        with _stopped_by_user(self.job_name, self.task_index):
+            serve(self._job, [me], StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
 
     def _reside(self) -> None:
         me = Task(self.job_name, self.task_index, self.address)
@@ -162,6 +166,16 @@ class Server:
         group, index = (0, self.task_index) if self.sync else (self.task_index, 0)
         me = Address(Role.WORKER, group, index)
         join(self._job, me, StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
+
+
+@contextmanager
+def _stopped_by_user(job: str, index: int) -> Iterator[None]:
+    """Ctrl-C is how a task is ended that only serves; it says so in a line, and not by a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        tell(f"/job:{job}/task:{index}: stopped (Ctrl-C)")
+        raise SystemExit(130) from None
 
 
 def _complete(cluster: ClusterSpec, job: str) -> list[str]:

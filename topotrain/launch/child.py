@@ -2,6 +2,7 @@
 
 Rule: the control channel is a stream socket; JSON lines of events go up, JSON lines of commands come down, and its end
 of file means that the unit is gone. A child then leaves at once with its whole process group: nobody would hear it.
+The same goes for a child whose program has closed the channel. The last word on it is that the process is about to end.
 """
 
 import atexit
@@ -11,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,14 +22,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from topotrain.events import Event, Failed, to_json
+from topotrain.events import Ending, Event, Failed, Notice, to_json
 from topotrain.job import ConfigError
+from topotrain.launch.remains import Remains
 
 OnCommand = Callable[[dict[str, Any]], None]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread per process where the user says nothing: the number changes bits, and many processes share the cores."""
 _OMP = "OMP_NUM_THREADS"
 _MOST_THREADS = 4096
+LOOK_S = 1.0
+"""How often a child looks whether its channel is still its own."""
+CLOSED = (
+    "topotrain: the program has closed descriptors that it did not open (os.closerange, os.close?), by which this "
+    "process hears of its job: it ends here"
+)
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,15 +58,32 @@ class Control:
             self._channel.sendall(line)
 
     def _listen(self) -> None:
-        for line in _lines(self._channel):
-            if self._on_command is not None:
-                self._on_command(json.loads(line))
+        try:
+            for line in _lines(self._channel):
+                if self._on_command is not None:
+                    self._on_command(json.loads(line))
+        except _Closed:
+            _say_closed()
+            os._exit(1)
         leave_with_group()
+
+
+class _Closed(Exception):
+    """The program has closed the channel to the unit."""
 
 
 def _lines(channel: socket.socket) -> Iterator[bytes]:
     rest = b""
+    file = _file(channel.fileno())
+    readable = select.poll()
+    readable.register(channel, select.POLLIN)
     while True:
+        # Not recv alone: it would go on waiting on a socket whose descriptor the program has closed meanwhile.
+        ready = readable.poll(LOOK_S * 1000)
+        if _file(channel.fileno()) != file:
+            raise _Closed
+        if not ready:
+            continue
         try:
             data = channel.recv(4096)
         except OSError:
@@ -66,6 +92,20 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
             return
         *whole, rest = (rest + data).split(b"\n")
         yield from whole
+
+
+def _file(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor leads to; None: to none any more."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _say_closed() -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{CLOSED}\n".encode())
 
 
 def leave_with_group() -> None:
@@ -135,11 +175,29 @@ def live(birth: Birth) -> NoReturn:
     """Turn a fresh fork into the process that was asked for, run it, and end."""
     code = 1
     try:
+        for fd in birth.fds:  # a program that takes this one's place (os.exec…) must not hold them open
+            os.set_inheritable(fd, False)
         _become(birth)
         control, fds = birth.fds[0], birth.fds[3:]
-        code = call(birth.request["call"], birth.request["spec"], socket.socket(fileno=control), fds)
+        channel, file = socket.socket(fileno=control), _file(control)
+        code = call(birth.request["call"], birth.request["spec"], channel, fds)
+        if _file(control) == file:
+            _announce(birth.request["who"], channel)
+        else:
+            _say_closed()
     finally:
         end_process(code)
+
+
+def _announce(who: str, channel: socket.socket) -> None:
+    """Tell the unit that this process is about to end, and, if that takes long, what it still waits for."""
+
+    def tell(event: Event) -> None:
+        with contextlib.suppress(OSError):
+            channel.sendall(to_json(event).encode() + b"\n")
+
+    tell(Ending(who))
+    Remains(lambda text: tell(Notice(who, text))).watch()
 
 
 def die_with_parent(yes: bool) -> None:

@@ -71,7 +71,8 @@ class Child:
 
     `events` come over its control channel; `outputs`, by stream name, are the pipes of the main worker alone, whose
     output the unit also writes to the log. The other children write to their log themselves. `fds` are memfds that it
-    shares, which stay the unit's. `doomed`: it must end, since another one takes its place.
+    shares, which stay the unit's. `announced`: it has said that it is about to end. `doomed`: it must end, since
+    another one takes its place. `deaf_from`: when its channel ended, before the process itself did.
     """
 
     residents: tuple[Address, ...]
@@ -85,7 +86,9 @@ class Child:
     code: int | None = None
     failed: bool = False
     log_failed: bool = False
+    announced: bool = False
     doomed: bool = False
+    deaf_from: float | None = None
 
     @property
     def who(self) -> str:

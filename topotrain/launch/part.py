@@ -37,6 +37,8 @@ from topotrain.rendezvous.secret import job_key, load_secret
 from topotrain.rendezvous.url import parse
 from topotrain.topology import Topology, layout
 
+QUIET_S = 5.0
+"""How long a unit whose part is done waits for the others before that is told."""
 STORE_S = 3.0
 """Seconds for which an operation tries to reach a store that is away, before it is asked again later."""
 _OPEN = "{} neither encrypts nor asks who is there: between hosts use it on a network of your own only"
@@ -205,7 +207,7 @@ class Part:
                 text = f"{where} cannot go on: {error}" if refused else f"{where} failed: {error!r}"
                 self._give_up(hall, End(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
-            end = _agree(company, outcome, notes, heard, again)
+            end = _agree(company, outcome, notes, heard, again, hear)
             if heard.came:
                 self.outlet.hurry()
             for other, events in sorted(company.reports.items()):
@@ -260,7 +262,7 @@ def _where(topology: Topology) -> dict[str, int]:
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
 
 
-def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals, again: bool) -> End:
+def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals, again: bool, on_event: OnEvent) -> End:
     """Wait until all agree how the job has ended; a signal ends it. again: it was about to start again."""
     if again:
         if heard.came and not company.over:
@@ -270,8 +272,11 @@ def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals, aga
         with DefaultSelector() as selector:
             selector.register(company.fileno(), EVENT_READ)
             selector.register(heard.woken, EVENT_READ)
+            seconds: float | None = QUIET_S
             while not company.over and not heard.came:
-                selector.select()
+                if not selector.select(seconds):
+                    seconds = None
+                    on_event(Notice("launcher", "what runs here has ended; the job ends when its other units have"))
         if heard.came and not company.over:
             company.signalled(heard.came[0])
     elif outcome.cause is not None and not company.over:

@@ -45,6 +45,7 @@ from topotrain.launch.lines import ending, log_tail
 from topotrain.launch.post import Back, Letter, News, Post, Vanished
 from topotrain.launch.recovery import Recovery
 from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize
+from topotrain.launch.standstill import Standstill
 from topotrain.launch.supervisor import GRACE_S
 from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
 from topotrain.launch.workspace import Processes
@@ -163,6 +164,8 @@ class Run:
         self._pids: dict[str, int] = {}
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
         self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
+        self._is_whole = len(self._workers) == topology.worker_groups * topology.workers_per_group
+        self._standstill = Standstill(self._workers)
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
         self._released = False
@@ -239,6 +242,9 @@ class Run:
                 self._await_post(self._post)
             if self._recovery is not None and not self._stopping:
                 self._obey(self._recovery.turn(time.monotonic()))
+            still = self._standstill.turn(time.monotonic(), self._missing)
+            if still is not None and not self._stopping:
+                self._on_event(still)
             self._processes.save(self._missing)
             self._regulate()
         return self._outcome()
@@ -493,6 +499,7 @@ class Run:
             return
         self._processes(event)
         self._on_event(event)
+        self._standstill.heard(event, time.monotonic())
         match event:
             case Failed():
                 self._failed(event)
@@ -508,7 +515,7 @@ class Run:
             case Exited(who=who, code=code):
                 self._exits[who] = code
                 ended = self._workers - self._missing <= self._exits.keys()
-                if self._company is None and not self._stopping and ended:
+                if self._is_whole and not self._stopping and ended:  # servers may serve workers of units elsewhere
                     self._alarm = self._alarm or (time.monotonic() + SERVERS_S, self._servers_stayed)
             case _:
                 pass
@@ -519,11 +526,18 @@ class Run:
                 self._tell(from_json(line.decode()))
         if unit.lines.fd in self._selector.get_map():
             self._selector.unregister(unit.lines.fd)
-        code = unit.process.returncode
+        code, left = unit.process.returncode, self._unheard(unit.rank)
         self._tell(Exited(unit.who, unit.process.pid, code))
-        if code and not self._stopping and (code < 0 or not self._failures):
-            text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}"
+        if (code or left) and not self._stopping and (code < 0 or not self._failures):
+            early = "" if code else f" before {', '.join(left)} had ended"
+            text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}{early}"
             self._tell(Failed(unit.who, "died", text, log_tail(unit.log)))
+
+    def _unheard(self, rank: int) -> list[str]:
+        """Residents of a unit that nobody has seen end."""
+        there = [unit for unit in self.topology.units if unit.rank == rank]
+        residents = {str(who) for unit in there for who in (*unit.workers, *unit.servers)}
+        return sorted(residents - self._missing - self._exits.keys())
 
     def _forkserver_ended(self, process: "subprocess.Popen[bytes]") -> None:
         self._processes(Exited("forkserver", process.pid, process.returncode))

@@ -7,7 +7,8 @@ forkserver kills the children of a closed connection and each child watches its 
 Where the job is to go on when processes die (`on_failure: kContinue`), a death is told as Lost, and what follows from
 it is the launcher's to say: "restart" makes the workers of a group anew (or for the first time), "dismiss" ends one
 process (which has been frozen for too long), "tell" has words for one, "kill" ends all at once, and until it says "end"
-the unit stays, for its processes may be needed once more.
+the unit stays, for its processes may be needed once more. A process that ends without having announced it is lost,
+whatever its exit code; so is one whose channel has ended, since nothing can be said to it any more.
 
 The output of the main worker is read only as fast as the launcher takes it ("hold": its own reader does not read), so
 that a print waits as under plain `python`. Events are always read, and nothing is dropped.
@@ -25,6 +26,7 @@ from enum import Enum
 from typing import Any
 
 from topotrain.events import (
+    Ending,
     Event,
     Exited,
     Failed,
@@ -51,9 +53,13 @@ GRACE_S = 1.5
 """From SIGTERM to SIGKILL."""
 GIVE_UP_S = 1.0
 """From SIGKILL until we leave without having seen the end; closing the connection kills once more."""
+DEAF_S = 2.0
+"""From the end of a child's channel to that of the child, before it is ended: the kernel closes files first."""
 _BACKLOG_BYTES = 1 << 20
 """Of what the launcher has not taken yet; with more, the main worker's output is not read, which makes it wait."""
 _STDIN, _STDOUT = 0, 1
+_UNANNOUNCED = " before its part was done: did the program call os._exit, os.exec… or exit() of a C library?"
+_DEAF = "has closed the channel to its unit and runs on: did the program call os.exec… or close all descriptors?"
 
 
 class Stage(Enum):
@@ -136,6 +142,7 @@ class Unit:
                 key.data()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._insist()
+        self._end_the_deaf(time.monotonic())
 
     def _on_readable(self, fd: int, do: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, do)
@@ -239,6 +246,16 @@ class Unit:
             self._take(child, stream, line)
         if not source.open:
             self._ignore(source.fd)
+            if source is child.events:
+                child.deaf_from = time.monotonic()
+
+    def _end_the_deaf(self, now: float) -> None:
+        """Processes that nothing can be said to any more, although they had not announced their end."""
+        for child in self._living() if self._stage is Stage.RUNNING else []:
+            deaf = child.deaf_from is not None and now >= child.deaf_from + DEAF_S
+            if deaf and not (child.announced or child.failed or child.doomed):
+                self._fail(child, f"{child.who} (pid {child.pid}) {_DEAF}")
+                self._dismiss([child])
 
     def _take(self, child: Child, stream: str, line: bytes) -> None:
         if stream:
@@ -251,6 +268,9 @@ class Unit:
             event = from_json(line.decode())
         except ValueError as error:
             self._tell(Notice(child.who, f"an event that cannot be read: {error}"))
+            return
+        if isinstance(event, Ending):
+            child.announced = True
             return
         child.failed |= isinstance(event, Failed)
         self._tell(event)
@@ -267,8 +287,9 @@ class Unit:
         for stream, source in heard:
             for line in source.drain():
                 self._take(child, stream, line)
-        if code and not child.failed and not child.doomed and self._stage is Stage.RUNNING:
-            self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}")
+        known = child.failed or child.doomed or (code == 0 and child.announced)
+        if not known and self._stage is Stage.RUNNING:
+            self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
         self._end(child, code)
 
     def _fail(self, child: Child, text: str) -> None:
