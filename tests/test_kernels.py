@@ -1,0 +1,183 @@
+"""A kernel is taken only where it computes what the plain loop computes."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+
+from topotrain import kernels
+from topotrain.job import ConfigError
+from topotrain.kernels import STEPS, TOLERANCE, Verdict, verdict
+from topotrain.update import OptimizerSpec, SliceUpdate
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FUSED: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}, {"momentum": 0.5, "dampening": 0.1}],
+    "Adam": [{}, {"amsgrad": True, "weight_decay": 1e-4}, {"maximize": True}],
+    "AdamW": [{}],
+    "Adagrad": [{}, {"initial_accumulator_value": 0.1, "lr_decay": 1e-3}],
+}
+
+
+def group(cls: Any, **settings: Any) -> dict[str, Any]:
+    """A parameter group's options, at a rate with which nothing could be seen."""
+    return {**cls([torch.zeros(1)], **settings).param_groups[0], "lr": 1e-8}
+
+
+class Wrong(SGD):
+    """SGD whose fused kernel is wrong in one way: `spoil` gets (value, what the plain loop would make of it)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        fused = [one["fused"] for one in self.param_groups]
+        before = [[value.clone() for value in one["params"]] for one in self.param_groups]
+        for one in self.param_groups:
+            one["fused"] = False
+        super().step(closure)
+        for one, old, was in zip(self.param_groups, before, fused, strict=True):
+            one["fused"] = was
+            for value, start in zip(one["params"], old, strict=True):
+                if was:
+                    self.spoil(value, start)
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class NoOp(Wrong):
+    """It does nothing."""
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        value.copy_(start)
+
+
+class NoVectors(Wrong):
+    """It leaves out all whole vectors, as torch 2.13's does in short floats."""
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        whole = len(value) // 16 * 16
+        value[:whole] = start[:whole]
+
+
+class NoTail(Wrong):
+    """It leaves out what is behind the last whole vector of 64."""
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        whole = len(value) // 64 * 64
+        value[whole:] = start[whole:]
+
+
+class Uphill(Wrong):
+    """It goes the other way."""
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        value.copy_(2 * start - value)
+
+
+class LastOfLarge(Wrong):
+    """It forgets the last element of a large tensor."""
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        if len(value) > 4096:
+            value[-1] = start[-1]
+
+
+class NotANumber(Wrong):
+    """One element becomes NaN."""
+
+    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
+        value[0] = float("nan")
+
+
+class NoDecay(SGD):
+    """Its fused kernel knows no weight decay."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.param_groups:
+            fused, decay = one["fused"], one["weight_decay"]
+            one |= {"fused": False, "weight_decay": 0.0 if fused else decay}
+            super().step(closure)
+            one |= {"fused": fused, "weight_decay": decay}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", [NoOp, NoVectors, NoTail, Uphill, LastOfLarge, NotANumber])
+def test_a_wrong_kernel_is_seen(cls: type[Wrong], dtype: torch.dtype) -> None:
+    assert verdict(cls, group(cls), dtype, "cpu") is Verdict.WRONG
+    assert kernels.choose(cls, group(cls), [(dtype, "cpu")]) == {"fused": None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_option_is_tried_where_it_is_set(dtype: torch.dtype) -> None:
+    assert verdict(NoDecay, group(NoDecay, weight_decay=1e-4), dtype, "cpu") is Verdict.WRONG
+    assert verdict(NoDecay, group(NoDecay), torch.float32, "cpu") is Verdict.RIGHT
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "settings"), [(name, each) for name, found in FUSED.items() for each in found])
+def test_torchs_kernels_are_judged_by_what_they_do(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Whatever this torch has on this machine: steps of another size, other values and a longer run agree with it."""
+    cls = getattr(torch.optim, name)
+    chosen = kernels.choose(cls, group(cls, **settings), [(dtype, "cpu")])["fused"]
+    if name != "SGD" or dtype in (torch.float32, torch.float64):
+        assert chosen is True, "the tolerance is too small for a right kernel"
+    ends = []
+    for kernel in (chosen, False):
+        dice = torch.Generator().manual_seed(5)
+        value = torch.rand(1000, generator=dice).add(0.5).to(dtype)
+        optimizer = cls([value], lr=0.125, fused=kernel, foreach=False, **settings)
+        for _ in range(STEPS):
+            value.grad = torch.rand(1000, generator=dice).add(0.5).neg().to(dtype)
+            optimizer.step()
+        ends.append(value)
+    mine, plain = ends
+    assert float((mine - plain).abs().max() / plain.abs().max()) <= TOLERANCE * torch.finfo(dtype).eps
+
+
+def test_a_group_without_a_step_to_be_seen_has_the_plain_loop() -> None:
+    huge = group(torch.optim.Adagrad, initial_accumulator_value=1e12)
+    assert verdict(torch.optim.Adagrad, huge, torch.bfloat16, "cpu") is Verdict.UNSEEN
+    assert kernels.choose(torch.optim.Adagrad, huge, [(torch.bfloat16, "cpu")]) == {"fused": None}
+    assert verdict(SGD, group(SGD), torch.complex64, "cpu") is Verdict.UNSEEN
+
+
+def test_each_kernel_is_tried_once_whatever_the_schedule_says() -> None:
+    kernels._try.cache_clear()
+    for step in range(1, 20):
+        settings = {"lr": 1.0 / step, "momentum": 0.9 - step / 100, "weight_decay": 1e-3 / step}
+        assert verdict(SGD, group(SGD) | settings, torch.float32, "cpu") is Verdict.RIGHT
+        assert verdict(Adam, group(Adam) | {"betas": (0.9 - step / 100, 0.99)}, torch.float32, "cpu") is Verdict.RIGHT
+    assert kernels._try.cache_info().misses == 2
+
+
+def test_a_trial_draws_no_number_of_the_scripts() -> None:
+    kernels._try.cache_clear()
+    before = torch.get_rng_state()
+    assert verdict(Adam, group(Adam), torch.float32, "cpu") is Verdict.RIGHT
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_kernel_that_the_script_names_must_be_right() -> None:
+    named = group(NoOp) | {"fused": True}
+    with pytest.raises(ConfigError, match="fused = true: must be left out or False: in float32 on this machine"):
+        kernels.choose(NoOp, named, [(torch.float32, "cpu")])
+    assert kernels.choose(NoOp, group(NoOp) | {"fused": False}, [(torch.float32, "cpu")]) == {}
+    assert kernels.choose(Adam, group(Adam) | {"fused": True}, [(torch.float32, "cpu")]) == {}
+
+
+def test_an_option_that_comes_later_is_tried_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("my_rules")
+    module.NoDecay = NoDecay  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_rules", module)
+    own = group(NoDecay)
+    del own["params"]
+    value = torch.ones(64)
+    update = SliceUpdate(OptimizerSpec("my_rules:NoDecay", (own,), (0,)), [(0, 0, value)], "my_rules")
+    assert update._optimizer is not None
+    assert update._optimizer.param_groups[0]["fused"] is True
+    text = '[{"lr":1.0,"weight_decay":0.5,"fused":null,"foreach":null}]'
+    update.apply(text.encode(), {0: torch.zeros(64)})
+    assert update._optimizer.param_groups[0]["fused"] is None
+    assert torch.equal(value, torch.full((64,), 0.5))
