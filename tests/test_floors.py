@@ -22,8 +22,8 @@ FLOORS = (
     "checks job protofile textproto events spans",
     "topology regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord reduction given collective consistency "
-    "schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup readers "
-    "ending membership snapshotbook crosscut snapshotting "
+    "schedule kernels update neighbor leases deposits runs position shard encoding windows model snapshot backup "
+    "readers ending membership snapshotbook crosscut snapshotting "
     "tables tablerows tablerules tablemodes tablecopy tablebook manners opening server gateway views comparison "
     "replication transfer",
     "jitter wire torchdist rendezvous torchurl",
