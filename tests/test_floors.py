@@ -22,7 +22,7 @@ FLOORS = (
     "private checks job protofile singanet textproto events spans",
     "topology asynchrony regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord samples reduction given collective "
-    "consistency schedule update neighbor leases deposits runs position shard encoding windows model snapshot backup "
+    "consistency schedule kernels update neighbor leases deposits runs position shard encoding windows model snapshot backup "
     "readers ending membership snapshotbook crosscut snapshotting "
     "tables tablerows tablerules tablemodes tablecopy tablebook manners opening server gateway views comparison "
     "replication transfer",

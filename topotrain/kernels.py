@@ -126,7 +126,7 @@ class _Trial:
 
     def __init__(self, cls: Any, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
         self._chance = torch.Generator().manual_seed(1)
-        self._kind = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
         self._signs = [torch.rand(size, generator=self._chance).sub(0.5).sign() for size in SIZES]
         self._uphill = 1.0 if settings.get("maximize") else -1.0
         self._begin = [self._near_one(sign) for sign in self._signs]
@@ -134,7 +134,7 @@ class _Trial:
         self._optimizer: Optimizer = cls(self._values, **settings)
 
     def _near_one(self, signs: torch.Tensor) -> torch.Tensor:
-        return (signs * (torch.rand(len(signs), generator=self._chance) + 0.5)).to(**self._kind)
+        return (signs * (torch.rand(len(signs), generator=self._chance) + 0.5)).to(self._device, self._dtype)
 
     def step(self) -> None:
         for value, signs in zip(self._values, self._signs, strict=True):
