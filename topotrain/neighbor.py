@@ -66,6 +66,8 @@ class Distance:
 
 def _square(tensor: torch.Tensor) -> float:
     """Of the norm; a half-precision number has no room for it."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return float(torch.dot(tensor, tensor))
     return float(torch.linalg.vector_norm(tensor if tensor.itemsize > 2 else tensor.float())) ** 2
 
 

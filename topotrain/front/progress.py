@@ -88,7 +88,7 @@ class Telling:
             self._here.emit(Notice(str(self._here.me), f"{words}its loop before they could be given again"))
         if self._rising is not None:
             self._rising.end()
-        if self._here.is_main and self._loss is not None and not math.isfinite(self._loss):
+        if self._loss is not None and not math.isfinite(self._loss) and self._here.is_main:
             why = explanation(self._here.place.topology, self._worker.momentum)
             words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
             self._here.emit(Notice(str(self._here.me), words))
