@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,53 +116,39 @@ CASES: Sequence[Case] = (
     Case("collective-tree", f"{ALLREDUCE} algorithm: kTree"),
     Case("collective-naive", f"{ALLREDUCE} algorithm: kNaive", same_as="sandblaster"),
     Case("collective-gloo", f"{PAIR} engine: kGloo"),
-    Case("collective-ring-hidden", f"{ALLREDUCE} algorithm: kRing", top=HIDDEN, same_as="collective-ring"),
     # when gradients are seen, applied and fetched
     Case("hidden", SANDBLASTER, top=HIDDEN, same_as="sandblaster"),
-    Case("hidden-allreduce", ALLREDUCE, top=HIDDEN, same_as="sandblaster"),
     Case("on-arrival", f"{SANDBLASTER} slice_bytes: 4096", top=f"{HIDDEN} apply: kOnArrival", same_as="sandblaster"),
     Case("lazy", f"{SANDBLASTER} slice_bytes: 4096", top="pull: kLazy", same_as="sandblaster"),
     Case("fastest", ALLREDUCE, top=f"{HIDDEN} apply: kOnArrival pull: kLazy", same_as="sandblaster"),
     # slicing and compression
-    Case("slicing-tensor", f"{SANDBLASTER} slicing: kTensor", same_as="sandblaster"),
     Case("slicing-tensor-adafactor", f"{SANDBLASTER} slicing: kTensor", "--optimizer adafactor"),
     Case("fp16", f"{SANDBLASTER} compression: kFp16"),
-    Case("fp16-tcp", f"{SANDBLASTER} compression: kFp16 {TCP}", same_as="fp16"),
-    Case("int8", f"{SANDBLASTER} compression: kInt8"),
     Case("top-k", f"{SANDBLASTER} compression: kTopK compression_ratio: 0.1 {TCP}"),
     # one model over several workers
     Case("split-features", PAIR, top='partition { match: "^fc[12]$" partition_dim: 1 }'),
     Case("split-samples", PAIR, top="partition { partition_dim: 0 }"),
     Case("split-pipeline", PAIR, top=f"{STAGES} microbatches: 2"),
-    Case("split-pipeline-tcp", f"{PAIR} {TCP}", top=f"{STAGES} microbatches: 2", same_as="split-pipeline"),
     Case("split-1f1b", PAIR, f"{MOMENTUM} --model loss", f"{STAGES} microbatches: 2 schedule: k1F1B"),
     Case("split-by-script", PAIR, f"{MOMENTUM} --model views"),
     # optimizers, models and loops
-    Case("sgd", SANDBLASTER, "--optimizer sgd"),
-    Case("nesterov", SANDBLASTER, "--optimizer nesterov"),
     Case("adam", SANDBLASTER, "--optimizer adam"),
     Case("adamw", SANDBLASTER, "--optimizer adamw"),
-    Case("adagrad", SANDBLASTER, "--optimizer adagrad"),
-    Case("rmsprop", ALLREDUCE, "--optimizer rmsprop"),
-    Case("updater-adam", SANDBLASTER, "", ADAM),
-    Case("trainer", SANDBLASTER, "--trainer", f"train_steps: 20 {ADAM}", same_as="updater-adam"),
+    Case("trainer", SANDBLASTER, "--trainer", f"train_steps: 20 {ADAM}"),
     Case("bf16", SANDBLASTER, "--optimizer sgd --model bf16"),
     Case("batch-norm", SANDBLASTER, f"{MOMENTUM} --model norm"),
     Case("dropout", ALLREDUCE, f"{MOMENTUM} --model dropout"),
     Case("stream", SANDBLASTER, f"{MOMENTUM} --stream"),
     Case("accumulate", SANDBLASTER, f"{MOMENTUM} --accumulate 2"),
-    Case("accumulate-hidden", SANDBLASTER, f"{MOMENTUM} --accumulate 2", HIDDEN),
     Case("clip-in-script", SANDBLASTER, f"{MOMENTUM} --clip visible"),
     Case("clip-on-servers", SANDBLASTER, f"{MOMENTUM} --clip hidden", HIDDEN),
     Case("clip-norm", SANDBLASTER, "", CLIPPED % "clip_norm: 0.5"),
-    Case("clip-elements", SANDBLASTER, "", CLIPPED % "clip_low: -0.01 clip_high: 0.01"),
     # tables
     Case("sparse-weight", SANDBLASTER, "--optimizer sgd --model sparse"),
     Case("table", SANDBLASTER, f"{MOMENTUM} --model served"),
     # faults
     Case("replicas", f"{SANDBLASTER} {TCP} replicas: 2", same_as="sandblaster"),
     Case("without-resume", SANDBLASTER, NOISY, SNAPSHOTS),
-    Case("resume", SANDBLASTER, NOISY, SNAPSHOTS, resumed=SANDBLASTER, same_as="without-resume"),
     Case("resume-allreduce", SANDBLASTER, NOISY, SNAPSHOTS, resumed=ALLREDUCE, same_as="without-resume"),
     Case("resume-fewer-workers", SANDBLASTER, MOMENTUM, SNAPSHOTS, resumed=PAIR),
     Case("resume-table", SANDBLASTER, f"{MOMENTUM} --model served", SNAPSHOTS, resumed=ALLREDUCE, same_as="table"),
@@ -390,11 +376,12 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 
 def _record(cases: Sequence[Case], recorded: dict[str, dict[str, str]]) -> Iterator[Outcome]:
-    """Settle cases one after the other; the file is written after each, so that nothing is lost by Ctrl-C."""
+    """Settle cases one after the other. The file is written after each, so that nothing is lost by Ctrl-C."""
     state = code()
     for case in cases:
         outcome = settle(case, recorded)
-        recorded.pop(case.name, None)
+        if outcome.verdict is not Verdict.NOT_RUN:
+            recorded.pop(case.name, None)
         if outcome.verdict is Verdict.OK:
             recorded[case.name] = {"digest": outcome.digest, "code": state}
         order = {name: recorded[name] for name in (case.name for case in CASES) if name in recorded}
@@ -443,16 +430,12 @@ def main() -> None:
         found = (compare(case, recorded) for case in cases)
         told = _shown(found, len(cases), options.json) + ([] if options.only else _gone(recorded))
     if options.json:
-        print(json.dumps({"conditions": here, "code": code(), "cases": [vars_of(outcome) for outcome in told]}))
+        print(json.dumps({"conditions": here, "code": code(), "cases": [asdict(outcome) for outcome in told]}))
     wrong = [outcome for outcome in told if outcome.verdict not in WELL]
     if wrong and page and machine() != page["machine"]:
         say(f"recorded on: {page['machine']}; this is: {machine()}")
     say(f"{len(told) - len(wrong)} of {len(told)} cases are as they should be")
     raise SystemExit(1 if wrong else 0)
-
-
-def vars_of(outcome: Outcome) -> dict[str, str]:
-    return {name: str(getattr(outcome, name)) for name in ("name", "verdict", "digest", "text")}
 
 
 if __name__ == "__main__":
