@@ -59,6 +59,9 @@ Written by `make bench`; do not edit. A figure is a ratio of medians from one ru
 too. Times of different tables, or of different days, cannot be compared: look at the ratios.
 
 Where a goal is not met the page says why, as far as it is known.
+
+Digests of what synchronous jobs end with are no figures and stand apart, in [digests.json](results/digests.json), by
+`python -m benchmarks.digests`: see [what stays exact](../docs/exactness.md#the-record-of-digests).
 """
 
 

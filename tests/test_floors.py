@@ -22,8 +22,8 @@ FLOORS = (
     "private checks job protofile singanet textproto events spans",
     "topology asynchrony regrouping seats slices flatfile statetable tablefile rhythm",
     "message handling codecs finite compression bitmaps canonical accord samples reduction given collective "
-    "consistency schedule kernels update neighbor leases deposits runs position shard encoding windows model snapshot backup "
-    "readers ending membership snapshotbook crosscut snapshotting "
+    "consistency schedule kernels update neighbor leases deposits runs position shard encoding windows model snapshot "
+    "backup readers ending membership snapshotbook crosscut snapshotting "
     "tables tablerows tablerules tablemodes tablecopy tablebook manners opening server gateway views comparison "
     "replication transfer",
     "jitter wire torchdist rendezvous torchurl",
