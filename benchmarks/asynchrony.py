@@ -31,8 +31,8 @@ from torch import nn
 from benchmarks.harness import Figure, Row, row
 from benchmarks.programs.momentum import accuracy, build, read_digits, warm_up
 from benchmarks.record import ROOT, run_table, say
-from topotrain.neighbor import MasterAgreement
-from topotrain.slices import Parameter, cut
+from topotrain.config.sharding import Parameter, cut
+from topotrain.core.server.group_sync import MasterAgreement
 
 NAME, TITLE, GOALS = "asynchrony", "Momentum, and groups that do not wait", ()
 RATE, BATCH, EPOCHS, GROUPS = 0.05, 32, 10, 3

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.harness import Row, row
 from benchmarks.record import run_table
-from topotrain.slices import ALIGN, Parameter, SliceMap, cut
+from topotrain.config.sharding import ALIGN, Parameter, SliceMap, cut
 
 NAME, TITLE, GOALS = "balance", "Balance of the servers", ("P10",)
 

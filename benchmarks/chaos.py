@@ -110,7 +110,7 @@ CHECKS: Sequence[Check] = (
     Check(
         "S1",
         "20,000 simulated schedules of faults",
-        "topotrain/front/commands_simulate.py",
+        "topotrain/tools/cli/simulate.py",
         ("-m", "topotrain", "simulate", "--seeds", "20000"),
     ),
     Check("S2", "every schedule of a small world", "tests/test_exhaustive.py", _suite("tests/test_exhaustive.py")),

@@ -29,15 +29,15 @@ import torch
 
 from benchmarks.harness import ROUNDS, Row, Samples, row
 from benchmarks.record import run_table, say
-from topotrain.collective import Out, Part, Relay, Result, Send, Total, bytes_per_rank, traffic
-from topotrain.job import Algorithm, Engine
-from topotrain.message import Hop, Message
-from topotrain.topology import Address, Role
-from topotrain.torchdist import TorchCollective
-from topotrain.wire import Wire
-from topotrain.wire.auth import Identity
-from topotrain.wire.shm import Memory, ShmWire
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.transport import Wire
+from topotrain.comm.transport.shared_memory import Memory, ShmWire
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.job import Algorithm, Engine
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Hop, Message
+from topotrain.extensions.collectives.algorithms import Out, Part, Relay, Result, Send, Total, bytes_per_rank, traffic
+from topotrain.extensions.collectives.torch_backend import TorchCollective
 
 WORDS = {
     Algorithm.kRing: "ring",
@@ -262,7 +262,13 @@ def serve(pipe: Pipe, members: dict[str, Member | Peer], size: int) -> None:
 def orchestra(size: int) -> Iterator[list[Pipe]]:
     """`size` processes that are connected to one another on every road, and a pipe to each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["topotrain.torchdist", "topotrain.wire.shm", "topotrain.wire.tcp"])
+    context.set_forkserver_preload(
+        [
+            "topotrain.extensions.collectives.torch_backend",
+            "topotrain.comm.transport.shared_memory",
+            "topotrain.comm.transport.tcp",
+        ]
+    )
     token, directory = secrets.token_bytes(32), tempfile.mkdtemp(prefix="tt-")
     pipes, processes = [], []
     try:

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.harness import ROUNDS, Row, interleave, row
 from benchmarks.record import run_table
-from topotrain.codecs import Codec
-from topotrain.compression import DeltaStream, ErrorFeedback, codec_for
-from topotrain.job import Compression
+from topotrain.config.job import Compression
+from topotrain.extensions.compression.codecs import Codec
+from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for
 
 BODY = 1 << 18  # elements
 SIZES = {"4.5 MB": 1_125_000, "40 MB": 10_000_000}

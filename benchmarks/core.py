@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.harness import ROUNDS, Row, Samples, row
 from benchmarks.record import run_table
-from topotrain import message as m
-from topotrain.job import Cluster, Job
-from topotrain.server import Server
-from topotrain.shard import Schema, slice_map_for
-from topotrain.slices import Parameter
-from topotrain.topology import Address, Role, layout
-from topotrain.update import SliceUpdate, describe, hyper
+from topotrain.config.job import Cluster, Job
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import Schema, slice_map_for
+from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.server.server import Server
 
 NAME, TITLE, GOALS = "core", "Messages in the pure core", ("P11",)
 STEPS = 500

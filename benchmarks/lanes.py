@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from topotrain.job import Link
-from topotrain.message import Fetch, Message, Values
-from topotrain.topology import Address, Role
-from topotrain.wire.auth import TOKEN_BYTES, Identity
-from topotrain.wire.emulated import Network
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.emulation.link import Network
+from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.job import Link
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Message, Values
 
 LANES = (1, 2, 4, 8)
 LINKS = {

@@ -1,6 +1,6 @@
 """How true a pretended link is: `python -m benchmarks.link_accuracy`.
 
-A process per host, each with sockets shaped by `topotrain.wire.emulated` as the TCP road has them. Three patterns, for
+A process per host, each with sockets shaped by `topotrain.comm.emulation.link` as the TCP road has them. Three patterns, for
 which the time follows from the bandwidth B and from the bytes alone:
 
     flow    one host to one other, M bytes: M / B, and the delay once
@@ -28,10 +28,10 @@ import torch
 
 from benchmarks.harness import Figure, Row, row
 from benchmarks.record import run_table, say
-from topotrain.job import Link
-from topotrain.topology import Address, Role
-from topotrain.wire.emulated import Network
-from topotrain.wire.tcp import prepare
+from topotrain.comm.emulation.link import Network
+from topotrain.comm.transport.tcp import prepare
+from topotrain.config.job import Link
+from topotrain.config.topology import Address, Role
 
 HOSTS = 4
 RING_BYTES = 4_500_000

@@ -28,7 +28,7 @@ def servers(side: Side) -> list[int]:
     """Process ids of a job's servers, from the file in its workspace that names its processes."""
     import json
 
-    from topotrain.launch.workspace import PROCESSES_FILE
+    from topotrain.launch.agent.workspace import PROCESSES_FILE
 
     entries = json.loads((side.folder / "work" / PROCESSES_FILE).read_text())
     return [entry["pid"] for entry in entries if entry["servers"]]

@@ -27,13 +27,13 @@ import torch
 
 from benchmarks.harness import Row, Samples, row
 from benchmarks.record import run_table
-from topotrain.message import Fetch, Finish, Message, Push, Values, decode, encode
-from topotrain.topology import Address, Role
-from topotrain.wire import Resident, Wire
-from topotrain.wire.auth import Identity
-from topotrain.wire.frames import BODY, Header
-from topotrain.wire.shm import Memory, ShmWire
-from topotrain.wire.tcp import TcpWire, prepare
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.transport import Resident, Wire
+from topotrain.comm.transport.frame import BODY, Header
+from topotrain.comm.transport.shared_memory import Memory, ShmWire
+from topotrain.comm.transport.tcp import TcpWire, prepare
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Finish, Message, Push, Values, decode, encode
 
 BUCKETS, BUCKET = 40, 1 << 18  # 40 bodies of 1 MiB of float32
 SMALL = 300  # round trips of small messages in one round

@@ -67,11 +67,11 @@ cluster {{
 
 def refusal(conf: str) -> str:
     """Why topotrain refuses a conf, in one line; empty if it does not."""
-    from topotrain import textproto
-    from topotrain.job import ConfigError
+    from topotrain.config import job_file
+    from topotrain.config.job import ConfigError
 
     try:
-        textproto.loads(conf, "the conf")
+        job_file.loads(conf, "the conf")
     except ConfigError as error:
         return str(error).splitlines()[0]
     return ""
@@ -276,7 +276,7 @@ class Sides:
     def serve(self) -> str:
         """The socket of the forkserver that the jobs share."""
         if self._forkserver is None:
-            from topotrain.launch import forkserver
+            from topotrain.launch.agent import forkserver
 
             with _said(environment()):
                 self._forkserver = forkserver.start(self._folder / "forkserver.log")

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.harness import ROUNDS, Figure, Row, Samples, absent, interleave, row
 from benchmarks.record import run_table, say
 from benchmarks.sides import Refused, Side, Sides, cluster
-from topotrain.checkpoint import FOLDER, numbers
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, numbers
 
 NAME, TITLE, GOALS = "snapshots", "What snapshots cost", ()
 

@@ -81,11 +81,11 @@ def bubble(microbatches: int, stages: int = STAGES) -> float:
 
 def planned(net: str, top: str) -> int:
     """Bytes per step over the edges of the cut graph, there and back, as `topotrain plan` says."""
-    from topotrain import textproto
-    from topotrain.front.cutting import cut_of
+    from topotrain.config import job_file
+    from topotrain.tools.plan.model_cut import cut_of
 
     torch.manual_seed(0)
-    job = textproto.loads(conf(top), "the conf")
+    job = job_file.loads(conf(top), "the conf")
     arguments = [f"{splitter.SAMPLES}x{splitter.INPUTS}"]
     if net == "losing":
         arguments.append(f"{splitter.SAMPLES}:int64")

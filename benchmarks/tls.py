@@ -24,11 +24,11 @@ import torch
 
 from benchmarks.harness import ROUNDS, Row, interleave, row
 from benchmarks.record import run_table
-from topotrain.message import Fetch, Message, Values
-from topotrain.topology import Address, Role
-from topotrain.wire.auth import TOKEN_BYTES, Identity
-from topotrain.wire.tcp import TcpWire
-from topotrain.wire.tls import PIECE, Certificate, TlsChannel, client_side, server_side
+from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
+from topotrain.comm.security.tls import PIECE, Certificate, TlsChannel, client_side, server_side
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Message, Values
 
 NAME, TITLE, GOALS = "tls", "TLS on the TCP road", ()
 BODIES, NUMEL = 40, 1 << 18  # 1 MB each

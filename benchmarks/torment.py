@@ -91,7 +91,7 @@ class Ground:
     """Where trials take place: a folder, and a forkserver that their jobs share. A context manager."""
 
     def __init__(self) -> None:
-        from topotrain.launch import forkserver
+        from topotrain.launch.agent import forkserver
 
         self._mark = f"{os.getpid()}.{time.monotonic_ns()}"
         self._folder = Path(tempfile.mkdtemp(prefix="tt-chaos-"))

@@ -11,7 +11,7 @@ from digits import accuracy, build_model, read_digits
 from torch import nn
 from torch.utils.data import DataLoader
 
-from topotrain.front.accelerate import Accelerator  # topotrain (was: from accelerate import Accelerator)
+from topotrain.compat.integrations.accelerate import Accelerator  # topotrain (was: from accelerate import Accelerator)
 
 
 def main() -> None:

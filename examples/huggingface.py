@@ -12,7 +12,7 @@ import random
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from topotrain.front.transformers import Trainer  # topotrain (was: from transformers import Trainer)
+from topotrain.compat.integrations.transformers import Trainer  # topotrain (was: from transformers import Trainer)
 
 SIGNS = "0123456789+=."
 

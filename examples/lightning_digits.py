@@ -14,7 +14,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from topotrain.front.lightning import TopotrainStrategy  # topotrain
+from topotrain.compat.integrations.lightning import TopotrainStrategy  # topotrain
 
 
 class Digits(pl.LightningModule):

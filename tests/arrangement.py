@@ -24,25 +24,25 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from topotrain.buffers import ModelParts, describe_model
-from topotrain.canonical import canonical_mean
-from topotrain.exchange import Exchange
-from topotrain.feeds import STATIC
-from topotrain.gateway import make_server
-from topotrain.host import Monitor, WorkerRoads, _ServerResident, peers, serve
-from topotrain.job import Cluster, Job, Reduce
-from topotrain.lazy import wait_by_layer
-from topotrain.optimizer import _tracked, adopt
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place
-from topotrain.server import Server
-from topotrain.shard import FlatBuffers
-from topotrain.topology import Address, Role, Topology, layout
-from topotrain.update import SliceUpdate, describe, hyper
-from topotrain.wire.auth import Identity
-from topotrain.wire.local import LocalWire
-from topotrain.wire.shm import socket_directory
-from topotrain.worker import Worker
+from topotrain.comm.router import Place
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.inprocess import LocalWire
+from topotrain.comm.transport.shared_memory import socket_directory
+from topotrain.config.job import Cluster, Job, Reduce
+from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.core.client.client import Exchange
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.core.server.server import Server
+from topotrain.extensions.collectives.collective_server import make_server
+from topotrain.launch.runtime.process_host import Monitor, WorkerRoads, _ServerResident, peers, serve
+from topotrain.training.adopted_optimizer import _tracked, adopt
+from topotrain.training.data.map_dataset import STATIC
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
+from topotrain.training.parameters.lazy_pull import wait_by_layer
+from topotrain.training.worker import Worker
 
 PATIENCE_S = 30.0  # after this a run counts as hung; nothing here takes long
 

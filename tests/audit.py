@@ -20,14 +20,14 @@ EXIT = 97
 _DOORS = {
     (OURS + "server.py", "handle"),
     (OURS + "server.py", "place"),
-    (OURS + "exchange.py", "handle"),
-    (OURS + "exchange.py", "place"),
-    (OURS + "wire/stream.py", "_read"),
-    (OURS + "wire/sockets.py", "_hear"),
-    (OURS + "rendezvous/tcpserver.py", "_host"),
-    (OURS + "front/residence.py", "_let_in"),
-    (OURS + "checkpoint.py", "open"),
-    (OURS + "message/form.py", "decode"),
+    (OURS + "client.py", "handle"),
+    (OURS + "client.py", "place"),
+    (OURS + "comm/transport/connection.py", "_read"),
+    (OURS + "comm/transport/socket_transport.py", "_hear"),
+    (OURS + "comm/store/tcp_store_server.py", "_host"),
+    (OURS + "compat/tensorflow/session/session_server.py", "_let_in"),
+    (OURS + "checkpoint_reader.py", "open"),
+    (OURS + "core/protocol/codec.py", "decode"),
 }
 
 

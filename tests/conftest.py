@@ -39,7 +39,7 @@ def nothing_unpickled() -> Iterator[None]:
 def nothing_prepared() -> Iterator[None]:
     """A test's process is a fresh one for `tt.prepare`."""
     yield
-    if (context := sys.modules.get("topotrain.front.context")) is not None:
+    if (context := sys.modules.get("topotrain.training.context")) is not None:
         context.forget()
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from types import MethodType
 
-from topotrain import message as m
-from topotrain.consistency import RESTARTS, ApplyOrder, DecisionLog, Streams
-from topotrain.job import Cluster, Job
-from topotrain.membership import Regroup
-from topotrain.topology import Address, Role, Topology, layout
+from topotrain.config.job import Cluster, Job
+from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.core import protocol as m
+from topotrain.core.server.consistency import RESTARTS, ApplyOrder, DecisionLog, Streams
+from topotrain.extensions.elastic.membership import Regroup
 
 Way = tuple[object, Address]
 

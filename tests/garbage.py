@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from topotrain import message as m
-from topotrain.message import KINDS, Message, ProtocolError, decode, encode
-from topotrain.topology import Address, Role
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.protocol import KINDS, Message, ProtocolError, decode, encode
 
 COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", "20000"))
 SEED = int(os.environ.get("TOPOTRAIN_FUZZ_SEED", "20261"))

@@ -24,7 +24,7 @@ TOKEN = "a" * 64
 # The product waits longer before it takes a silent unit for a lost one; a test need not.
 HASTY = """
 import sys
-from topotrain.cli import main
+from topotrain.tools.cli.app import main
 from topotrain.launch import meeting
 meeting.BEAT_S, meeting.ALIVE_S = {beat_s}, {alive_s}
 from topotrain.launch import company, part

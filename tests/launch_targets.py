@@ -1,4 +1,4 @@
-"""What the launch tests call in place of topotrain.host, how they start a launcher, and how they look for survivors.
+"""What the launch tests call in place of topotrain.launch.runtime.process_host, how they start a launcher, and how they look for survivors.
 
 A child plays the part that the job's args give it: "worker 0/1=raise"; the others finish.
 """
@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from topotrain import textproto
-from topotrain.events import Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
-from topotrain.job import Cluster, ConfigError, Job, OnFailure
+from topotrain.config import job_file
+from topotrain.config.job import Cluster, ConfigError, Job, OnFailure
+from topotrain.config.topology import layout
+from topotrain.core.events import Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
 from topotrain.launch import Outcome
-from topotrain.launch.child import Control
-from topotrain.launch.children import Calls
+from topotrain.launch.agent.children import Calls
 from topotrain.launch.local import LocalLauncher
-from topotrain.launch.termination import Termination
-from topotrain.topology import layout
+from topotrain.launch.runtime.child_channel import Control
+from topotrain.launch.runtime.sigterm import Termination
 
 PLAY = "tests.launch_targets:play"
 CALLS = Calls(PLAY, PLAY, ())
@@ -46,7 +46,7 @@ def play(spec, channel, fds):
 
     control = Control(channel, hear)
     if "job" in spec:
-        termination.take_over(textproto.loads(spec["job"], "the job"))
+        termination.take_over(job_file.loads(spec["job"], "the job"))
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
     return PARTS[parts.get(spec["who"], "finish")](spec, control, fds)
 

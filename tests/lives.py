@@ -15,16 +15,16 @@ import torch
 from test_data import Office, Seat, flat
 from torch.utils.data import DataLoader
 
-from topotrain import runs
-from topotrain.data import STATIC, DataPlan, ShardedLoader
-from topotrain.deposits import EPOCH, SINCE, Deposits, cut
-from topotrain.dice import Dice
-from topotrain.front.continuing import Continuing
-from topotrain.job import Job as Conf
-from topotrain.message import Lease, LeaseAsk
-from topotrain.spans import SILENT
-from topotrain.topology import Address
-from topotrain.worker import Tally
+from topotrain.config.job import Job as Conf
+from topotrain.config.topology import Address
+from topotrain.core.profiling.spans import SILENT
+from topotrain.core.protocol import Lease, LeaseAsk
+from topotrain.extensions.resume.script_resume import Continuing
+from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, Deposits, cut
+from topotrain.training.data import batch_ranges
+from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
+from topotrain.training.rng_state import Dice
+from topotrain.training.worker import Tally
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Past:
     """What a snapshot holds; `base` is the one that its job was continued from."""
 
     blobs: dict[tuple[int, int], bytes]
-    done: dict[int, runs.Runs]
+    done: dict[int, batch_ranges.Runs]
 
     @property
     def workers(self) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ class Past:
     def first_epoch(self) -> int | None:
         return None
 
-    def runs(self, epoch: int) -> runs.Runs:
+    def runs(self, epoch: int) -> batch_ranges.Runs:
         return self.done.get(epoch, ())
 
 
@@ -274,7 +274,7 @@ class Life:
         blobs = {(w.group, w.index): b.numpy().tobytes() for w, b in self.deposits.taken(number).items()}
         return Past(blobs, self.positions())
 
-    def positions(self) -> dict[int, runs.Runs]:
+    def positions(self) -> dict[int, batch_ranges.Runs]:
         """As a manifest has them."""
         found: dict[int, list[tuple[int, int]]] = {}
         unit = self.shape.unit
@@ -286,7 +286,7 @@ class Life:
                 units = list(range(self.leases[stream], self.leases[stream] + done))
             found.setdefault(epoch, []).extend((u * unit, (u + 1) * unit) for u in units)
         base = {} if self.past is None else self.past.done
-        return {e: runs.origin(base.get(e, ()), found.get(e, ())) for e in {*base, *found}}
+        return {e: batch_ranges.origin(base.get(e, ()), found.get(e, ())) for e in {*base, *found}}
 
     def samples(self, epoch: int) -> list[int]:
         return [sample for step in self.seen if step.epoch == epoch for sample in step.samples]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.launch_targets import CALLS, small_job
-from topotrain.events import Event, to_json
-from topotrain.job import ConfigError, Job
-from topotrain.launch import company, part
-from topotrain.launch.part import Part
-from topotrain.launch.tables import start_of
-from topotrain.rendezvous import StoreError
-from topotrain.topology import Topology
+from topotrain.comm.store import StoreError
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Topology
+from topotrain.core.events import Event, to_json
+from topotrain.launch.launchers.env_tables import start_of
+from topotrain.launch.multinode import node, node_membership
+from topotrain.launch.multinode.node import Part
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def main(workspace: str, rank: str, nprocs: str, url: str, counts: str, *args: s
     """`counts` are those of the cluster as JSON; "" for a unit that is given no job."""
     os.chdir(Path(workspace).parent)
     if os.environ.get("TOPOTRAIN_TEST_HASTY"):  # a store that is away is given up soon
-        part.STORE_S, company.STORE_LOST_S = 0.5, 1.0
+        node.STORE_S, node_membership.STORE_LOST_S = 0.5, 1.0
     job = small_job(Path(workspace), args, **json.loads(counts)) if counts else None
     try:
         ended = Part(start_of({}, int(rank), int(nprocs), url), job, watching, calls=CALLS).live()

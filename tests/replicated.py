@@ -14,21 +14,21 @@ import torch
 from simulation import SMALL, Seat
 from torch import nn
 
-from topotrain import message as m
-from topotrain import rehearsal
-from topotrain.exchange import Exchange
-from topotrain.host import peers
-from topotrain.job import Job
-from topotrain.lifelines import Lifelines
-from topotrain.replication import Copy, Lead, Shadow
-from topotrain.server import Server
-from topotrain.shard import Schema
-from topotrain.slices import SliceMap, cut
-from topotrain.topology import Address, Role, layout
-from topotrain.transfer import portray, restore
-from topotrain.update import describe
-from topotrain.wire import WireError
-from topotrain.wire.simulated import SimulatedWire, Simulation, Weather
+from topotrain.comm.transport import WireError
+from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap, cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange
+from topotrain.core.model.schema import Schema
+from topotrain.core.optim.adapter import describe
+from topotrain.core.server.server import Server
+from topotrain.extensions.replication.replica_connections import Lifelines
+from topotrain.extensions.replication.state_machine import Copy, Lead, Shadow
+from topotrain.extensions.replication.state_transfer import portray, restore
+from topotrain.launch.runtime.process_host import peers
+from topotrain.tools.simulator import sim_cluster
+from topotrain.tools.simulator.sim_network import SimulatedWire, Simulation, Weather
 
 
 @lru_cache
@@ -123,7 +123,7 @@ class _Dying:
         return False
 
 
-class ReplicatedTown(rehearsal.Town):
+class ReplicatedTown(sim_cluster.Town):
     """Arguments as for `rehearsal.Town`; `kill`: of which process (by its first server) what moment is the last."""
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
@@ -157,7 +157,7 @@ class ReplicatedTown(rehearsal.Town):
         return plan(self.topology.shards)
 
     def make(self, me: Address, deliver: Callable[[Address, m.Message], None]) -> Server:
-        server = Server(me, self.job, self.topology, rehearsal.zeros, deliver=deliver)
+        server = Server(me, self.job, self.topology, sim_cluster.zeros, deliver=deliver)
         server.snapshots.follow(lambda work: None)
         return server
 

@@ -1,4 +1,4 @@
-"""A replicated town whose workers die, too, and come again: a ledger of batches, as in `topotrain.trial`.
+"""A replicated town whose workers die, too, and come again: a ledger of batches, as in `topotrain.tools.simulator.trial`.
 
 A worker that is started again looks for the servers where they speak by then, as a real one does. The launcher, who is
 played here, can also give a group up: it tells the coordinator, and tells it again when that has moved.
@@ -13,17 +13,17 @@ import torch
 from replicated import ReplicatedTown
 from torch import nn
 
-from topotrain import message as m
-from topotrain.exchange import Exchange
-from topotrain.feeds import Leases
-from topotrain.job import Job
-from topotrain.lifelines import Lifelines
-from topotrain.rehearsal import Seat, parameters
-from topotrain.shard import Schema
-from topotrain.slices import SliceMap, cut
-from topotrain.topology import Address, Role
-from topotrain.trial import Killed, Life, Patience
-from topotrain.update import describe
+from topotrain.config.job import Job
+from topotrain.config.sharding import SliceMap, cut
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange
+from topotrain.core.model.schema import Schema
+from topotrain.core.optim.adapter import describe
+from topotrain.extensions.replication.replica_connections import Lifelines
+from topotrain.tools.simulator.sim_cluster import Seat, parameters
+from topotrain.tools.simulator.trial import Killed, Life, Patience
+from topotrain.training.data.map_dataset import Leases
 
 DESK = Address(Role.SERVER, 0, 0)
 

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from topotrain import message as m
-from topotrain import rehearsal
-from topotrain.buffers import describe_model
-from topotrain.data import DataPlan, ShardedLoader
-from topotrain.faults import STORM, VIEWS
-from topotrain.job import Cluster, Job, Reduce
-from topotrain.message import Message
-from topotrain.optimizer import adopt
-from topotrain.rehearsal import parameters, zeros
-from topotrain.server import Server
-from topotrain.shard import FlatBuffers
-from topotrain.slices import Parameter, SliceMap
-from topotrain.topology import Address, Role
-from topotrain.wire.simulated import Weather
-from topotrain.worker import Worker
+from topotrain.config.job import Cluster, Job, Reduce
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import Message
+from topotrain.core.server.server import Server
+from topotrain.tools.simulator import sim_cluster
+from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
+from topotrain.tools.simulator.sim_cluster import parameters, zeros
+from topotrain.tools.simulator.sim_network import Weather
+from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import Worker
 
 __all__ = ["STORM", "VIEWS", "parameters", "zeros"]
 
@@ -44,7 +44,7 @@ def job(groups: int = 1, workers: int = 1, shards: int = 1, **more: Any) -> Job:
     return Job(**{"reduce": Reduce.kSum, "cluster": inside, **more})
 
 
-class Town(rehearsal.Town):
+class Town(sim_cluster.Town):
     """A town with a test's scripts in it, and with real workers."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Town(rehearsal.Town):
         return ShardedLoader(loader, plan, worker.exchange.data, worker, account)
 
 
-class Seat(rehearsal.Seat):
+class Seat(sim_cluster.Seat):
     """A seat with dice of its own."""
 
     def numbers(self, low: int = -100, high: int = 100, scale: float = 1.0) -> list[torch.Tensor]:

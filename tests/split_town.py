@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.exchange import PeerLost
-from topotrain.split.assign import assignments
-from topotrain.split.capture import capture
-from topotrain.split.division import divide
-from topotrain.split.infer import program
-from topotrain.split.parts import localise
-from topotrain.split.passage import Key, Store
-from topotrain.split.program import Edge, Kind, Layout, Program, Ref, Shape, Step, Where
-from topotrain.split.run import Runner
+from topotrain.core.client.client import PeerLost
+from topotrain.parallel.capture.capture_model import capture
+from topotrain.parallel.placement.assign_modules import assignments
+from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.parallel.program.build_program import program
+from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Step, Where
+from topotrain.parallel.runtime.channel import Key, Store
+from topotrain.parallel.runtime.local_model import localise
+from topotrain.parallel.runtime.program_runner import Runner
 
 BATCH, SAME, OWN, WHOLE = Layout(Where.BATCH), Layout(Where.SAME), Layout(Where.OWN), Layout(Where.WHOLE)
 

@@ -21,7 +21,7 @@ from arrangement import (
     vectors,
 )
 
-from topotrain.job import Apply, Grads, Road
+from topotrain.config.job import Apply, Grads, Road
 
 ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
 MODELS = {"mlp": (mlp, vectors, sgd), "cnn": (Cnn, images, adam), "transformer": (Transformer, tokens, sgd)}

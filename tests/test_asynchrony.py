@@ -12,24 +12,24 @@ import torch
 from simulation import Seat, Town, job, parameters
 from torch import nn
 
-from topotrain.asynchrony import Corrector, corrector, explanation, groups_apart, momentum_of, warning
-from topotrain.events import Apart, Event, Notice
-from topotrain.exchange import JobError
-from topotrain.front.finish import SpoiledResult, _spoiled
-from topotrain.front.planning import Seen
-from topotrain.front.progress import Telling
-from topotrain.front.rising import Rising, Trend
-from topotrain.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater
+from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
+from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater
+from topotrain.config.sharding import Parameter, cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.client.client import JobError
+from topotrain.core.events import Apart, Event, Notice
+from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
+from topotrain.core.protocol import Delta, Master, RingOffer, RingReply
+from topotrain.core.server.group_sync import MasterAgreement, RingAgreement
 from topotrain.launch import Outcome
-from topotrain.message import Delta, Master, RingOffer, RingReply
-from topotrain.neighbor import MasterAgreement, RingAgreement
-from topotrain.plan import plan
-from topotrain.slices import Parameter, cut
-from topotrain.topology import Address, Role, layout
-from topotrain.update import SliceUpdate, describe, hyper
-from topotrain.watch.report import Report
-from topotrain.watch.table import comparison, console, distance, summary
-from topotrain.worker import Tally
+from topotrain.parallel.api.dry_run import Seen
+from topotrain.tools.monitor.job_report import Report
+from topotrain.tools.monitor.result_tables import comparison, console, distance, summary
+from topotrain.tools.plan.layout_plan import plan
+from topotrain.training.finish_job import SpoiledResult, _spoiled
+from topotrain.training.loss_watch import Rising, Trend
+from topotrain.training.step_progress import Telling
+from topotrain.training.worker import Tally
 
 DOWNPOUR = Cluster(nworker_groups=3)
 HOGWILD = Cluster(nworker_groups=3, nserver_groups=3)

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.events import Agreed, Exited, Failed, Finished, Incident, Joined, Left, Lost, Started, StepDone
-from topotrain.job import Apply, Cluster, ConfigError, Grads, Job, OnFailure, Shard
-from topotrain.launch.attendance import Answer, Ask, Gone, Wish
-from topotrain.launch.door import NAME, Door, ask
-from topotrain.launch.recovery import Recovery, recovery
-from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew
-from topotrain.regrouping import absent_groups, leave_refusal
-from topotrain.topology import layout
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, OnFailure, Shard
+from topotrain.config.topology import layout
+from topotrain.core.events import Agreed, Exited, Failed, Finished, Incident, Joined, Left, Lost, Started, StepDone
+from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal
+from topotrain.launch.control_socket import NAME, Door, ask
+from topotrain.launch.recovery.elastic_groups import Answer, Ask, Gone, Wish
+from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew
+from topotrain.launch.recovery.recovery_policy import Recovery, recovery
 
 CLUSTER = Cluster(nworker_groups=3, server_worker_separate=True)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue, restarts=1)

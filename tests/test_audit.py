@@ -11,10 +11,10 @@ from pathlib import Path
 import audit
 import pytest
 
-from topotrain.exchange import Exchange
-from topotrain.job import Cluster
-from topotrain.message import Applied
-from topotrain.topology import Address, Role, layout
+from topotrain.config.job import Cluster
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.client.client import Exchange
+from topotrain.core.protocol import Applied
 
 
 class Waiter:
@@ -33,7 +33,7 @@ import dataclasses, collections, ast, string, fractions, json
 class A: x: int
 collections.namedtuple("B", "a b")
 eval("1 + 1"), exec("x = 1"), json.loads("[1]")
-import colorsys, topotrain.checks
+import colorsys, topotrain.config.field_checks
 """
 
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
-from topotrain.message import Fetch
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError, auth, sockets
-from topotrain.wire.auth import CODES, Peer, Stranger, TooSlow, answer, dial
+from topotrain.comm.security import handshake
+from topotrain.comm.security.handshake import CODES, Peer, Stranger, TooSlow, answer, dial
+from topotrain.comm.transport import Refused, WireError, socket_transport
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch
 
 
 class Tap:
@@ -193,7 +194,7 @@ def test_a_refusal_of_unknown_code_and_odd_text_is_harmless():
 
 def test_silence_has_a_deadline_also_drop_by_drop(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(auth.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(handshake.time, "monotonic", lambda: now[0])
 
     class Dripping:
         def settimeout(self, seconds):
@@ -267,7 +268,7 @@ def test_probes_of_other_protocols_get_no_answer_and_disturb_nobody(pair, raw):
 
 
 def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
-    monkeypatch.setattr(sockets, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 3)
     town = Town("tcp")
     pair = Pair(town)
     silent = [knock(pair.url) for _ in range(3)]
@@ -307,8 +308,8 @@ def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind,
         assert through.wait(WAIT)
         return heard or answer(sock, *args)
 
-    monkeypatch.setattr(sockets, "answer", slow_at_first)
-    monkeypatch.setattr(sockets, "DEADLINE", 0.1)  # of who dials
+    monkeypatch.setattr(socket_transport, "answer", slow_at_first)
+    monkeypatch.setattr(socket_transport, "DEADLINE", 0.1)  # of who dials
     town = Town(kind)
     pair = Pair(town)
     through.set()
@@ -322,7 +323,7 @@ def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind,
 
 
 def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
-    monkeypatch.setattr(sockets, "DEADLINE", 0.05)
+    monkeypatch.setattr(socket_transport, "DEADLINE", 0.05)
     town = Town("tcp")
     wire = town.wire(patience=0)
     wire.attach(WORKER, Recorder())
@@ -336,7 +337,7 @@ def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
     wire = town.wire()
     wire.attach(WORKER, Recorder())
     dialed = []
-    monkeypatch.setattr(sockets, "dial", lambda *args: dialed.append(args) or dial(*args))
+    monkeypatch.setattr(socket_transport, "dial", lambda *args: dialed.append(args) or dial(*args))
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
         def greet():

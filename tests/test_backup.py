@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from topotrain.accord import StepError
-from topotrain.backup import Quorum
-from topotrain.bitmaps import NO_REVISION
-from topotrain.consistency import SHOWS, DecisionLog
-from topotrain.data import ShardedLoader
-from topotrain.events import Notice
-from topotrain.feeds import PLAIN, DataPlan
-from topotrain.front.progress import Telling
-from topotrain.job import Cluster, ConfigError
-from topotrain.message import CatchUp, Commit, Push, Staged
-from topotrain.reduction import Staging
-from topotrain.rehearsal import parameters
-from topotrain.slices import cut
-from topotrain.topology import Address, Role, layout
-from topotrain.watch.stragglers import stragglers
-from topotrain.worker import Tally, Worker
+from topotrain.config.job import Cluster, ConfigError
+from topotrain.config.sharding import cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.events import Notice
+from topotrain.core.protocol import CatchUp, Commit, Push, Staged
+from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.consistency import SHOWS, DecisionLog
+from topotrain.core.server.gradient_staging import Staging
+from topotrain.extensions.backup_workers.quorum import Quorum
+from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.simulator.sim_cluster import parameters
+from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.data.map_dataset import PLAIN, DataPlan
+from topotrain.training.step_progress import Telling
+from topotrain.training.worker import Tally, Worker
 
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 

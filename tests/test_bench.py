@@ -15,7 +15,7 @@ from benchmarks.markdown import anchor, results, section
 from benchmarks.record import Table, load, machine, save
 from benchmarks.sides import cluster, refusal
 from benchmarks.training_step import ARRANGEMENTS, DEFAULT, conf
-from topotrain import textproto
+from topotrain.config import job_file
 
 
 def table(*rows: Row) -> Table:
@@ -139,7 +139,7 @@ def test_words_choose_tables() -> None:
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda arrangement: arrangement.name)
 def test_the_arrangements_of_a_training_step_are_those_of_the_goals(arrangement) -> None:  # type: ignore[no-untyped-def]
-    job = textproto.loads(conf(arrangement, DEFAULT), "the conf")
+    job = job_file.loads(conf(arrangement, DEFAULT), "the conf")
     assert job.cluster.nworkers_per_group == 2
     assert job.cluster.server_worker_separate is arrangement.separate
     assert (job.grads.name, job.apply.name) == ("kVisible", "kAtStep")

@@ -9,10 +9,10 @@ from arrangement import Cnn, Transformer, building, cross_entropy, job_of, mlp, 
 from torch import nn
 from torch.nn.utils import prune
 
-from topotrain.buffers import ModelBuffers, describe_model
-from topotrain.job import ConfigError
-from topotrain.shard import FlatBuffers
-from topotrain.slices import cut
+from topotrain.config.job import ConfigError
+from topotrain.config.sharding import cut
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 
 
 def moved(model):

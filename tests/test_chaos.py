@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from topotrain.events import Exited, Recovered, Serving, Started, StepDone
-from topotrain.front.commands_chaos import seconds
-from topotrain.job import ConfigError
-from topotrain.launch.chaos import Torment, Tormentor, steps
+from topotrain.config.job import ConfigError
+from topotrain.core.events import Exited, Recovered, Serving, Started, StepDone
+from topotrain.tools.cli.chaos import seconds
+from topotrain.tools.fault_injector import Torment, Tormentor, steps
 
 FIRST_STEP = StepDone("worker 0/0", 0.0, 1, 1, None, 0.0, 0, 0, 0)
 

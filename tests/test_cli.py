@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import typer.main
 
-from topotrain import cli
-from topotrain.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
-from topotrain.job import ConfigError, Job
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Topology
+from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
 from topotrain.launch import OnEvent, Outcome
-from topotrain.slices import Parameter
-from topotrain.topology import Topology
-from topotrain.watch import report
+from topotrain.tools.cli import app
+from topotrain.tools.monitor import job_report
 
 DOCS = Path(__file__).parents[1] / "docs" / "reference.md"
 DOWNPOUR = """
@@ -41,7 +41,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 
     def run(*argv: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as left:
-            cli.main(argv)
+            app.main(argv)
         printed = capsys.readouterr()
         return int(left.value.code or 0), printed.out, printed.err
 
@@ -111,7 +111,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     ],
 )
 def test_what_follows_the_program_is_the_programs(argv: str, expected: str) -> None:
-    assert cli.separate(argv.split()) == expected.split()
+    assert app.separate(argv.split()) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_the_script_may_want_is_left_alone(
 
 
 def commands() -> dict[str, typer.core.TyperCommand]:
-    return dict(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    return dict(typer.main.get_command(app.app).commands)  # type: ignore[attr-defined]
 
 
 def options(command: typer.core.TyperCommand) -> Iterator[tuple[str, bool]]:
@@ -174,7 +174,7 @@ def options(command: typer.core.TyperCommand) -> Iterator[tuple[str, bool]]:
 
 def test_options_that_take_a_value_are_known() -> None:
     """`separate` must know them to find PROGRAM."""
-    assert {n for c in commands().values() for n, valued in options(c) if valued} == cli.VALUED
+    assert {n for c in commands().values() for n, valued in options(c) if valued} == app.VALUED
 
 
 @pytest.mark.parametrize("name", ["run", "plan", "compare", "unit", "launch", "chaos"])
@@ -183,7 +183,7 @@ def test_every_command_helps_with_an_example(ask: Ask, name: str) -> None:
     assert code == 0
     example = out[out.index("Example:") :].split("\n")[1].split()
     assert example[:2] == ["topotrain", name]
-    context = commands()[name].make_context(name, cli.separate(example[1:])[1:])
+    context = commands()[name].make_context(name, app.separate(example[1:])[1:])
     ours = {option for option, _ in options(commands()[name])}
     args = (context.params.get("args") or []) + context.params.get("files", [])
     assert [word for word in args if word.partition("=")[0] in ours] == []  # nothing of ours went to the script
@@ -245,9 +245,9 @@ def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
 
 
 def test_plan_with_a_program_adds_slices_and_memory(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(look=a_look))
-    monkeypatch.setitem(sys.modules, "topotrain.front.cutting", SimpleNamespace(cut_of=lambda *_: None))
-    monkeypatch.setitem(sys.modules, "topotrain.front", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=a_look))
+    monkeypatch.setitem(sys.modules, "topotrain.tools.plan.model_cut", SimpleNamespace(cut_of=lambda *_: None))
+    monkeypatch.setitem(sys.modules, "topotrain.training", SimpleNamespace())
     code, out, _ = ask("plan", "down.conf", "--json", "train.py", "--wide")
     data = json.loads(out)
     assert code == 0
@@ -260,8 +260,8 @@ def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest
     def look(program: str, args: Sequence[str]) -> None:
         raise (ZeroDivisionError if args else ConfigError)("optimizer", "LBFGS", "is not element-wise")
 
-    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(look=look))
-    monkeypatch.setitem(sys.modules, "topotrain.front", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=look))
+    monkeypatch.setitem(sys.modules, "topotrain.training", SimpleNamespace())
     code, _, err = ask("plan", "down.conf", "train.py", "--wide")
     assert code == 1
     assert "train.py failed" in err
@@ -278,7 +278,7 @@ def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest
 def test_help_and_plan_import_nothing_slow(here: Path, argv: list[str]) -> None:
     code = f"""
 import sys
-from topotrain.cli import main
+from topotrain.tools.cli.app import main
 try:
     main({argv!r})
 except SystemExit as left:
@@ -505,7 +505,7 @@ def test_compare_refuses_before_the_first_job(
 
 
 def test_compare_without_matplotlib(ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topotrain.watch.plot.available", lambda: False)
+    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.available", lambda: False)
     code, _, err = ask("compare", "down.conf", "train.py")
     assert code == 2
     assert "pip install 'topotrain[plot]'" in err
@@ -519,7 +519,7 @@ def test_commands_in_the_reference_parse() -> None:
     assert {words[0] for words in shown} >= set(commands())
     for words in shown:
         if words[0] in commands():
-            commands()[words[0]].make_context(words[0], cli.separate(words)[1:])
+            commands()[words[0]].make_context(words[0], app.separate(words)[1:])
 
 
 @pytest.mark.parametrize(
@@ -552,7 +552,7 @@ def test_the_reference_names_every_field_of_the_report(ask: Ask, here: Path, lau
     section = DOCS.read_text().split("## The report")[1].split("\n## ")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
     documented = set(re.findall(r"`(\w+)`", " ".join(rows)))
-    incident = report.incident(Incident(0, "worker 1/0", "was killed", "starts again", 1.0), None)
+    incident = job_report.incident(Incident(0, "worker 1/0", "was killed", "starts again", 1.0), None)
     assert documented == set(data) | set(data["processes"][0]) | set(incident)
 
 

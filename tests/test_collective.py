@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.canonical import canonical_mean
-from topotrain.collective import (
+from topotrain.config.job import Algorithm
+from topotrain.core.protocol import Hop, ProtocolError
+from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.extensions.collectives.algorithms import (
     VALUES,
     Part,
     Relay,
@@ -25,8 +27,6 @@ from topotrain.collective import (
     traffic,
     up,
 )
-from topotrain.job import Algorithm
-from topotrain.message import Hop, ProtocolError
 
 ALL = tuple(Algorithm)
 STARS = (Algorithm.kAuto, Algorithm.kNaive)

@@ -41,11 +41,11 @@ from test_worker import (
 )
 from torch import nn
 
-from topotrain.engine import EngineExchange
-from topotrain.exchange import JobError, PeerLost
-from topotrain.gateway import Gateway
-from topotrain.job import Algorithm, Apply, ConfigError, Engine, Grads, Job, Reduce, Road, Slicing, Updater
-from topotrain.topology import layout
+from topotrain.config.job import Algorithm, Apply, ConfigError, Engine, Grads, Job, Reduce, Road, Slicing, Updater
+from topotrain.config.topology import layout
+from topotrain.core.client.client import JobError, PeerLost
+from topotrain.extensions.collectives.collective_server import Gateway
+from topotrain.extensions.collectives.torch_client import EngineExchange
 
 OWN = (Algorithm.kNaive, Algorithm.kRing, Algorithm.kTree)
 NEAR = 1e-6
@@ -310,7 +310,7 @@ def test_workers_that_disagree_under_gloo_are_named(script: Any, kind: type, wor
 def test_who_waits_for_a_worker_that_does_not_come_is_told_which_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("topotrain.engine.DEADLINE", 0.5)
+    monkeypatch.setattr("topotrain.extensions.collectives.torch_client.DEADLINE", 0.5)
 
     def script(t: Any) -> None:
         usual_loop(vectors(1))(t)

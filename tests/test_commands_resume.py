@@ -6,12 +6,12 @@ import pytest
 import torch
 from vault import Vault
 
-from topotrain.checkpoint import FOLDER, MANIFEST, MODEL, hashed
-from topotrain.checkpointwriter import Files
-from topotrain.cli import main, separate
-from topotrain.front.commands_resume import asked_for, earlier, refuse_elsewhere
-from topotrain.job import Cluster, ConfigError, Job
-from topotrain.textproto import dumps
+from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.config.job_file import dumps
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
+from topotrain.extensions.checkpointing.checkpoint_writer import Files
+from topotrain.tools.cli.app import main, separate
+from topotrain.tools.cli.resume import asked_for, earlier, refuse_elsewhere
 
 
 @pytest.fixture

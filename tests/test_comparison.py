@@ -5,8 +5,8 @@ import torch
 from replicated import ReplicatedTown, flats_of
 from simulation import Seat, job
 
-from topotrain import comparison
-from topotrain.topology import Address, Role
+from topotrain.config.topology import Address, Role
+from topotrain.extensions.replication import replica_checksum
 
 STEPS, SERVER = 8, Address(Role.SERVER, 0, 1)
 
@@ -45,7 +45,7 @@ def lead(town: ReplicatedTown):
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bucket is compared in every third step."""
-    monkeypatch.setattr(comparison, "EVERY", 3)
+    monkeypatch.setattr(replica_checksum, "EVERY", 3)
 
 
 def test_copies_that_did_the_same_never_differ() -> None:
@@ -65,12 +65,12 @@ def test_one_wrong_bit_in_a_second_copy_is_found_and_it_is_made_anew(spoil: int)
 
 
 def test_each_bucket_is_looked_at_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "EVERY", 100)
+    monkeypatch.setattr(replica_checksum, "EVERY", 100)
     server = run().speaking(0)
     buckets = len(server._known.buckets)
     server.version, found = 1000, 0
     for version in range(900, 1000):
         server.version = version + 1
-        found += comparison.mark(server, version) is not None
+        found += replica_checksum.mark(server, version) is not None
     assert found == len({0, *(bucket.id % 100 for bucket in server._known.buckets)}) <= buckets + 1
-    assert comparison.mark(server, 1000) is None, "no step was made"
+    assert replica_checksum.mark(server, 1000) is None, "no step was made"

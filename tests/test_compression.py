@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.codecs import BLOCK, CastCodec, Int8Codec, Scratch, TopKCodec, largest
-from topotrain.compression import DeltaStream, ErrorFeedback, codec_for, working_dtype
-from topotrain.job import Compression
+from topotrain.config.job import Compression
+from topotrain.extensions.compression.codecs import BLOCK, CastCodec, Int8Codec, Scratch, TopKCodec, largest
+from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
 TINY = torch.finfo(torch.float32).tiny
 KINDS = {

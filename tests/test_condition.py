@@ -20,16 +20,17 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import topotrain as tt
-from topotrain import events, runs
-from topotrain.deposits import EPOCH
-from topotrain.deskdoor import DeskDoor
-from topotrain.dice import stand
-from topotrain.front import context
-from topotrain.front.condition import Condition
-from topotrain.front.guest import tie
-from topotrain.front.packing import Unpackable, pack, unpack
-from topotrain.front.rates import Rates
-from topotrain.job import ConfigError, Job
+from topotrain.compat.integrations.external_loop import tie
+from topotrain.config.job import ConfigError, Job
+from topotrain.core import events
+from topotrain.extensions.resume.lr_schedulers import Rates
+from topotrain.extensions.resume.state_serialization import Unpackable, pack, unpack
+from topotrain.extensions.resume.worker_state import Condition
+from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.training import context
+from topotrain.training.data import batch_ranges
+from topotrain.training.data.data_client import DeskDoor
+from topotrain.training.rng_state import stand
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:Detected call of")
 
@@ -510,11 +511,11 @@ def test_hostile_bytes_are_refused():
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))),
 )
 def test_runs(done, positions):
-    done = runs.merged(done)
+    done = batch_ranges.merged(done)
     gone = {n for first, last in done for n in range(first, last)}
-    rest = list(runs.left(range(60), done))
+    rest = list(batch_ranges.left(range(60), done))
     assert rest == [n for n in range(60) if n not in gone]
-    assert [runs.nth(done, i) for i in range(10)] == [n for n in range(60) if n not in gone][:10]
-    assert all(runs.left_below(done, n) == len([x for x in rest if x < n]) for n in range(60))
-    more = {runs.nth(done, i) for first, last in positions for i in range(first, last)}
-    assert {n for a, b in runs.origin(done, positions) for n in range(a, b)} == gone | more
+    assert [batch_ranges.nth(done, i) for i in range(10)] == [n for n in range(60) if n not in gone][:10]
+    assert all(batch_ranges.left_below(done, n) == len([x for x in rest if x < n]) for n in range(60))
+    more = {batch_ranges.nth(done, i) for first, last in positions for i in range(first, last)}
+    assert {n for a, b in batch_ranges.origin(done, positions) for n in range(a, b)} == gone | more

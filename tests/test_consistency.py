@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.consistency import RESTARTS, ApplyOrder, Clocks, DecisionLog, Streams
-from topotrain.message import Apply, Staged
+from topotrain.core.protocol import Apply, Staged
+from topotrain.core.server.consistency import RESTARTS, ApplyOrder, Clocks, DecisionLog, Streams
 
 
 def staged(group, step, finite=True, power=0.0, infinity=False, applied=0):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from arrangement import building, cross_entropy, job_of, mlp, run_hosted, run_local, sgd, vectors
 
-from topotrain import message as m
-from topotrain.job import Grads, Road
-from topotrain.wire.local import LocalWire
+from topotrain.comm.transport.inprocess import LocalWire
+from topotrain.config.job import Grads, Road
+from topotrain.core import protocol as m
 
 ELEMENTS = sum(p.numel() for p in mlp().parameters())
 STEPS = 4

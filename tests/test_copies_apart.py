@@ -26,17 +26,17 @@ from arrangement import (
     whole,
 )
 
-from topotrain.copies import CopiedServers, Seat
-from topotrain.host import WorkerRoads
-from topotrain.job import Job
-from topotrain.rehearsal import zeros
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place, Roads
-from topotrain.seats import Seats, domains, standings
-from topotrain.spans import SILENT
-from topotrain.topology import Address, Role, layout
-from topotrain.wire.auth import Identity
-from topotrain.wire.shm import Memory, socket_directory
+from topotrain.comm.router import Place, Roads
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import Memory, socket_directory
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.profiling.spans import SILENT
+from topotrain.extensions.replication.replica_host import CopiedServers, Seat
+from topotrain.extensions.replication.replica_placement import Seats, domains, standings
+from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.tools.simulator.sim_cluster import zeros
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
 WAIT_S = 30.0

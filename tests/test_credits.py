@@ -9,13 +9,13 @@ import pytest
 import torch
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, place_new
 
-from topotrain.message import Fetch, Finish, Push, Values, encode
-from topotrain.topology import Address, Role
-from topotrain.wire import WireError
-from topotrain.wire.frames import HEADER_BYTES, Header
-from topotrain.wire.outbox import LIMIT, OVERHEAD
-from topotrain.wire.shm import Memory
-from topotrain.wire.stream import Connection
+from topotrain.comm.transport import WireError
+from topotrain.comm.transport.connection import Connection
+from topotrain.comm.transport.frame import HEADER_BYTES, Header
+from topotrain.comm.transport.frame_writer import LIMIT, OVERHEAD
+from topotrain.comm.transport.shared_memory import Memory
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Finish, Push, Values, encode
 
 BODY = torch.zeros(1 << 22)  # 16 MiB
 MANY = 3 * LIMIT // BODY.nbytes + 4  # more than queue, kernel and the reader of a test take together

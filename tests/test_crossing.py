@@ -6,15 +6,15 @@ import pytest
 import torch
 from arrangement import building, job_of, run_hosted, usual_loop, vectors
 
-from topotrain import message as m
-from topotrain.exchange import Exchange, JobError, PeerLost
-from topotrain.host import Monitor
-from topotrain.job import ConfigError, Grads
-from topotrain.split import crossing as crossings
-from topotrain.split.crossing import Crossing
-from topotrain.split.passage import Key
-from topotrain.topology import Address, Role, layout
-from topotrain.wire import WireError
+from topotrain.comm.transport import WireError
+from topotrain.config.job import ConfigError, Grads
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange, JobError, PeerLost
+from topotrain.launch.runtime.process_host import Monitor
+from topotrain.parallel.runtime import network_channel as crossings
+from topotrain.parallel.runtime.channel import Key
+from topotrain.parallel.runtime.network_channel import Crossing
 
 KEY = Key(3, 1, 7, False)
 FIRST, SECOND = (Address(Role.WORKER, 0, index) for index in range(2))
@@ -234,7 +234,7 @@ def test_workers_meet_send_train_and_leave(place, tmp_path, monkeypatch):
 
 
 def test_a_list_of_addresses_is_no_place_to_meet(tmp_path, monkeypatch):
-    from topotrain.rendezvous.static import StaticStore
+    from topotrain.comm.store.discovery.static_addresses import StaticStore
 
     def script(t):
         roads = t.notes["roads"]

@@ -23,9 +23,9 @@ from shop import ALLREDUCE, Shop
 from torch import nn
 
 import topotrain as tt
-from topotrain.ferry import WORTH_PINNING, CudaFerry, ferries
-from topotrain.job import Cluster, Grads, Job
-from topotrain.mirror import DeviceMirror
+from topotrain.config.job import Cluster, Grads, Job
+from topotrain.training.parameters.device_copy import WORTH_PINNING, CudaFerry, ferries
+from topotrain.training.parameters.device_parameters import DeviceMirror
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here, or a torch without CUDA")
 

@@ -28,13 +28,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from topotrain.data import STATIC, DataPlan, ShardedLoader
-from topotrain.front.guest import Handing
-from topotrain.job import ConfigError
-from topotrain.leases import LeaseBook
-from topotrain.message import DrawAsk, DrawPut, Lease, LeaseAsk, LeaseFree, Message
-from topotrain.sampling import CHUNK, cut, draw_epoch, pack, received
-from topotrain.topology import Address, Role
+from topotrain.compat.integrations.external_loop import Handing
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import DrawAsk, DrawPut, Lease, LeaseAsk, LeaseFree, Message
+from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
+from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.training.data.sampling import CHUNK, cut, draw_epoch, pack, received
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from topotrain import deposits
-from topotrain.deposits import EPOCH, SINCE, Deposits
-from topotrain.message import Deposit, DepositAsk, ProtocolError, decode, encode
-from topotrain.topology import Address, Role
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Deposit, DepositAsk, ProtocolError, decode, encode
+from topotrain.extensions.resume import worker_state_store
+from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, Deposits
 
 ME, OTHER = Address(Role.WORKER, 0, 1), Address(Role.WORKER, 1, 0)
 
@@ -18,14 +18,14 @@ def blob(*numbers: int) -> torch.Tensor:
 
 
 def leave(book: Deposits, who: Address, number: int, data: torch.Tensor, parts: int | None = None) -> None:
-    for message in deposits.cut(who, number, data)[:parts]:
+    for message in worker_state_store.cut(who, number, data)[:parts]:
         body = book.place(who, message).copy_(message.body)
         assert book.handle(who, replace(message, body=body)) == []
 
 
 def told(book: Deposits, who: Address) -> dict[int, list[int] | None]:
     found: dict[int, list[int] | None] = {}
-    arrivals = {EPOCH: deposits.Arrival(), SINCE: deposits.Arrival()}
+    arrivals = {EPOCH: worker_state_store.Arrival(), SINCE: worker_state_store.Arrival()}
     for to, reply in book.handle(who, DepositAsk()):
         assert to == who and isinstance(reply, Deposit) and decode(*encode(reply)) == reply
         if not reply.parts:
@@ -37,7 +37,7 @@ def told(book: Deposits, who: Address) -> dict[int, list[int] | None]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(deposits, "PART", 4)
+    monkeypatch.setattr(worker_state_store, "PART", 4)
 
 
 def test_the_newest_whole_deposit_is_told_to_whom_it_belongs():
@@ -56,12 +56,12 @@ def test_the_newest_whole_deposit_is_told_to_whom_it_belongs():
 
 def test_parts_of_different_deposits_are_never_put_together():
     book = Deposits()
-    first, second = (deposits.cut(ME, EPOCH, blob(*[n] * 8)) for n in (1, 2))
+    first, second = (worker_state_store.cut(ME, EPOCH, blob(*[n] * 8)) for n in (1, 2))
     for message in (first[0], second[1], second[0], first[1], second[1]):
         book.handle(ME, message)
     found = told(book, ME)[EPOCH]
     assert found is None or len(set(found)) == 2  # nothing tells them apart by themselves: roads keep the order
-    longer = deposits.cut(ME, EPOCH, blob(*[3] * 12))
+    longer = worker_state_store.cut(ME, EPOCH, blob(*[3] * 12))
     book = Deposits()
     for message in (first[0], longer[1], longer[2]):
         book.handle(ME, message)
@@ -86,7 +86,7 @@ def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
     [
         {"group": 1},
         {"nbytes": 0, "parts": 0},
-        {"nbytes": deposits.LARGEST + 1, "parts": 1 << 30},
+        {"nbytes": worker_state_store.LARGEST + 1, "parts": 1 << 30},
         {"parts": 2},
         {"part": 1},
         {"part": -1},

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import topotrain as tt
-from topotrain.front.parts import read_parts, write_parts
-from topotrain.front.sparse import find_sparse
-from topotrain.job import ConfigError
+from topotrain.config.job import ConfigError
+from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
+from topotrain.extensions.tables.frontend.table_export import read_parts, write_parts
 
 RULES = {
     "SGD": (tt.kvstore.SGD(lr=0.3), lambda p: torch.optim.SGD(p, lr=0.3)),
@@ -120,7 +120,7 @@ def test_ids_of_any_shape_and_the_rates_of_a_schedule():
 
 
 def test_a_table_comes_back_from_its_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("topotrain.front.parts.PART_BYTES", 4096)
+    monkeypatch.setattr("topotrain.extensions.tables.frontend.table_export.PART_BYTES", 4096)
     table = tt.Embedding(None, 8, init="normal 0 1", optimizer=tt.kvstore.SGD(lr=1.0), name="t")
     ids = torch.randperm(1000)[:400] * 1_000_003
     with torch.no_grad():

@@ -13,17 +13,17 @@ import torch
 from arrangement import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
-from topotrain import cli
-from topotrain.job import Cluster, ConfigError, Job, Link
-from topotrain.message import Values
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place, Roads
-from topotrain.topology import Address, Role, layout
-from topotrain.wire import emulated
-from topotrain.wire.auth import Identity
-from topotrain.wire.emulated import PACKET, REPAIR_S, Meter, Network, Route, Shaped, UnderWay, _head
-from topotrain.wire.shm import Memory, socket_directory
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.emulation import link as emulated
+from topotrain.comm.emulation.link import PACKET, REPAIR_S, Meter, Network, Route, Shaped, UnderWay, _head
+from topotrain.comm.router import Place, Roads
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import Memory, socket_directory
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.job import Cluster, ConfigError, Job, Link
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.protocol import Values
+from topotrain.tools.cli import app
 
 RATE = 1000.0  # bytes per second, where a number is looked at
 FAST = Link(bandwidth=2000.0)
@@ -405,7 +405,7 @@ def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
     ],
 )
 def test_a_link_in_short(text: str, link: Link) -> None:
-    assert cli.parse_link(text) == link
+    assert app.parse_link(text) == link
 
 
 @pytest.mark.parametrize(
@@ -425,13 +425,13 @@ def test_a_link_in_short(text: str, link: Link) -> None:
 )
 def test_what_is_no_link(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        cli.parse_link(text)
+        app.parse_link(text)
 
 
 def test_the_option_replaces_the_link_of_the_file() -> None:
     job = Job(cluster=Cluster(nworkers_per_group=2, link=Link(loss=0.1)))
-    assert cli._linked(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
-    assert cli._linked(job, "") is job
+    assert app._linked(job, "1gbit").cluster == Cluster(nworkers_per_group=2, link=Link(bandwidth=1000.0))
+    assert app._linked(job, "") is job
     shared = Job(cluster=Cluster(nworkers_per_group=2, road="kShm"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="road = kShm: must be kAuto or kTcp with a link"):
-        cli._linked(shared, "1gbit")
+        app._linked(shared, "1gbit")

@@ -22,15 +22,15 @@ from simulation import STORM, VIEWS, Town, job, same
 from test_sim_downpour import downpour
 from torch import nn
 
-from topotrain.compression import codec_for
-from topotrain.encoding import ServerEncoding, WorkerEncoding
-from topotrain.job import Cluster, Compression, Job
-from topotrain.message import Mean, ProtocolError, Push, Values
-from topotrain.server import Server
-from topotrain.shard import FlatBuffers, slice_map_for
-from topotrain.slices import Parameter, SliceMap
-from topotrain.topology import Address, Role, layout
-from topotrain.wire.simulated import Weather
+from topotrain.config.job import Cluster, Compression, Job
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.model.schema import FlatBuffers, slice_map_for
+from topotrain.core.protocol import Mean, ProtocolError, Push, Values
+from topotrain.core.server.server import Server
+from topotrain.extensions.compression.error_feedback import codec_for
+from topotrain.extensions.compression.message_filter import ServerEncoding, WorkerEncoding
+from topotrain.tools.simulator.sim_network import Weather
 
 KINDS = ("kFp16", "kBf16", "kInt8", "kTopK")
 SYNCHRONOUS = ("sandblaster", "allreduce", "two by two", "serverless", "one")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from topotrain import message as m
-from topotrain.ending import Ending
-from topotrain.job import Cluster
-from topotrain.shard import Buffer, Schema
-from topotrain.slices import Parameter, cut
-from topotrain.topology import Address, Role, layout
+from topotrain.config.job import Cluster
+from topotrain.config.sharding import Parameter, cut
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import Buffer, Schema
+from topotrain.core.server.shutdown import Ending
 
 SCHEMA = Schema((Parameter("w", (192,), (1,), "float32", True),), (Buffer("b", "float32", 2),), "{}", "d")
 MAIN = Address(Role.WORKER, 0, 0)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from simulation import job
 
-from topotrain import trial
-from topotrain.consistency import EVERYTHING, STATIC, Streams
-from topotrain.faults import Fault, Schedule
-from topotrain.leases import LeaseBook
-from topotrain.message import Commit, Lease, LeaseAsk, LeaseFree
-from topotrain.topology import Address, Role
-from topotrain.trial import Trial
-from topotrain.wire.simulated import Weather
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Commit, Lease, LeaseAsk, LeaseFree
+from topotrain.core.server.consistency import EVERYTHING, STATIC, Streams
+from topotrain.tools.simulator import trial
+from topotrain.tools.simulator.fault_schedule import Fault, Schedule
+from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.trial import Trial
+from topotrain.training.data.lease_queue import LeaseBook
 
 pytestmark = pytest.mark.simulated
 

@@ -7,8 +7,8 @@ import typing
 
 import pytest
 
-from topotrain import events
-from topotrain.events import Event, Failed, StepDone, from_json, to_json
+from topotrain.core import events
+from topotrain.core.events import Event, Failed, StepDone, from_json, to_json
 
 EXAMPLES: list[Event] = [
     events.Serving("server 0/1", ("shm:///x", "tcp://127.0.0.1:6723"), 12),

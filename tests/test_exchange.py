@@ -7,15 +7,15 @@ import torch
 from arrangement import adam, building, job_of
 from torch import nn
 
-from topotrain import message as m
-from topotrain.bitmaps import NO_REVISION
-from topotrain.buffers import describe_model
-from topotrain.exchange import Exchange, JobError, PeerLost, StepEnd
-from topotrain.host import Monitor
-from topotrain.shard import FlatBuffers
-from topotrain.topology import Address, Role, layout
-from topotrain.update import describe
-from topotrain.worker import plan_of
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.client.client import Exchange, JobError, PeerLost, StepEnd
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.optim.adapter import describe
+from topotrain.launch.runtime.process_host import Monitor
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import plan_of
 
 ME = Address(Role.WORKER, 0, 1)
 SERVERS = (Address(Role.SERVER, 0, 0), Address(Role.SERVER, 0, 1))

@@ -5,8 +5,8 @@ import os
 import pytest
 from exhaustive import Scope, search
 
-from topotrain.consistency import DecisionLog
-from topotrain.membership import Members
+from topotrain.core.server.consistency import DecisionLog
+from topotrain.extensions.elastic.membership import Members
 
 pytestmark = pytest.mark.simulated
 

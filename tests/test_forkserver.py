@@ -9,9 +9,9 @@ import uuid
 import pytest
 
 from tests.launch_targets import MARK, PLAY, marked, wait_for
-from topotrain.events import Failed, Notice, from_json
-from topotrain.launch import forkserver
-from topotrain.launch.lines import Lines
+from topotrain.core.events import Failed, Notice, from_json
+from topotrain.launch.agent import forkserver
+from topotrain.launch.agent.pipes import Lines
 
 
 class Host:

@@ -16,21 +16,22 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain import events
-from topotrain.buffers import describe_model
-from topotrain.exchange import JobError
-from topotrain.front import context, finish, process
-from topotrain.front.final import save_final
-from topotrain.front.planning import state_factor
-from topotrain.host import Place, serve
-from topotrain.job import Adam as AdamConf
-from topotrain.job import Cluster, ConfigError, Job, LRGen, Step, Updater
+from topotrain.comm.security.handshake import HungUp, Identity, TooSlow
+from topotrain.comm.store import open_store
+from topotrain.comm.transport import Broken
+from topotrain.comm.transport.shared_memory import socket_directory
+from topotrain.config.job import Adam as AdamConf
+from topotrain.config.job import Cluster, ConfigError, Job, LRGen, Step, Updater
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import events
+from topotrain.core.client.client import JobError
 from topotrain.launch import choose_cause
-from topotrain.rendezvous import open_store
-from topotrain.topology import Address, Role, layout
-from topotrain.wire import Broken
-from topotrain.wire.auth import HungUp, Identity, TooSlow
-from topotrain.wire.shm import socket_directory
+from topotrain.launch.runtime import entry_points
+from topotrain.launch.runtime.process_host import Place, serve
+from topotrain.parallel.api.dry_run import state_factor
+from topotrain.training import context, finish_job
+from topotrain.training.final_parameters import save_final
+from topotrain.training.parameters.flat_parameters import describe_model
 
 
 def loader(**more):
@@ -204,7 +205,7 @@ class Here:
         serve(place, [Address(Role.SERVER, 0, 0)], lambda me, urls: None, lambda: self.troubles.append("trouble"))
 
     def finish(self):
-        finish.finish(self.context)
+        finish_job.finish(self.context)
         self.close()
         self.server.join(30)
         assert not self.server.is_alive() and not self.troubles
@@ -286,7 +287,7 @@ def test_what_prepare_refuses_in_a_job(job):
 def test_a_program_that_never_prepares_is_told_so(job):
     here = job()
     with pytest.raises(ConfigError, match=r"ended without calling topotrain.prepare"):
-        finish.finish(here.context)
+        finish_job.finish(here.context)
 
 
 # --- a script that trains something else than what it has prepared ----------------------------------------------------
@@ -336,7 +337,7 @@ def test_another_optimizer_over_a_parameter_of_the_model_is_named(job):
     named = r"another optimizer = 'Adam': has changed parameter 2.weight and 1 more .* only the SGD that tt.prepare"
     with pytest.raises(ConfigError, match=named):
         other.step()
-    finish.close(here.context, finished=False)
+    finish_job.close(here.context, finished=False)
     other.step()
 
 
@@ -356,8 +357,8 @@ def test_a_job_whose_steps_never_reached_a_server_fails(job):
     for x, y in batches:
         cross_entropy(model, x, y).backward()  # and no step
     with pytest.raises(ConfigError, match=r"program: went backward 5 times and never called step\(\) of the SGD"):
-        finish.finish(here.context)
-    assert process._guarded(here.context, None, partial(finish.finish, here.context)) == 2
+        finish_job.finish(here.context)
+    assert entry_points._guarded(here.context, None, partial(finish_job.finish, here.context)) == 2
 
 
 def test_a_job_that_trained_another_model_fails(job):
@@ -366,7 +367,7 @@ def test_a_job_that_trained_another_model_fails(job):
     tt.prepare(model, optimizer)
     train(mlp(), optimizer, loader())
     with pytest.raises(ConfigError, match=r"called optimizer.step\(\) 10 times, and no parameter of the model"):
-        finish.finish(here.context)
+        finish_job.finish(here.context)
 
 
 def test_a_script_that_only_evaluates_is_no_mistake(job):
@@ -392,10 +393,10 @@ def test_gradients_that_a_script_sets_itself_train(job):
 
 
 def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it():
-    kinds = [finish.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
+    kinds = [finish_job.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
     assert kinds == ["internal", "config", "program"]
-    assert finish.kind_of(JobError("not finite again", False, True)) == "quarantine"
-    assert [finish.kind_of(error) for error in (Broken("no way"), HungUp(""), TooSlow(""))] == ["peer"] * 3
+    assert finish_job.kind_of(JobError("not finite again", False, True)) == "quarantine"
+    assert [finish_job.kind_of(error) for error in (Broken("no way"), HungUp(""), TooSlow(""))] == ["peer"] * 3
     assert (
         choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"
     )
@@ -414,7 +415,7 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     monkeypatch.setattr(sys, "path", [*sys.path])
     program, log = tmp_path / "bad.py", tmp_path / "log"
     program.write_text(script + "\n")
-    assert process._guarded(here.context, log, partial(process._run_program, str(program), [])) == 1
+    assert entry_points._guarded(here.context, log, partial(entry_points._run_program, str(program), [])) == 1
     told = [event for event in here.told if isinstance(event, events.Failed)]
     lines = told[0].traceback.splitlines()
     assert lines[1] == f'  File "{program}", line 1, in <module>'

@@ -14,18 +14,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.front import context as process
-from topotrain.front.checkpoints import load_checkpoints
-from topotrain.front.evaluating import HeldOut, Objective, evaluate, follow
-from topotrain.front.final import in_one_file, save_tensors
-from topotrain.front.forward import kind_of, samples_of
-from topotrain.front.splitting import says_where, tagged
-from topotrain.job import Cluster, ConfigError, Job, Partition
-from topotrain.split import devices, gathering
-from topotrain.split.division import Share, Whole
-from topotrain.split.gathering import AHEAD, entries, gather, give
-from topotrain.split.meeting import Hello, Meeting
-from topotrain.topology import Address, Role, layout
+from topotrain.config.job import Cluster, ConfigError, Job, Partition
+from topotrain.config.topology import Address, Role, layout
+from topotrain.parallel.api.prepare_split import says_where, tagged
+from topotrain.parallel.api.split_forward import kind_of, samples_of
+from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.placement.parameter_owners import Share, Whole
+from topotrain.parallel.runtime import gather as gathering
+from topotrain.parallel.runtime.gather import AHEAD, entries, gather, give
+from topotrain.parallel.runtime.worker_sync import Hello, Meeting
+from topotrain.training import context as process
+from topotrain.training.final_parameters import in_one_file, save_tensors
+from topotrain.training.trainer.evaluation import HeldOut, Objective, evaluate, follow
+from topotrain.training.trainer.parameter_files import load_checkpoints
 
 
 @dataclass
@@ -130,7 +131,7 @@ def test_homes_on_servers_are_noted_and_nothing_given_back(as_worker: Any) -> No
         layer = nn.Linear(2, 2)
     assert absent(layer) == [False] * 2
     assert layer.weight.topotrain_home == 1
-    assert not hasattr(layer, devices.PLACE)
+    assert not hasattr(layer, device_scopes.PLACE)
 
 
 class Said(nn.Linear):

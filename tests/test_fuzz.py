@@ -24,30 +24,30 @@ from simulation import Seat, Town, job, zeros
 from vault import Vault
 from wire_town import SERVER, WORKER, Recorder, identity, place_new
 
-from topotrain import message as m
-from topotrain import textproto
-from topotrain.checkpoint import FOLDER, MANIFEST, Manifest, hashed
-from topotrain.checkpointwriter import Files
-from topotrain.checks import ConfigError
-from topotrain.deposits import EPOCH
-from topotrain.exchange import Exchange
-from topotrain.front.sessionline import Gone, Talk
-from topotrain.gateway import make_server
-from topotrain.job import Agreement, Algorithm, Grads
-from topotrain.message import ProtocolError, decode, encode
-from topotrain.rendezvous.frames import Garbled, Op, Request, receive_request, send_request
-from topotrain.rendezvous.keys import StoreError, check_key, check_prefix
-from topotrain.rendezvous.table import Table
-from topotrain.rendezvous.tcpserver import _answer
-from topotrain.server import Server
-from topotrain.shard import FlatBuffers
-from topotrain.slices import Parameter
-from topotrain.tables import TableSpec, pack_ids
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused
-from topotrain.wire.auth import Stranger, answer
-from topotrain.wire.frames import BODY, Header
-from topotrain.wire.stream import Connection, checked
+from topotrain.comm.security.handshake import Stranger, answer
+from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix
+from topotrain.comm.store.memory_store import Table
+from topotrain.comm.store.tcp_store_protocol import Garbled, Op, Request, receive_request, send_request
+from topotrain.comm.store.tcp_store_server import _answer
+from topotrain.comm.transport import Refused
+from topotrain.comm.transport.connection import Connection, checked
+from topotrain.comm.transport.frame import BODY, Header
+from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk
+from topotrain.config import job_file
+from topotrain.config.field_checks import ConfigError
+from topotrain.config.job import Agreement, Algorithm, Grads
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.protocol import ProtocolError, decode, encode
+from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed
+from topotrain.extensions.checkpointing.checkpoint_writer import Files
+from topotrain.extensions.collectives.collective_server import make_server
+from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
 
 MIB = 1 << 20
 
@@ -98,7 +98,7 @@ SMALLEST = (Parameter("a", (70,), (1,), "float32", True), Parameter("b", (5,), (
 
 def conversation(**more: Any) -> Conversation:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("topotrain.rehearsal.Server", make_server)  # of a collective, too
+        patch.setattr("topotrain.tools.simulator.sim_cluster.Server", make_server)  # of a collective, too
         town = Town(job(**more), schema=SMALLEST)
     found = Conversation(town)
     town.wire.observers.append(lambda sender, to, message: found.said.append(Said(sender, to, message)))
@@ -370,7 +370,7 @@ class Copied:
 
 def one_side() -> bytes:
     """What a dialer says in a handshake that goes well."""
-    from topotrain.wire.auth import dial
+    from topotrain.comm.security.handshake import dial
 
     a, b = socket.socketpair()
 
@@ -512,7 +512,7 @@ def test_a_damaged_job_is_a_job_or_refused_by_name() -> None:
     for _ in range(share(0.03)):
         text = dice.spoiled(raw, [raw, b"{}" * 9, b"cluster {" * 40]).decode("latin-1")
         try:
-            textproto.loads(text)
+            job_file.loads(text)
         except ConfigError:
             continue
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, wait_for
-from topotrain.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
-from topotrain.launch import frozen, lives
+from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
 from topotrain.launch.local import LocalLauncher
+from topotrain.launch.recovery import resume_point, stopped_processes
 
 GONE_S = 5.0
 
@@ -124,7 +124,7 @@ def test_who_dies_when_its_part_is_done_is_not_missed(tmp_path, mark):
     ],
 )
 def test_a_process_that_stays_frozen_is_ended(tmp_path, mark, monkeypatch, victim, part, action):
-    monkeypatch.setattr(frozen, "LEASE_S", 0.3)
+    monkeypatch.setattr(stopped_processes, "LEASE_S", 0.3)
     others = {"worker_0_0": "until over", "worker_0_1": "until over", "server_0_0": "until over"}
     roles = plays(**others | {victim.replace(" ", "_").replace("/", "_"): part})
     outcome, events = launch(tmp_path, roles, restarts=1)
@@ -183,7 +183,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
                 snapshots.mkdir()
             (tmp_path / "run" / "go").touch()
 
-    monkeypatch.setattr(lives, "latest", latest)
+    monkeypatch.setattr(resume_point, "latest", latest)
     roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
     outcome, events = launch(tmp_path, roles, hear, restarts=3)
     assert (outcome.code, outcome.cause) == (0, None)
@@ -202,7 +202,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
 
 
 def test_a_job_that_is_continued_and_dies_before_its_first_snapshot_is_continued_again(tmp_path, mark, monkeypatch):
-    monkeypatch.setattr(lives, "latest", lambda workspace, told: None)
+    monkeypatch.setattr(resume_point, "latest", lambda workspace, told: None)
     launcher = LocalLauncher(CALLS, resume=f"{tmp_path}/elsewhere/000007")
     roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
     (tmp_path / "lives").write_text("xx")

@@ -17,13 +17,13 @@ from arrangement import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from topotrain.bitmaps import NO_REVISION
-from topotrain.buffers import ModelBuffers, describe_model
-from topotrain.exchange import JobError
-from topotrain.gradients import PushPath
-from topotrain.job import Grads
-from topotrain.shard import FlatBuffers
-from topotrain.slices import cut
+from topotrain.config.job import Grads
+from topotrain.config.sharding import cut
+from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.client.client import JobError
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
+from topotrain.training.parameters.gradient_hooks import PushPath
 
 BATCH = vectors(1)[0]
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 from test_floors import PACKAGE, SHELVES, read
 
-from topotrain.data import ShardedLoader
-from topotrain.front import api, context, guest
-from topotrain.job import Cluster, ConfigError, Job, Shard
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place
-from topotrain.topology import Address, Role
+from topotrain.comm.router import Place
+from topotrain.comm.store import open_store
+from topotrain.compat.integrations import external_loop
+from topotrain.config.job import Cluster, ConfigError, Job, Shard
+from topotrain.config.topology import Address, Role
+from topotrain.training import api, context
+from topotrain.training.data.distributed_loader import ShardedLoader
 
 LIBRARIES = {
     "accelerate": ("accelerate", "transformers"),
@@ -23,12 +24,13 @@ LIBRARIES = {
 
 def test_nobody_in_the_package_imports_them():
     """They import their library at once, for they have a class of it as a base; so only scripts may import them."""
-    ours = {f"topotrain.front.{name}" for name in LIBRARIES}
+    ours = {f"topotrain.training.{name}" for name in LIBRARIES}
     found = [
         use.complain("only scripts import it")
         for reader in read(PACKAGE)
         for use in reader.imports
-        if use.file != "front/transformers.py" and any((use.name + ".").startswith(f"{name}.") for name in ours)
+        if use.file != "compat/integrations/transformers.py"
+        and any((use.name + ".").startswith(f"{name}.") for name in ours)
     ]
     assert not found
     assert {f"front/{name}.py" for name in LIBRARIES} == {
@@ -43,7 +45,7 @@ def test_a_missing_library_is_named(name):
     if name == "lightning":
         # None in sys.modules would look like a package that the script has imported.
         gone = "import importlib.util; importlib.util.find_spec = lambda name: None"
-    code = f"{gone}; import topotrain.front.{name}"
+    code = f"{gone}; import topotrain.training.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(f"is not installed: pip install 'topotrain[{extra}]'")
@@ -59,7 +61,7 @@ class Book:
 
 def test_a_batch_counts_when_it_is_handed_on():
     book = Book()
-    handing = guest.Handing(book)
+    handing = external_loop.Handing(book)
     handing.drawn(7, 0, 4.0, 4)
     handing.drawn(7, 1, 3.0, 3)
     assert book.told == []
@@ -82,7 +84,7 @@ def tied(tmp_path, monkeypatch):
         monkeypatch.setattr(
             api, "prepare", lambda m, o, load: (m, o, ShardedLoader(load, api._data_plan(here, m), None, Book()))
         )
-        return guest.tie(torch.nn.Linear(1, 1), None, torch.utils.data.DataLoader(range(batches)), **how)[0]
+        return external_loop.tie(torch.nn.Linear(1, 1), None, torch.utils.data.DataLoader(range(batches)), **how)[0]
 
     return tie
 
@@ -105,7 +107,7 @@ def test_what_a_counted_loop_cannot_go_by_is_refused(tied):
 def test_outside_a_job_nothing_is_hidden_or_refused(monkeypatch):
     assert context.current() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    guest.hide_launcher()
-    assert guest.os.environ["WORLD_SIZE"] == "2"
-    guest.refuse("resume_from_checkpoint", True, "must be left out")
-    assert not guest.has_final_values_only_at_the_end()
+    external_loop.hide_launcher()
+    assert external_loop.os.environ["WORLD_SIZE"] == "2"
+    external_loop.refuse("resume_from_checkpoint", True, "must be left out")
+    assert not external_loop.has_final_values_only_at_the_end()

@@ -21,16 +21,16 @@ from arrangement import (
     vectors,
 )
 
-from topotrain import message as m
-from topotrain.exchange import JobError
-from topotrain.host import WorkerRoads
-from topotrain.job import Cluster, Grads, Job, Reduce
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place, Roads
-from topotrain.topology import Address, Role, layout
-from topotrain.wire import Refused, WireError
-from topotrain.wire.auth import Identity
-from topotrain.wire.shm import Memory, socket_directory
+from topotrain.comm.router import Place, Roads
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport.shared_memory import Memory, socket_directory
+from topotrain.config.job import Cluster, Grads, Job, Reduce
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import JobError
+from topotrain.launch.runtime.process_host import WorkerRoads
 
 
 @pytest.fixture

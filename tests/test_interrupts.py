@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from wire_town import Pair, Town
 
-from topotrain.message import Drained, Fetch
-from topotrain.wire import interrupts
-from topotrain.wire.interrupts import between_frames
-from topotrain.wire.outbox import Outbox
+from topotrain.comm.transport import interrupt_guard
+from topotrain.comm.transport.frame_writer import Outbox
+from topotrain.comm.transport.interrupt_guard import between_frames
+from topotrain.core.protocol import Drained, Fetch
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def pair() -> Iterator[Pair]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(signal, "default_int_handler", signal.getsignal(signal.SIGINT))
     restore = between_frames()
-    assert signal.getsignal(signal.SIGINT) is interrupts._interrupt
+    assert signal.getsignal(signal.SIGINT) is interrupt_guard._interrupt
     yield
     restore()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import topotrain
-from topotrain.jitter import spread
+from topotrain.comm.backoff import spread
 
 
 def test_pauses_are_spread_over_their_range():
@@ -32,4 +32,4 @@ def test_only_the_sampling_of_data_touches_the_script_s_dice():
             if isinstance(node, ast.ImportFrom) and node.module == "random":
                 found |= {(path.name, alias.name) for alias in node.names}
     own = {"Random", "SystemRandom"}
-    assert {name for name, attribute in found if attribute not in own} == {"dice.py"}
+    assert {name for name, attribute in found if attribute not in own} == {"rng_state.py"}

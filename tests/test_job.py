@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from topotrain.checks import Combination
-from topotrain.job import (
+from topotrain.config.field_checks import Combination
+from topotrain.config.job import (
     COMBINATIONS,
     Agreement,
     Cluster,
@@ -31,7 +31,7 @@ from topotrain.job import (
     Slicing,
     Updater,
 )
-from topotrain.topology import layout
+from topotrain.config.topology import layout
 
 
 def test_errors_name_field_value_and_what_would_be_accepted() -> None:
@@ -261,7 +261,7 @@ def test_the_digest_follows_what_decides_results_and_nothing_else() -> None:
 
 
 def test_the_digest_is_the_same_in_another_process() -> None:
-    code = "from topotrain.job import Job; print(Job(seed=1).digest())"
+    code = "from topotrain.config.job import Job; print(Job(seed=1).digest())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == Job(seed=1).digest()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from topotrain import cli
-from topotrain.rendezvous import StoreError, open_store, serve_store, within
-from topotrain.rendezvous.registry import JobRecord, Registry, UnknownJob, stop_key
+from topotrain.comm.store import StoreError, open_store, serve_store, within
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob, stop_key
+from topotrain.tools.cli import app
 
 ROOT = Path(__file__).parents[1]
 SECRET = bytes(range(32))
@@ -127,7 +127,7 @@ def told(capsys):
 
     def run(*words):
         with pytest.raises(SystemExit) as caught:
-            cli.main(words)
+            app.main(words)
         out, err = capsys.readouterr()
         return caught.value.code, out, err
 
@@ -172,7 +172,7 @@ def test_what_the_user_gave_wrongly_is_told_with_code_2(registry, url, told, mon
 
 def test_a_store_that_is_away_is_code_1(told, monkeypatch):
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET.hex())
-    monkeypatch.setattr("topotrain.front.commands_jobs.PATIENCE", 0.0)
+    monkeypatch.setattr("topotrain.tools.cli.jobs.PATIENCE", 0.0)
     code, _, err = told("jobs", "list", "--rendezvous", "tcp://127.0.0.1:1")
     assert code == 1 and err.startswith("topotrain: error: store tcp://127.0.0.1:1 cannot be reached: ")
 

@@ -11,22 +11,22 @@ from arrangement import Reference, Result, reference, run_local
 from torch import nn
 
 import topotrain as tt
-from topotrain.buffers import describe_model
-from topotrain.exchange import JobError
-from topotrain.front import context as process
-from topotrain.front import joining
-from topotrain.front.flags import Flags, from_values, parse
-from topotrain.front.joining import StaticStore, Terms, join
-from topotrain.front.paddle import terms_of
-from topotrain.front.serving import by_hand, place_of, serve, understandable
-from topotrain.host import WorkerRoads
-from topotrain.job import Cluster, ConfigError, Job, Slicing
-from topotrain.plan import Schema, plan
-from topotrain.rendezvous import StoreError, open_store
-from topotrain.slices import Parameter, SchemaError, cut, describe
-from topotrain.slices import parse as parse_schema
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError
+from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.transport import Refused, WireError
+from topotrain.compat.paddle.flags import Flags, from_values, parse
+from topotrain.compat.paddle.init import terms_of
+from topotrain.config.job import Cluster, ConfigError, Job, Slicing
+from topotrain.config.sharding import Parameter, SchemaError, cut, describe
+from topotrain.config.sharding import parse as parse_schema
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client import JobError
+from topotrain.launch.by_hand import manual_worker
+from topotrain.launch.by_hand.manual_server import by_hand, place_of, serve, understandable
+from topotrain.launch.by_hand.manual_worker import StaticStore, Terms, join
+from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.tools.plan.layout_plan import Schema, plan
+from topotrain.training import context as process
+from topotrain.training.parameters.flat_parameters import describe_model
 
 SECRET = bytes(range(32))
 JOB = Job(name="by hand", cluster=Cluster(nworkers_per_group=2, server_worker_separate=True))
@@ -163,7 +163,7 @@ class _NoStore:
 
 def test_leaving_means_nothing_in_an_ordinary_process():
     assert tt.leave() is None
-    assert joining.leave is tt.leave
+    assert manual_worker.leave is tt.leave
 
 
 # --- the list of addresses ---------------------------------------------------------------------------------------

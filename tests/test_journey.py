@@ -21,9 +21,9 @@ from arrangement import PATIENCE_S, Trainer, job_of, run_local
 from torch import nn
 
 import topotrain
-from topotrain.message import Message, Push
-from topotrain.slices import Bucket
-from topotrain.topology import Address, Role
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Message, Push
 
 PAGE = Path(__file__).parents[1] / "docs" / "journey.md"
 PACKAGE = Path(topotrain.__file__).parent

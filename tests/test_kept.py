@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from wiping import wipe
 
-from topotrain.rendezvous import StoreError, kept, open_store
-from topotrain.rendezvous.contract import Store
-from topotrain.rendezvous.kept import KeptValues
-from topotrain.rendezvous.registry import JobRecord, Registry
+from topotrain.comm.store import StoreError, maintained_values, open_store
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.comm.store.maintained_values import KeptValues
+from topotrain.comm.store.store_base import Store
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "LOOK_S", 0.02)
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.02)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_store_that_is_away_is_asked_again(store: Store, folder: Path) -> None
 
 def test_what_was_written_first_is_written_again_last(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes after a wipe, and finds the value that leads to the others, finds the others, too."""
-    monkeypatch.setattr(kept, "LOOK_S", 1000)
+    monkeypatch.setattr(maintained_values, "LOOK_S", 1000)
     seen: list[str] = []
     values = KeptValues(store)
     values.keep("first", b"1")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from topotrain import kernels
-from topotrain.job import ConfigError
-from topotrain.kernels import STEPS, TOLERANCE, Verdict, verdict
-from topotrain.update import OptimizerSpec, SliceUpdate
+from topotrain.config.job import ConfigError
+from topotrain.core.optim import kernel_choice
+from topotrain.core.optim.adapter import OptimizerSpec, SliceUpdate
+from topotrain.core.optim.kernel_choice import STEPS, TOLERANCE, Verdict, verdict
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED: dict[str, list[dict[str, Any]]] = {
@@ -106,7 +106,7 @@ class NoDecay(SGD):
 @pytest.mark.parametrize("cls", [NoOp, NoVectors, NoTail, Uphill, LastOfLarge, NotANumber])
 def test_a_wrong_kernel_is_seen(cls: type[Wrong], dtype: torch.dtype) -> None:
     assert verdict(cls, group(cls), dtype, "cpu") is Verdict.WRONG
-    assert kernels.choose(cls, group(cls), [(dtype, "cpu")]) == {"fused": None}
+    assert kernel_choice.choose(cls, group(cls), [(dtype, "cpu")]) == {"fused": None}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,7 +120,7 @@ def test_an_option_is_tried_where_it_is_set(dtype: torch.dtype) -> None:
 def test_torchs_kernels_are_judged_by_what_they_do(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     """Whatever this torch has on this machine: steps of another size, other values and a longer run agree with it."""
     cls = getattr(torch.optim, name)
-    chosen = kernels.choose(cls, group(cls, **settings), [(dtype, "cpu")])["fused"]
+    chosen = kernel_choice.choose(cls, group(cls, **settings), [(dtype, "cpu")])["fused"]
     if name != "SGD" or dtype in (torch.float32, torch.float64):
         assert chosen is True, "the tolerance is too small for a right kernel"
     ends = []
@@ -139,21 +139,21 @@ def test_torchs_kernels_are_judged_by_what_they_do(name: str, settings: dict[str
 def test_a_group_without_a_step_to_be_seen_has_the_plain_loop() -> None:
     huge = group(torch.optim.Adagrad, initial_accumulator_value=1e12)
     assert verdict(torch.optim.Adagrad, huge, torch.bfloat16, "cpu") is Verdict.UNSEEN
-    assert kernels.choose(torch.optim.Adagrad, huge, [(torch.bfloat16, "cpu")]) == {"fused": None}
+    assert kernel_choice.choose(torch.optim.Adagrad, huge, [(torch.bfloat16, "cpu")]) == {"fused": None}
     assert verdict(SGD, group(SGD), torch.complex64, "cpu") is Verdict.UNSEEN
 
 
 def test_each_kernel_is_tried_once_whatever_the_schedule_says() -> None:
-    kernels._try.cache_clear()
+    kernel_choice._try.cache_clear()
     for step in range(1, 20):
         settings = {"lr": 1.0 / step, "momentum": 0.9 - step / 100, "weight_decay": 1e-3 / step}
         assert verdict(SGD, group(SGD) | settings, torch.float32, "cpu") is Verdict.RIGHT
         assert verdict(Adam, group(Adam) | {"betas": (0.9 - step / 100, 0.99)}, torch.float32, "cpu") is Verdict.RIGHT
-    assert kernels._try.cache_info().misses == 2
+    assert kernel_choice._try.cache_info().misses == 2
 
 
 def test_a_trial_draws_no_number_of_the_scripts() -> None:
-    kernels._try.cache_clear()
+    kernel_choice._try.cache_clear()
     before = torch.get_rng_state()
     assert verdict(Adam, group(Adam), torch.float32, "cpu") is Verdict.RIGHT
     assert torch.equal(torch.get_rng_state(), before)
@@ -162,9 +162,9 @@ def test_a_trial_draws_no_number_of_the_scripts() -> None:
 def test_a_kernel_that_the_script_names_must_be_right() -> None:
     named = group(NoOp) | {"fused": True}
     with pytest.raises(ConfigError, match="fused = true: must be left out or False: in float32 on this machine"):
-        kernels.choose(NoOp, named, [(torch.float32, "cpu")])
-    assert kernels.choose(NoOp, group(NoOp) | {"fused": False}, [(torch.float32, "cpu")]) == {}
-    assert kernels.choose(Adam, group(Adam) | {"fused": True}, [(torch.float32, "cpu")]) == {}
+        kernel_choice.choose(NoOp, named, [(torch.float32, "cpu")])
+    assert kernel_choice.choose(NoOp, group(NoOp) | {"fused": False}, [(torch.float32, "cpu")]) == {}
+    assert kernel_choice.choose(Adam, group(Adam) | {"fused": True}, [(torch.float32, "cpu")]) == {}
 
 
 def test_an_option_that_comes_later_is_tried_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import topotrain as tt
-from topotrain.front.layout import WIDEST, Layout
-from topotrain.job import ConfigError
+from topotrain.config.job import ConfigError
+from topotrain.extensions.tables.frontend.value_layout import WIDEST, Layout
 
 rows = partial(torch.sparse_coo_tensor, check_invariants=True)
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
-from topotrain.message import Fetch, Push, Values
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError
-from topotrain.wire.auth import Lane, dial
-from topotrain.wire.lanes import STRIPE, Bundle, Parking
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.security.handshake import Lane, dial
+from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport.multi_socket import STRIPE, Bundle, Parking
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Push, Values
 
 
 def bundles(lanes: int, ahead: int = 0) -> tuple[Bundle, Bundle, list[socket.socket]]:

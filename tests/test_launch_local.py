@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from tests.launch_targets import CALLS, MARK, launch, marked, parts, processes, small_job, wait_for
-from topotrain.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
-from topotrain.job import ConfigError
-from topotrain.launch import running
-from topotrain.launch.begun import BegunUnit
-from topotrain.launch.lines import Lines
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
+from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
+from topotrain.launch import run_loop
+from topotrain.launch.agent.pipes import Lines
+from topotrain.launch.agent.unit_process import BegunUnit
 from topotrain.launch.local import LocalLauncher
-from topotrain.topology import layout
 
 GONE_S = 5.0
 
@@ -173,14 +173,14 @@ def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeyp
         process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], bufsize=0, **pipes)
         return BegunUnit(place.rank, process, Lines(process.stdout.fileno()), log)
 
-    monkeypatch.setattr(running, "begin", ends_at_once)
+    monkeypatch.setattr(run_loop, "begin", ends_at_once)
     outcome, _ = launch(tmp_path)
     assert (outcome.code, outcome.cause.kind) == (1, "died")
     assert "ended with exit code 0 before" in outcome.cause.text
 
 
 def test_servers_that_stay_end_a_job_that_is_in_a_registry_too(tmp_path, mark, monkeypatch):
-    monkeypatch.setattr(running, "SERVERS_S", 0.5)
+    monkeypatch.setattr(run_loop, "SERVERS_S", 0.5)
     job = replace(small_job(tmp_path, parts(server_0_0="until over")), rendezvous=f"file://{tmp_path}/store")
     outcome = LocalLauncher(CALLS).start(job, layout(job.cluster), lambda event: None)
     assert (outcome.code, outcome.cause.who) == (1, "launcher")

@@ -20,7 +20,7 @@ from arrangement import (
     vectors,
 )
 
-from topotrain.job import Apply, Grads, Pull, Road
+from topotrain.config.job import Apply, Grads, Pull, Road
 
 LAZY = {"pull": Pull.kLazy}
 ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}

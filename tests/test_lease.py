@@ -12,9 +12,9 @@ import torch
 from cables import Cable
 from wire_town import SERVER, WAIT, WORKER, Recorder, identity
 
-from topotrain.message import Fetch, Push
-from topotrain.wire.lease import Lease, Signs
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.transport.peer_keepalive import Lease, Signs
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.core.protocol import Fetch, Push
 
 IN_VAIN = Signs(0.0, again=2, tries=2)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.leases import LONGEST, UNKNOWN_TOTAL, LeaseBook
-from topotrain.message import DrawAsk, DrawPut, Fail, Lease, LeaseAsk, LeaseFree, Message, ProtocolError
-from topotrain.topology import Address, Role
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import DrawAsk, DrawPut, Fail, Lease, LeaseAsk, LeaseFree, Message, ProtocolError
+from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseBook
 
 
 def worker(group: int, index: int = 0) -> Address:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from tests.launch_targets import CALLS, parts, small_job
-from topotrain.events import Notice, Started
-from topotrain.job import ConfigError
+from topotrain.comm.store import open_store
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
+from topotrain.core.events import Notice, Started
 from topotrain.launch.local import LocalLauncher
-from topotrain.rendezvous import open_store
-from topotrain.rendezvous.registry import JobRecord, Registry
-from topotrain.topology import layout
 
 
 def launch(folder, url, args=(), on_event=lambda event: None):

@@ -15,13 +15,13 @@ import yaml
 from safetensors.torch import load_file
 from shop import PROGRAMS
 
-from topotrain import textproto
-from topotrain.job import ConfigError
+from topotrain.comm.store import StoreError
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
 from topotrain.launch.launchers import Launched, launch
-from topotrain.launch.submission import Options
-from topotrain.launch.tables import start_of
-from topotrain.rendezvous import StoreError
-from topotrain.topology import layout
+from topotrain.launch.launchers.env_tables import start_of
+from topotrain.launch.launchers.submission import Options
 
 SECRET = "5e" * 32
 APART = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
@@ -38,7 +38,7 @@ MODELS = {
 
 
 def ask(cluster: str = APART, dry_run: bool = False, image: str = "shop/train:1", **options: Any) -> Launched:
-    job = textproto.loads(f'name: "My job" program: "/app/train.py" args: "--lr=0.1" cluster {{ {cluster} }}')
+    job = job_file.loads(f'name: "My job" program: "/app/train.py" args: "--lr=0.1" cluster {{ {cluster} }}')
     given = Options(image=image, **options)
     return launch("kubernetes", job, layout(job.cluster), given, {}, dry_run)
 
@@ -102,7 +102,7 @@ def test_a_trainjob_refers_to_the_runtime_beside_it() -> None:
 
 
 def test_a_password_in_the_job_file_goes_into_the_secret() -> None:
-    job = textproto.loads('program: "t.py" rendezvous: "redis://me:hush@store/0" cluster { workspace: "w" }')
+    job = job_file.loads('program: "t.py" rendezvous: "redis://me:hush@store/0" cluster { workspace: "w" }')
     text = launch("kubernetes", job, layout(job.cluster), Options(image="x"), {}, False).text
     assert "hush" not in text
     assert "--from-literal=rendezvous=" in text
@@ -110,8 +110,8 @@ def test_a_password_in_the_job_file_goes_into_the_secret() -> None:
 
 def test_the_job_file_travels_whole() -> None:
     text = documents(ask(APART).text)["ConfigMap"]["data"]["job.conf"]
-    assert textproto.loads(text).program == "/app/train.py"
-    assert textproto.loads(text).args == ("--lr=0.1",)
+    assert job_file.loads(text).program == "/app/train.py"
+    assert job_file.loads(text).args == ("--lr=0.1",)
 
 
 def test_who_starts_again() -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 from test_server import Hall, server, started, worker
 
-from topotrain import message as m
-from topotrain.host import _ServerResident
-from topotrain.job import Algorithm, Cluster
-from topotrain.leases import LeaseBook
-from topotrain.manners import Manners, check_bits
-from topotrain.message import KINDS, ProtocolError
-from topotrain.model import to_power
-from topotrain.replication import UNCOUNTED
-from topotrain.server import _MAX_HELD, Server
-from topotrain.topology import Address, layout
-from topotrain.update import HyperCheck, OptimizerSpec
+from topotrain.config.job import Algorithm, Cluster
+from topotrain.config.topology import Address, layout
+from topotrain.core import protocol as m
+from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
+from topotrain.core.protocol import KINDS, ProtocolError
+from topotrain.core.protocol.message_validation import Manners, check_bits
+from topotrain.core.server.parameter_shard import to_power
+from topotrain.core.server.server import _MAX_HELD, Server
+from topotrain.extensions.replication.state_machine import UNCOUNTED
+from topotrain.launch.runtime.process_host import _ServerResident
+from topotrain.training.data.lease_queue import LeaseBook
 
 COMMIT = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, False, b"\xff", b"", b"", b"", ())
 
@@ -256,9 +256,9 @@ def test_a_wrong_word_is_no_trouble_and_a_fault_of_ours_is(broken: bool, monkeyp
 
 
 def test_floods_at_the_desk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topotrain.leases._MOST_EPOCHS", 10)
-    monkeypatch.setattr("topotrain.leases._MOST_CHUNKS", 10)
-    monkeypatch.setattr("topotrain.leases._MOST_DRAWN", 100)
+    monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_EPOCHS", 10)
+    monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_CHUNKS", 10)
+    monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_DRAWN", 100)
     book = LeaseBook(2)
     for number in range(10):
         book.handle(worker(), m.LeaseAsk(number, 0, 3, 0, 0, False))

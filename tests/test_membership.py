@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain import message as m
-from topotrain.job import Algorithm, Apply, Cluster, Engine, Grads, Job
-from topotrain.membership import STREAMS, Answers, Members, answer, questions
-from topotrain.regrouping import refusal
-from topotrain.server import Server
-from topotrain.topology import Address, Role, layout
+from topotrain.config.job import Algorithm, Apply, Cluster, Engine, Grads, Job
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.server.server import Server
+from topotrain.extensions.elastic.eligibility import refusal
+from topotrain.extensions.elastic.membership import STREAMS, Answers, Members, answer, questions
 
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
 

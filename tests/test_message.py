@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain import message as m
+from topotrain.core import protocol as m
 
 KINDS = sorted(m.KINDS)
 _VALUES = {

@@ -32,11 +32,11 @@ from arrangement import (
 )
 from torch import nn
 
-from topotrain import buffers
-from topotrain.ferry import WORTH_PINNING, DirectFerry, Pins, Reached
-from topotrain.front.gpu import chosen, device_of
-from topotrain.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
-from topotrain.mirror import DeviceMirror, HostMirror
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
+from topotrain.training.parameters import flat_parameters
+from topotrain.training.parameters.device_copy import WORTH_PINNING, DirectFerry, Pins, Reached
+from topotrain.training.parameters.device_parameters import DeviceMirror, HostMirror
+from topotrain.training.parameters.devices import chosen, device_of
 
 
 class LateFerry:
@@ -126,7 +126,7 @@ def made(request, monkeypatch):
 
         return DeviceMirror(tensors, view, ferries)
 
-    monkeypatch.setattr(buffers, "mirror_for", mirror)
+    monkeypatch.setattr(flat_parameters, "mirror_for", mirror)
     yield found
     assert found
 
@@ -210,7 +210,7 @@ def test_local_steps(push, fetch, made, monkeypatch):
     script = usual_loop(vectors(8))
     job = Job(cluster=Cluster(n_push=push, n_fetch=fetch))
     beside = run_local(job, building(), script)
-    monkeypatch.setattr(buffers, "mirror_for", HostMirror)
+    monkeypatch.setattr(flat_parameters, "mirror_for", HostMirror)
     assert beside.same_bits(run_local(job, building(), script))
 
 
@@ -353,9 +353,9 @@ def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
 def test_the_choice_is_the_parameters():
     cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
     far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)
-    assert isinstance(buffers.mirror_for([cpu], None, None), HostMirror)
-    assert isinstance(buffers.mirror_for([elsewhere, cpu], None, None), HostMirror), "another worker holds it"
-    assert isinstance(buffers.mirror_for([cpu, far], None, None), DeviceMirror)
+    assert isinstance(flat_parameters.mirror_for([cpu], None, None), HostMirror)
+    assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], None, None), HostMirror), "another worker holds it"
+    assert isinstance(flat_parameters.mirror_for([cpu, far], None, None), DeviceMirror)
 
 
 # --- pinned memory -----------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.message import Delta, Master, RingOffer, RingReply
-from topotrain.neighbor import Alone, MasterAgreement, RingAgreement
-from topotrain.slices import Parameter, cut
+from topotrain.config.sharding import Parameter, cut
+from topotrain.core.protocol import Delta, Master, RingOffer, RingReply
+from topotrain.core.server.group_sync import Alone, MasterAgreement, RingAgreement
 
 MAP = cut([Parameter("w", (192,), (1,), "float32", True)], 1, groups=3)
 BUCKETS = MAP.buckets  # one per master group

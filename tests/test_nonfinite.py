@@ -29,23 +29,23 @@ from tests.arrangement import (
     vectors,
 )
 from tests.simulation import STORM, Seat, Town, job, same, total
-from topotrain import message as m
-from topotrain.codecs import all_finite
-from topotrain.events import Event, Skipped, from_json, to_json
-from topotrain.exchange import JobError
-from topotrain.finite import NOBODY, Strikes, complaint, look, spoiled
-from topotrain.front.progress import Telling
-from topotrain.job import Algorithm, Apply, Compression, Engine, Grads, Job, NonFinite, Pull, Reduce, Road
+from topotrain.config.job import Algorithm, Apply, Compression, Engine, Grads, Job, NonFinite, Pull, Reduce, Road
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import JobError
+from topotrain.core.events import Event, Skipped, from_json, to_json
+from topotrain.core.model.schema import slice_map_for
+from topotrain.core.server.nonfinite import NOBODY, Strikes, complaint, look, spoiled
+from topotrain.extensions.compression.codecs import all_finite
+from topotrain.extensions.tables.row_optimizers import rule_text
+from topotrain.extensions.tables.table_client import TableDoor
+from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.launch import Outcome
-from topotrain.shard import slice_map_for
-from topotrain.slices import Parameter
-from topotrain.tabledoor import TableDoor
-from topotrain.tablerules import rule_text
-from topotrain.tables import TableSpec
-from topotrain.topology import Address, Role, layout
-from topotrain.watch.progress import Silent
-from topotrain.watch.report import Report
-from topotrain.worker import Skip, Tally
+from topotrain.tools.monitor.job_report import Report
+from topotrain.tools.monitor.progress_display import Silent
+from topotrain.training.step_progress import Telling
+from topotrain.training.worker import Skip, Tally
 
 Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""

@@ -21,8 +21,8 @@ from arrangement import (
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from topotrain.job import Grads, Updater
-from topotrain.model import OptimizerState
+from topotrain.config.job import Grads, Updater
+from topotrain.core.server.parameter_shard import OptimizerState
 
 BATCHES = vectors(8)
 

@@ -11,10 +11,10 @@ import pytest
 from patience import ended_after
 from rich.console import Console
 
-from topotrain.events import Output, StepDone
-from topotrain.launch.lines import Raw
-from topotrain.watch.outlet import FULL_BYTES, Outlet, out_of, outlet
-from topotrain.watch.progress import LiveTable
+from topotrain.core.events import Output, StepDone
+from topotrain.launch.agent.pipes import Raw
+from topotrain.launch.console_output import FULL_BYTES, Outlet, out_of, outlet
+from topotrain.tools.monitor.progress_display import LiveTable
 
 TEXT = "".join(f"{number:09d}\n" for number in range(FULL_BYTES // 5))
 
@@ -89,7 +89,7 @@ def test_a_file_without_a_descriptor_is_printed_to_as_it_is():
 
 
 def test_a_live_table_is_not_drawn_for_a_terminal_that_takes_nothing(pipe):
-    from topotrain.topology import Cluster, layout
+    from topotrain.config.topology import Cluster, layout
 
     file, theirs = pipe
     terminal = Console(file=file, force_terminal=True, width=80)

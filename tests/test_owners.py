@@ -7,15 +7,15 @@ import torch
 from arrangement import job_of, run_hosted, run_local
 from torch import nn
 
-import topotrain.buffers
-from topotrain.buffers import ModelBuffers, ModelParts, describe_model, in_file
-from topotrain.ferry import DirectFerry
-from topotrain.gradients import PushPath
-from topotrain.job import ConfigError, Grads, Job, Partition
-from topotrain.mirror import DeviceMirror
-from topotrain.shard import FlatBuffers, effective, slice_map_for
-from topotrain.slices import SchemaError, cut
-from topotrain.topology import layout
+import topotrain.training.parameters.flat_parameters
+from topotrain.config.job import ConfigError, Grads, Job, Partition
+from topotrain.config.sharding import SchemaError, cut
+from topotrain.config.topology import layout
+from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
+from topotrain.training.parameters.device_copy import DirectFerry
+from topotrain.training.parameters.device_parameters import DeviceMirror
+from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, describe_model, in_file
+from topotrain.training.parameters.gradient_hooks import PushPath
 
 OWNERS = {"left": (0,), "right": (1,), "tied": (0, 1), "common": (), "left_stat": (0,), "right_stat": (1,), "count": ()}
 STEPS = 5
@@ -131,7 +131,7 @@ def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
     def mirror(tensors, view, own):
         return DeviceMirror(tensors, view, lambda devices: {device: DirectFerry() for device in devices})
 
-    monkeypatch.setattr(topotrain.buffers, "mirror_for", mirror)
+    monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
     check(run_local(job_of(nworkers_per_group=2), build, script, shared, split))
 
 

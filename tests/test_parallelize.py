@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.front import context as process
-from topotrain.front.shards import Meeting, address_of
-from topotrain.job import ConfigError
-from topotrain.rendezvous import StoreError, open_store, seats
-from topotrain.rendezvous.seats import Seat, SeatTaken
+from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.store.discovery import rank_claims
+from topotrain.comm.store.discovery.rank_claims import Seat, SeatTaken
+from topotrain.compat.caffe2.shard_rendezvous import Meeting, address_of
+from topotrain.config.job import ConfigError
+from topotrain.training import context as process
 
 dpm = tt.data_parallel
 
@@ -249,8 +250,8 @@ def handler(request: pytest.FixtureRequest, tmp_path: Path) -> Handler:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "BEAT_S", 0.1)
-    monkeypatch.setattr(seats, "LIFE_S", 2.0)
+    monkeypatch.setattr(rank_claims, "BEAT_S", 0.1)
+    monkeypatch.setattr(rank_claims, "LIFE_S", 2.0)
 
 
 class Shard:

@@ -20,18 +20,19 @@ import pytest
 from wiping import wipe
 
 from tests.launch_targets import MARK, marked, parts, small_job, wait_for
-from topotrain import textproto
-from topotrain.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
-from topotrain.job import Cluster, ConfigError, Job
-from topotrain.launch import Outcome, meeting, part
-from topotrain.launch import company as company_module
-from topotrain.launch.asked import signals
-from topotrain.launch.company import Company, Notes, Stores
-from topotrain.launch.introduction import End, Hosts, Introduction, hosts_of, with_job
-from topotrain.launch.meeting import Hall, forget
-from topotrain.launch.tables import TABLES, Start, start_of, started_by
-from topotrain.rendezvous import StoreError, kept, open_store, within
-from topotrain.rendezvous.registry import JobRecord, Registry
+from topotrain.comm.store import StoreError, maintained_values, open_store, within
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.config import job_file
+from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.core.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
+from topotrain.launch import Outcome
+from topotrain.launch.agent.stop_signals import signals
+from topotrain.launch.launchers.env_tables import TABLES, Start, start_of, started_by
+from topotrain.launch.multinode import node, node_rendezvous
+from topotrain.launch.multinode import node_membership as company_module
+from topotrain.launch.multinode.node_info import End, Hosts, Introduction, hosts_of, with_job
+from topotrain.launch.multinode.node_membership import Company, Notes, Stores
+from topotrain.launch.multinode.node_rendezvous import Hall, forget
 
 WORD = "7" * 64
 DEADLINE_S = 60.0
@@ -160,10 +161,10 @@ def hall(store, rank, nprocs=2, secret=bytes(32)):
 @pytest.fixture
 def quick(monkeypatch):
     """Nobody is waited for, and silence is short."""
-    monkeypatch.setattr(meeting, "MEETING_S", 0.3)
-    monkeypatch.setattr(meeting, "_LOOK_S", 0.05)
-    monkeypatch.setattr(meeting, "ALIVE_S", 0.3)
-    monkeypatch.setattr(meeting, "BEAT_S", 0.1)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 0.3)
+    monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.05)
+    monkeypatch.setattr(node_rendezvous, "ALIVE_S", 0.3)
+    monkeypatch.setattr(node_rendezvous, "BEAT_S", 0.1)
 
 
 def entered(store, rank, **given):
@@ -191,14 +192,14 @@ def test_two_units_meet(store):
 
 
 def test_the_job_may_have_been_submitted(store):
-    store.set("jobs/j/job", textproto.dumps(Job(name="sent")).encode())
+    store.set("jobs/j/job", job_file.dumps(Job(name="sent")).encode())
     first = entered(store, 0)
     assert first.bring(None).name == "sent"
     first.close()
 
 
 def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
-    monkeypatch.setattr(meeting, "QUIET_S", 0.0)
+    monkeypatch.setattr(node_rendezvous, "QUIET_S", 0.0)
     first = entered(store, 0, nprocs=3)
     with pytest.raises(StoreError, match=r"units 1, 2 did not come within 0\.3 s"):
         first.gather("", False)
@@ -223,7 +224,7 @@ def test_units_that_were_told_different_things(store, other, words):
 
 def test_a_rank_and_a_name_are_given_once(store, quick, monkeypatch):
     first, second = entered(store, 0), entered(store, 1)
-    monkeypatch.setattr(meeting, "MEETING_S", 10)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 10)
     with pytest.raises(ConfigError, match=r"--rank = 1: is taken: unit 1 \(pid"):
         entered(store, 1)
     with pytest.raises(ConfigError, match="job = 'j': runs already"):
@@ -238,7 +239,7 @@ def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store
     dead.gather("", False)
     for each in (dead, old):
         each.close()
-    monkeypatch.setattr(meeting, "MEETING_S", 20)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
     met = []
     early = threading.Thread(target=lambda: met.append(entered(store, 1)))  # sees the dead one first
     early.start()
@@ -264,8 +265,8 @@ def agreed(store):
 
 
 def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "LOOK_S", 0.05)
-    monkeypatch.setattr(meeting, "MEETING_S", 20)
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
     first, dead = agreed(store)
     dead.close()
     wipe(tmp_path / "store")
@@ -283,9 +284,9 @@ def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, t
 
 
 def test_units_meet_though_the_store_is_wiped_meanwhile(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "LOOK_S", 0.05)
-    monkeypatch.setattr(meeting, "_LOOK_S", 0.2)
-    monkeypatch.setattr(meeting, "MEETING_S", 20)
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
+    monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.2)
+    monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
     first, second = entered(store, 0), entered(store, 1)
     wipe(tmp_path / "store")
     with ThreadPoolExecutor(1) as pool:
@@ -376,7 +377,7 @@ def test_a_report_that_is_wiped_out_is_told_again(company, monkeypatch):
     ],
 )
 def test_a_wish_and_an_end_that_are_wiped_out_are_told_again(company, monkeypatch, key, tell):
-    monkeypatch.setattr(kept, "LOOK_S", 0.05)
+    monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
     one, run = company(1, units=2)
     tell(one)
     said = run.watch(key, 20)
@@ -680,8 +681,8 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
         others.over = True
         theirs.send(b"!")
 
-    monkeypatch.setattr(part, "QUIET_S", 0.01)
+    monkeypatch.setattr(node, "QUIET_S", 0.01)
     with ours, theirs, signals() as heard:
-        end = part._agree(others, Outcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
+        end = node._agree(others, Outcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
     assert end == End(0, 0)
     assert said == ["what runs here has ended; the job ends when its other units have"]

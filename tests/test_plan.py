@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.job import Cluster, ConfigError, Grads, Job
-from topotrain.plan import Plan, Schema, plan
-from topotrain.slices import Parameter
+from topotrain.config.job import Cluster, ConfigError, Grads, Job
+from topotrain.config.sharding import Parameter
+from topotrain.tools.plan.layout_plan import Plan, Schema, plan
 
 FRAMEWORKS = {
     "Sandblaster": (Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True), 5),

@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from topotrain import cli
-from topotrain.front.autoplace import Asked, bill_of, call_of, check_room, needs_of, placed, speeds_of
-from topotrain.front.cutting import Cut, cut_of
-from topotrain.front.inputs import inputs_of, parse_inputs
-from topotrain.front.planning import Seen
-from topotrain.job import Cluster, ConfigError, Job, Link, Partition, Placement, Road, Schedule
-from topotrain.plan import Schema, plan
-from topotrain.split import room
-from topotrain.split.assign import assignments
-from topotrain.split.capture import capture
-from topotrain.split.holding import Need
-from topotrain.textproto import load_with_warnings
-from topotrain.topology import layout
-from topotrain.watch import cutplot
+from topotrain.config.job import Cluster, ConfigError, Job, Link, Partition, Placement, Road, Schedule
+from topotrain.config.job_file import load_with_warnings
+from topotrain.config.topology import layout
+from topotrain.parallel.api.auto_prepare import Asked, bill_of, call_of, check_room, needs_of, placed, speeds_of
+from topotrain.parallel.api.dry_run import Seen
+from topotrain.parallel.api.example_inputs import inputs_of, parse_inputs
+from topotrain.parallel.capture.capture_model import capture
+from topotrain.parallel.estimate import memory_check
+from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.placement.assign_modules import assignments
+from topotrain.tools.cli import app
+from topotrain.tools.monitor import graph_plot
+from topotrain.tools.plan.layout_plan import Schema, plan
+from topotrain.tools.plan.model_cut import Cut, cut_of
 
 
 class Net(nn.Module):
@@ -234,7 +234,7 @@ def test_a_model_that_returns_its_loss_reads_all_of_a_batch() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for number, job in enumerate((hybrid(), auto())):
-        cutplot.draw(cut(job).plan.bill, tmp_path / f"{number}.png")
+        graph_plot.draw(cut(job).plan.bill, tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -242,8 +242,8 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_numbers", lambda file: {"MemTotal": 200_000_000})
-    monkeypatch.setattr(room, "_group", lambda: None)
+    monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": 200_000_000})
+    monkeypatch.setattr(memory_check, "_group", lambda: None)
     found = cut(hybrid()).plan
     text = found.explain()
     assert "warning: memory = 'host 0'" in text
@@ -347,10 +347,13 @@ def test_the_processes_of_a_host_are_added_up(monkeypatch: pytest.MonkeyPatch) -
         ("worker 0/1", 1),
         ("server 0/0", 1),
     ]
-    one, two = (room.on_host([need for need in found.values() if need.host == host], room.ITSELF) for host in (0, 1))
+    one, two = (
+        memory_check.on_host([need for need in found.values() if need.host == host], memory_check.ITSELF)
+        for host in (0, 1)
+    )
     assert two > one
-    monkeypatch.setattr(room, "_numbers", lambda file: {"MemTotal": int(one / room.SAFE) + 1000})
-    monkeypatch.setattr(room, "_group", lambda: None)
+    monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": int(one / memory_check.SAFE) + 1000})
+    monkeypatch.setattr(memory_check, "_group", lambda: None)
     given = asked(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
     check_room(given, loader(), 0)
     with pytest.raises(ConfigError, match=r"host 1.*2 processes"):
@@ -385,9 +388,11 @@ def places_of(job: Job) -> tuple[list[int], str]:
 def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, road=Road.kTcp))
     assert places_of(job)[0] == [0, 0, 0, 0, 1]
-    monkeypatch.setattr(room, "_STACK", 0)
-    bounds = {resource.RLIMIT_DATA: room.LIMITED + 13_000_000}  # values and gradients of three layers, and two to come
-    monkeypatch.setattr(room, "_limit", bounds.get)
+    monkeypatch.setattr(memory_check, "_STACK", 0)
+    bounds = {
+        resource.RLIMIT_DATA: memory_check.LIMITED + 13_000_000
+    }  # values and gradients of three layers, and two to come
+    monkeypatch.setattr(memory_check, "_limit", bounds.get)
     places, words = places_of(job)
     assert places == [0, 0, 0, 1, 1]
     for part in (
@@ -397,7 +402,7 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
         f"RLIMIT_DATA allows {bounds[resource.RLIMIT_DATA] / 1e6:.1f} MB",
     ):
         assert part in words
-    bounds[resource.RLIMIT_DATA] = room.LIMITED + 4_000_000
+    bounds[resource.RLIMIT_DATA] = memory_check.LIMITED + 4_000_000
     with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 214\.0 MB.*would help"):
         places_of(job)
 
@@ -410,14 +415,14 @@ def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPa
     job = replace(auto(snapshot_s=0), cluster=cluster)
     call = call_of(job, model, parse_inputs(["2x600"]))
     given = Asked(job, layout(cluster, hosts=(0, 1, 2)), model, captured, assignments(model, job, 2, captured), call)
-    freely, chosen = placed(given, room.Room())
+    freely, chosen = placed(given, memory_check.Room())
     assert [freely[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 0]
     assert not chosen.tight
-    found, chosen = placed(given, room.Room(machine=room.ITSELF + 13_000_000, words="all of it"))
+    found, chosen = placed(given, memory_check.Room(machine=memory_check.ITSELF + 13_000_000, words="all of it"))
     assert [found[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 1]
     assert "host 0: its 1 processes would need" in chosen.tight
     with pytest.raises(ConfigError, match="host 0"):
-        placed(given, room.Room(machine=room.ITSELF))
+        placed(given, memory_check.Room(machine=memory_check.ITSELF))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -425,7 +430,7 @@ def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPa
 
 def ask(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as left:
-        cli.main(argv)
+        app.main(argv)
     out, err = capsys.readouterr()
     return int(left.value.code or 0), out, err
 
@@ -441,7 +446,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         model = Net()
         return Seen(model, torch.optim.Adam(model.parameters()), None if list(args) == ["--bare"] else loader())
 
-    monkeypatch.setitem(sys.modules, "topotrain.front.planning", SimpleNamespace(look=look))
+    monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=look))
     return tmp_path
 
 

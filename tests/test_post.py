@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from topotrain.events import Failed, Saved
-from topotrain.job import ConfigError, Job
-from topotrain.launch import company as company_module
-from topotrain.launch import post as post_module
-from topotrain.launch.asked import Signals, signals
-from topotrain.launch.children import Life
-from topotrain.launch.company import Company, Stores
-from topotrain.launch.introduction import Hosts, Introduction
-from topotrain.launch.letters import Words
-from topotrain.launch.muster import Begun, Muster, await_begin, begin_anew, check_found, muster
-from topotrain.launch.post import Back, Letter, News, Post, Vanished
-from topotrain.rendezvous import Store, open_store, serve_store, within
-from topotrain.rendezvous.registry import JobRecord, Registry
+from topotrain.comm.store import Store, open_store, serve_store, within
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+from topotrain.config.job import ConfigError, Job
+from topotrain.core.events import Failed, Saved
+from topotrain.launch.agent.children import Life
+from topotrain.launch.agent.stop_signals import Signals, signals
+from topotrain.launch.multinode import mailbox as post_module
+from topotrain.launch.multinode import node_membership as company_module
+from topotrain.launch.multinode.mailbox import Back, Letter, News, Post, Vanished
+from topotrain.launch.multinode.node_info import Hosts, Introduction
+from topotrain.launch.multinode.node_membership import Company, Stores
+from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.multinode.restart_barrier import Begun, Muster, await_begin, begin_anew, check_found, muster
 
 DEADLINE_S = 20.0
 SECRET = bytes(32)

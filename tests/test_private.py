@@ -11,18 +11,18 @@ import pytest
 import torch
 from patience import ended_after
 
-from topotrain import textproto
-from topotrain.front.final import load_tensors, save_tensors
-from topotrain.front.parts import read_parts, write_parts
-from topotrain.job import Cluster, ConfigError, Job
-from topotrain.launch.children import Birth, Home, _open_log
-from topotrain.launch.lines import log_tail
-from topotrain.launch.workspace import claimed, claimed_by_unit, prepare
-from topotrain.private import close_folder, make_folder, open_file, write_text
-from topotrain.rendezvous import StoreError
-from topotrain.rendezvous.file import FileStore
-from topotrain.topology import Address, Role
-from topotrain.watch import trace
+from topotrain.comm.store import StoreError
+from topotrain.comm.store.file_store import FileStore
+from topotrain.config import job_file
+from topotrain.config.job import Cluster, ConfigError, Job
+from topotrain.config.private_files import close_folder, make_folder, open_file, write_text
+from topotrain.config.topology import Address, Role
+from topotrain.extensions.tables.frontend.table_export import read_parts, write_parts
+from topotrain.launch.agent.children import Birth, Home, _open_log
+from topotrain.launch.agent.pipes import log_tail
+from topotrain.launch.agent.workspace import claimed, claimed_by_unit, prepare
+from topotrain.tools.monitor import trace_export
+from topotrain.training.final_parameters import load_tensors, save_tensors
 
 UMASKS = (0o000, 0o022, 0o077, 0o277, 0o777)
 
@@ -89,7 +89,7 @@ def test_a_folder_of_our_own_is_closed_and_one_of_the_users_keeps_its_mode(tmp_p
 
 
 def read_job(path):
-    textproto.load(path)
+    job_file.load(path)
 
 
 def read_store(path):
@@ -110,7 +110,7 @@ READERS = {
     "final parameters": (load_tensors, ConfigError),
     "rows of a table": (read_rows, ConfigError),
     "a process's log": (lambda path: _open_log(path, Home(Job("job"), 0, "", path, ""), Birth(FIRST, ())), OSError),
-    "a trace": (lambda path: trace.write([], path), OSError),
+    "a trace": (lambda path: trace_export.write([], path), OSError),
 }
 
 
@@ -188,7 +188,7 @@ def test_no_stranger_can_open_the_lock(tmp_path):
 
 
 def test_a_lock_that_is_held_out_of_sight_names_no_pid_as_the_holder(tmp_path, monkeypatch):
-    monkeypatch.setattr("topotrain.launch.locking._LOCKS", tmp_path / "nothing")
+    monkeypatch.setattr("topotrain.launch.agent.file_locks._LOCKS", tmp_path / "nothing")
     (tmp_path / "lock").write_text("4711")
     with held(tmp_path / "lock"):
         assert "on another host or in another container (last launcher here: pid 4711)" in refusal(tmp_path)

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.events import (
+from topotrain.config.job import Apply, Cluster, Grads, Job, OnFailure
+from topotrain.config.topology import layout
+from topotrain.core.events import (
     Event,
     Exited,
     Failed,
@@ -18,12 +20,10 @@ from topotrain.events import (
     Thawed,
     Unrepeatable,
 )
-from topotrain.job import Apply, Cluster, Grads, Job, OnFailure
-from topotrain.launch.allowance import WINDOW_S
-from topotrain.launch.frozen import LEASE_S
-from topotrain.launch.recovery import CAUSE_S, Recovery, Terms, recovery
-from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew
-from topotrain.topology import layout
+from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew
+from topotrain.launch.recovery.recovery_policy import CAUSE_S, Recovery, Terms, recovery
+from topotrain.launch.recovery.restart_budget import WINDOW_S
+from topotrain.launch.recovery.stopped_processes import LEASE_S
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separate=True)
 TOPOLOGY = layout(DOWNPOUR)

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from topotrain.events import (
+from topotrain.config.job import Cluster, FailureDomain, Job, Road
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.events import (
     Agreed,
     Covered,
     Differs,
@@ -25,16 +27,14 @@ from topotrain.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.job import Cluster, FailureDomain, Job, Road
-from topotrain.launch.attendance import LOSE, Ask, Gone
-from topotrain.launch.following import Following
-from topotrain.launch.introduction import Introduction
-from topotrain.launch.letters import PAGE_BYTES, Ends, shortened
-from topotrain.launch.muster import Muster
-from topotrain.launch.post import Back, Letter, Vanished
-from topotrain.launch.recovery import FAR_CAUSE_S, Recovery, recovery
-from topotrain.launch.words import Dismiss, GiveUp, Regroup, Renew, Reseat
-from topotrain.topology import Address, Role, layout
+from topotrain.launch.multinode.follower import Following
+from topotrain.launch.multinode.mailbox import Back, Letter, Vanished
+from topotrain.launch.multinode.node_info import Introduction
+from topotrain.launch.multinode.reliable_messages import PAGE_BYTES, Ends, shortened
+from topotrain.launch.multinode.restart_barrier import Muster
+from topotrain.launch.recovery.elastic_groups import LOSE, Ask, Gone
+from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew, Reseat
+from topotrain.launch.recovery.recovery_policy import FAR_CAUSE_S, Recovery, recovery
 
 BEGAN = 100.0
 DOWNPOUR = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True)
@@ -138,7 +138,7 @@ def test_a_unit_of_groups_that_can_be_given_up() -> None:
 
 def made_answers(made: Recovery) -> list[object]:
     """Nobody has wished it, but an answer would be the same."""
-    from topotrain.launch.attendance import LEAVE, Answer
+    from topotrain.launch.recovery.elastic_groups import LEAVE, Answer
 
     return [Answer(LEAVE, 2, "group 2 is given up")]
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.accord import StepError
-from topotrain.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.canonical import canonical_mean
-from topotrain.message import BackwardEnd, Commit, Edit, Push
-from topotrain.reduction import Staging
-from topotrain.slices import Parameter, cut
+from topotrain.config.sharding import Parameter, cut
+from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
+from topotrain.core.protocol import BackwardEnd, Commit, Edit, Push
+from topotrain.core.server.commit_agreement import StepError
+from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.ordered_sum import canonical_mean
 
 SIZE = 100
 

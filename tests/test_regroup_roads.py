@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain.buffers import describe_model
-from topotrain.exchange import PeerLost
-from topotrain.feeds import STATIC
-from topotrain.host import WorkerRoads, serve
-from topotrain.job import Cluster, Job, OnFailure, Reduce, Road
-from topotrain.optimizer import adopt
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place
-from topotrain.shard import FlatBuffers
-from topotrain.topology import Address, layout
-from topotrain.wire.auth import Identity
-from topotrain.wire.shm import socket_directory
-from topotrain.worker import Worker
+from topotrain.comm.router import Place
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import socket_directory
+from topotrain.config.job import Cluster, Job, OnFailure, Reduce, Road
+from topotrain.config.topology import Address, layout
+from topotrain.core.client.client import PeerLost
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.launch.runtime.process_host import WorkerRoads, serve
+from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.data.map_dataset import STATIC
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import Worker
 
 BATCHES = 5  # of each group
 CELLS = 400  # of each batch

@@ -16,14 +16,14 @@ import redisserver
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.rendezvous import StoreError, open_store, serve_store, within
-from topotrain.rendezvous import file as file_module
-from topotrain.rendezvous import redis as redis_module
-from topotrain.rendezvous.file import FileStore
-from topotrain.rendezvous.keys import check_key
-from topotrain.rendezvous.table import Table
-from topotrain.rendezvous.tcp import TcpStore
-from topotrain.rendezvous.url import parse
+from topotrain.comm.store import StoreError, open_store, serve_store, within
+from topotrain.comm.store import file_store as file_module
+from topotrain.comm.store import redis_store as redis_module
+from topotrain.comm.store.file_store import FileStore
+from topotrain.comm.store.key_validation import check_key
+from topotrain.comm.store.memory_store import Table
+from topotrain.comm.store.store_url import parse
+from topotrain.comm.store.tcp_store import TcpStore
 
 SECRET = bytes(range(32))
 ROOT = Path(__file__).parents[1]
@@ -148,7 +148,7 @@ def test_threads_that_count_together_lose_nothing(store, opened):
 COUNT = """
 import sys
 sys.path[:0] = {paths!r}
-from topotrain.rendezvous import open_store
+from topotrain.comm.store import open_store
 store = open_store(sys.argv[1])
 store.watch("go", 60)
 for _ in range(20):
@@ -437,8 +437,8 @@ def test_a_directory_that_is_removed_is_made_again_unless_somebody_else_was_fast
 
 def test_a_table_forgets_what_is_over_and_has_an_end(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("topotrain.rendezvous.table.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("topotrain.rendezvous.table.MAX_TOTAL", 1000)
+    monkeypatch.setattr("topotrain.comm.store.memory_store.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("topotrain.comm.store.memory_store.MAX_TOTAL", 1000)
     table = Table()
     for number in range(500):
         table.set("beat", bytes(400), 1000, number.to_bytes(16, "big"))
@@ -486,7 +486,7 @@ def test_redis_is_left_as_it_was_but_for_our_keys(redis_url):
 
 def test_redis_does_once_what_is_asked_twice(redis_url, monkeypatch):
     store = open_store(redis_url)
-    monkeypatch.setattr("topotrain.rendezvous.redis.secrets.token_hex", lambda n: "same")
+    monkeypatch.setattr("topotrain.comm.store.redis_store.secrets.token_hex", lambda n: "same")
     assert store.compare_and_set("k", None, b"1") and store.compare_and_set("k", None, b"1")
     store.close()
 

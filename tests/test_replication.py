@@ -7,11 +7,11 @@ import torch
 from replicated import ReplicatedTown, flats_of
 from simulation import Seat, job
 
-from topotrain import message as m
-from topotrain.job import Apply, Grads
-from topotrain.replication import Copy, Line
-from topotrain.topology import Address, Role
-from topotrain.transfer import portray, restore
+from topotrain.config.job import Apply, Grads
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.extensions.replication.state_machine import Copy, Line
+from topotrain.extensions.replication.state_transfer import portray, restore
 
 STEPS = 3
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain import update
-from topotrain.buffers import ModelBuffers, describe_model
-from topotrain.shard import FlatBuffers
-from topotrain.slices import cut
-from topotrain.update import Hyper, UnsupportedOptimizer, hyper
-from topotrain.worker import Tally
+from topotrain.config.sharding import cut
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.optim import adapter
+from topotrain.core.optim.adapter import Hyper, UnsupportedOptimizer, hyper
+from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
+from topotrain.training.worker import Tally
 
 # --- hyper-parameters --------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def encoded(monkeypatch):
         calls.append(optimizer)
         return hyper(optimizer)
 
-    monkeypatch.setattr(update, "hyper", counted)
+    monkeypatch.setattr(adapter, "hyper", counted)
     return calls
 
 

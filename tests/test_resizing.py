@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.launch_targets import MARK, launch, marked, parts, processes, wait_for
-from topotrain import textproto
-from topotrain.events import (
+from topotrain.config import job_file
+from topotrain.config.job import Cluster, ConfigError, Job, Placement
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.events import (
     Bounded,
     Event,
     Finished,
@@ -30,14 +32,12 @@ from topotrain.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.front.bounds import bound
-from topotrain.job import Cluster, ConfigError, Job, Placement
-from topotrain.launch.door import ask
-from topotrain.launch.recovery import Recovery, recovery
-from topotrain.launch.resizing import AskSnapshot, Refused, Relay, Resize, resized
-from topotrain.launch.words import Renew
-from topotrain.split import devices
-from topotrain.topology import Address, Role, layout
+from topotrain.launch.control_socket import ask
+from topotrain.launch.recovery.recovery_actions import Renew
+from topotrain.launch.recovery.recovery_policy import Recovery, recovery
+from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay, Resize, resized
+from topotrain.parallel.capture import device_scopes
+from topotrain.training.worker_limits import bound
 
 BEGAN = 100.0
 ALLREDUCE = Cluster(nworkers_per_group=3, nservers_per_group=3)
@@ -228,7 +228,7 @@ def test_the_first_worker_tells_what_only_its_script_shows() -> None:
     assert said({"per_worker_batch": True}, model, loader, main=False) == []
     for split in (said({}, model, loader, cut=True), said({"placement": Placement.kAuto}, model, loader)):
         assert split[0].most == 0 and "one model is split" in split[0].text
-    model.__dict__[devices.PLACE] = "/job:worker/task:0"
+    model.__dict__[device_scopes.PLACE] = "/job:worker/task:0"
     assert said({"cluster": Cluster()}, model, loader)[0].most == 0, "with more workers it would be split"
     (told,) = said({}, nn.Linear(2, 2), None)
     assert told.most == 0 and "divides its data itself" in told.text
@@ -280,7 +280,7 @@ def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(
         "text": "a worker has joined: the job goes on behind step 70 with 3 workers",
     }
     assert [type(event) for event in events if isinstance(event, Resized | Recovered)] == [Resized, Recovered]
-    assert textproto.load(tmp_path / "run" / "job.conf").cluster.nworkers_per_group == 3
+    assert job_file.load(tmp_path / "run" / "job.conf").cluster.nworkers_per_group == 3
     assert {tuple(entry["roles"]) for entry in processes(tmp_path)} > {("worker 0/2",)}
     log = (tmp_path / "logs" / "worker-0-1.log").read_text()
     assert "--- worker 0/1 starts again: the job goes on with nworkers_per_group: 3 ---" in log

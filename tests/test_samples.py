@@ -3,11 +3,11 @@
 import pytest
 from simulation import job
 
-from topotrain.faults import Fault, Schedule, What
-from topotrain.message import Commit
-from topotrain.samples import Samples
-from topotrain.topology import Address, Role, Topology, layout
-from topotrain.trial import Trial
+from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.core.protocol import Commit
+from topotrain.core.server.sample_counts import Samples
+from topotrain.tools.simulator.fault_schedule import Fault, Schedule, What
+from topotrain.tools.simulator.trial import Trial
 
 
 def worker(group: int, index: int = 0) -> Address:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from topotrain.job import (
+from topotrain.config.job import (
     ChangeMethod,
     ConfigError,
     Exponential,
@@ -16,7 +16,7 @@ from topotrain.job import (
     Step,
     Updater,
 )
-from topotrain.schedule import lr
+from topotrain.core.optim.lr_schedules import lr
 
 SCHEDULES: dict[ChangeMethod, tuple[LRGen, dict[int, float]]] = {
     gen.type: (gen, points)

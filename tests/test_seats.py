@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 
-from topotrain.events import Agreed, Covered, Differs, Exited, Finished, Incident, Lost, Recovered, Started, StepDone
-from topotrain.job import (
+from topotrain.config.job import (
     Algorithm,
     Cluster,
     Compression,
@@ -17,12 +16,24 @@ from topotrain.job import (
     OnFailure,
     Road,
 )
-from topotrain.launch.attendance import LEAVE, Ask, Gone, Wish
-from topotrain.launch.homes import Homes
-from topotrain.launch.recovery import Recovery, Terms
-from topotrain.launch.words import Dismiss, GiveUp, Renew, Reseat
-from topotrain.seats import Seats, Standing, check, domains, standings
-from topotrain.topology import Address, Role, layout
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.events import (
+    Agreed,
+    Covered,
+    Differs,
+    Exited,
+    Finished,
+    Incident,
+    Lost,
+    Recovered,
+    Started,
+    StepDone,
+)
+from topotrain.extensions.replication.replica_placement import Seats, Standing, check, domains, standings
+from topotrain.launch.recovery.elastic_groups import LEAVE, Ask, Gone, Wish
+from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Renew, Reseat
+from topotrain.launch.recovery.recovery_policy import Recovery, Terms
+from topotrain.launch.recovery.unit_map import Homes
 
 CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from topotrain.rendezvous import StoreError
-from topotrain.rendezvous.secret import job_key, load_secret
+from topotrain.comm.security.secret import job_key, load_secret
+from topotrain.comm.store import StoreError
 
 DIGITS = "ab" * 32
 
@@ -65,7 +65,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 
 def test_processes_that_come_together_agree(tmp_path):
-    code = "import os; from topotrain.rendezvous.secret import load_secret; print(load_secret(os.environ).hex())"
+    code = "import os; from topotrain.comm.security.secret import load_secret; print(load_secret(os.environ).hex())"
     environ = {key: text for key, text in os.environ.items() if not key.startswith("TOPOTRAIN_TOKEN")}
     environ |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
     words = [sys.executable, "-c", code]

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain import message as m
-from topotrain.bitmaps import NO_REVISION, int_to_bits
-from topotrain.buffers import describe_model
-from topotrain.job import Cluster, Job, Updater
-from topotrain.server import Server
-from topotrain.topology import Address, Role, layout
-from topotrain.update import describe, hyper
-from topotrain.worker import plan_of
+from topotrain.config.job import Cluster, Job, Updater
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.bitmaps import NO_REVISION, int_to_bits
+from topotrain.core.optim.adapter import describe, hyper
+from topotrain.core.server.server import Server
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import plan_of
 
 
 def worker(group=0, index=0):

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 import topotrain as tt
-from topotrain.exchange import JobError
-from topotrain.front import residence
-from topotrain.front.residence import Residence
-from topotrain.front.sessionline import MAX_BODY, Gone, Talk, call
-from topotrain.front.sessiontask import Task
-from topotrain.job import ConfigError
-from topotrain.split.allowed import FUNCTIONS, name_of
-from topotrain.split.arguments import read_json
-from topotrain.split.described import Description, State, states_from
-from topotrain.split.kept import Cluster, Kept
-from topotrain.split.program import Where
-from topotrain.split.recording import record
-from topotrain.split.replay import Box, Held, program
-from topotrain.update import OptimizerSpec, describe, remake
+from topotrain.compat.tensorflow.session import session_server
+from topotrain.compat.tensorflow.session.session_protocol import MAX_BODY, Gone, Talk, call
+from topotrain.compat.tensorflow.session.session_server import Residence
+from topotrain.compat.tensorflow.session.session_task import Task
+from topotrain.config.job import ConfigError
+from topotrain.core.client.client import JobError
+from topotrain.core.optim.adapter import OptimizerSpec, describe, remake
+from topotrain.parallel.program.split_program import Where
+from topotrain.parallel.remote.allowed_functions import FUNCTIONS, name_of
+from topotrain.parallel.remote.argument_codec import read_json
+from topotrain.parallel.remote.graph_description import Description, State, states_from
+from topotrain.parallel.remote.graph_recorder import record
+from topotrain.parallel.remote.graph_replayer import Box, Held, program
+from topotrain.parallel.remote.state_numbers import Cluster, Kept
 
 TOKEN = "ab" * 32
 ROOM = 1 << 30
@@ -504,14 +504,14 @@ def test_a_description_that_is_refused_leaves_the_session_alive(town):
 
 
 def test_a_second_client_is_refused_and_one_that_vanishes_frees_the_cluster(town, monkeypatch):
-    monkeypatch.setattr(residence, "GRACE_S", 0.1)
+    monkeypatch.setattr(session_server, "GRACE_S", 0.1)
     model, optimizer = made(Mlp)
     session = tt.Session(town.target())
     session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
     with pytest.raises(ConfigError, match="belongs to the session of another client"):
         tt.Session(town.target())
     session._talk.close()  # as the system does it for a process that was killed
-    monkeypatch.setattr(residence, "GRACE_S", 30.0)
+    monkeypatch.setattr(session_server, "GRACE_S", 30.0)
     trained(town.target(), Mlp, (4,))
 
 

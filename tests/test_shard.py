@@ -6,10 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from topotrain.job import Slicing
-from topotrain.message import MAX_META, ProtocolError, SchemaPart, encode
-from topotrain.shard import Buffer, FlatBuffers, Schema, SchemaParts, difference, parse_schema, torch_dtype, typed
-from topotrain.slices import Parameter, cut
+from topotrain.config.job import Slicing
+from topotrain.config.sharding import Parameter, cut
+from topotrain.core.model.schema import (
+    Buffer,
+    FlatBuffers,
+    Schema,
+    SchemaParts,
+    difference,
+    parse_schema,
+    torch_dtype,
+    typed,
+)
+from topotrain.core.protocol import MAX_META, ProtocolError, SchemaPart, encode
 
 
 def parameter(name="w", shape=(70, 3), dtype="float32", trainable=True):

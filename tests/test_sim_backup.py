@@ -11,14 +11,14 @@ from simulation import STORM, Seat, Town, job, parameters, total, trace
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from topotrain.canonical import canonical_mean
-from topotrain.faults import CALM, FAR, VIEWS, Fault, Schedule, What
-from topotrain.job import Grads, Reduce
-from topotrain.message import Apply
-from topotrain.position import STATIC
-from topotrain.topology import Address, Role
-from topotrain.trial import Trial
-from topotrain.wire.simulated import Weather
+from topotrain.config.job import Grads, Reduce
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Apply
+from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.extensions.checkpointing.data_position import STATIC
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, Schedule, What
+from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.trial import Trial
 
 pytestmark = pytest.mark.simulated
 

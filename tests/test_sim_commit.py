@@ -3,9 +3,9 @@
 import pytest
 from simulation import STORM, Seat, Town, books, job, same, total
 
-from topotrain.message import Apply, Commit, Push, Staged
-from topotrain.topology import Address, Role
-from topotrain.wire.simulated import Deadlock, Weather
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Apply, Commit, Push, Staged
+from topotrain.tools.simulator.sim_network import Deadlock, Weather
 
 pytestmark = pytest.mark.simulated
 

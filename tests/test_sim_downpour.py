@@ -5,8 +5,8 @@ import torch
 from simulation import STORM, VIEWS, Seat, Town, books, job, parameters, same, total
 from torch.utils.data import DataLoader
 
-from topotrain.message import Mean
-from topotrain.wire.simulated import Weather
+from topotrain.core.protocol import Mean
+from topotrain.tools.simulator.sim_network import Weather
 
 pytestmark = pytest.mark.simulated
 
@@ -63,13 +63,14 @@ def test_every_update_counts_exactly_once_where_bodies_are_views():
 
 
 def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
-    from topotrain import rehearsal, shard
-    from topotrain.slices import cut
+    from topotrain.config.sharding import cut
+    from topotrain.core.model import schema as shard
+    from topotrain.tools.simulator import sim_cluster
 
     def small(*args, **_):
         return cut(*args, bucket_bytes=512)
 
-    monkeypatch.setattr(rehearsal, "cut", small)
+    monkeypatch.setattr(sim_cluster, "cut", small)
     monkeypatch.setattr(shard, "cut", small)
     schema = parameters(300, 150)
     for seed in range(20):

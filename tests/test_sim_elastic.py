@@ -5,12 +5,12 @@ import random
 import pytest
 from simulation import job
 
-from topotrain import message as m
-from topotrain.consistency import AWAY
-from topotrain.elastic import Elastic
-from topotrain.ending import Ending
-from topotrain.faults import CALM, FAR, STORM, VIEWS, Fault, Schedule, What
-from topotrain.server import Server
+from topotrain.core import protocol as m
+from topotrain.core.server.consistency import AWAY
+from topotrain.core.server.server import Server
+from topotrain.core.server.shutdown import Ending
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, Schedule, What
+from topotrain.tools.simulator.group_churn import Elastic
 
 pytestmark = pytest.mark.simulated
 
@@ -136,7 +136,7 @@ def before_its_last_step(patch):
         for server in self._topology.servers(self._me.group):
             self._send(server, decision)
 
-    patch.setattr("topotrain.membership.Regroup.leave", leave)
+    patch.setattr("topotrain.extensions.elastic.membership.Regroup.leave", leave)
     patch.setattr(Server, "lost", lambda self, worker: [])
 
 

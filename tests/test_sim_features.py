@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import topotrain
-from topotrain.exchange import JobError, PeerLost
-from topotrain.job import Agreement, Grads, Reduce
-from topotrain.message import Applied, Commit, Fetch, Init, Push, Values
-from topotrain.topology import Address, Role
-from topotrain.wire.simulated import Deadlock, Weather
-from topotrain.worker import Worker
+from topotrain.config.job import Agreement, Grads, Reduce
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.protocol import Applied, Commit, Fetch, Init, Push, Values
+from topotrain.tools.simulator.sim_network import Deadlock, Weather
+from topotrain.training.worker import Worker
 
 pytestmark = pytest.mark.simulated
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 
-from topotrain.job import Agreement
-from topotrain.message import Delta, Init, Master, RingOffer, RingReply
-from topotrain.topology import Address, Role
-from topotrain.wire.simulated import Weather
+from topotrain.config.job import Agreement
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Delta, Init, Master, RingOffer, RingReply
+from topotrain.tools.simulator.sim_network import Weather
 
 pytestmark = pytest.mark.simulated
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from simulation import STORM, Seat, Town, job, parameters, same, total, trace
 
-from topotrain import message as m
-from topotrain.bitmaps import NO_REVISION
-from topotrain.exchange import StepEnd
-from topotrain.job import Grads
-from topotrain.slices import Parameter
-from topotrain.topology import Role
+from topotrain.config.job import Grads
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Role
+from topotrain.core import protocol as m
+from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.client.client import StepEnd
 
 START = 3.0
 STEPS = 4

@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 from simulation import job, trace
 
-from topotrain import message as m
-from topotrain.consistency import RESTARTS, RESTS, DecisionLog
-from topotrain.encoding import ServerEncoding
-from topotrain.exchange import Exchange
-from topotrain.faults import CALM, FAR, STORM, VIEWS, Fault, Schedule
-from topotrain.job import Compression
-from topotrain.leases import LeaseBook
-from topotrain.membership import Members, Regroup
-from topotrain.readers import Readers
-from topotrain.reduction import Staging
-from topotrain.server import Server
-from topotrain.trial import Trial
-from topotrain.wire.simulated import Weather
+from topotrain.config.job import Compression
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange
+from topotrain.core.server.consistency import RESTARTS, RESTS, DecisionLog
+from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.pull_replies import Readers
+from topotrain.core.server.server import Server
+from topotrain.extensions.compression.message_filter import ServerEncoding
+from topotrain.extensions.elastic.membership import Members, Regroup
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, Schedule
+from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.trial import Trial
+from topotrain.training.data.lease_queue import LeaseBook
 
 pytestmark = pytest.mark.simulated
 

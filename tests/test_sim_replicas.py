@@ -13,9 +13,9 @@ from replicated import ReplicatedTown
 from replicated_mortals import MortalTown
 from simulation import job
 
-from topotrain import message as m
-from topotrain.replication import Lead, Line
-from topotrain.topology import Address, Role
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.extensions.replication.state_machine import Lead, Line
 
 pytestmark = pytest.mark.simulated
 

@@ -5,21 +5,21 @@ import os
 import pytest
 import torch
 
-from topotrain import message as m
-from topotrain import snapshotbook
-from topotrain.consistency import ApplyOrder, DecisionLog
-from topotrain.crosscut import CrossCut
-from topotrain.exchange import Exchange
-from topotrain.faults import Fault, Schedule, What
-from topotrain.job import Cluster, ConfigError, Job, Placement
-from topotrain.leases import LeaseBook, _Epoch, _over
-from topotrain.neighbor import MasterAgreement
-from topotrain.server import _HANDLERS, Server
-from topotrain.simulate import LAYOUTS, chosen, many, prepared, rehearse, scheduled, shrunk
-from topotrain.snapshotting import Snapshots
-from topotrain.trial import Trial
-from topotrain.wire.simulated import Deadlock
-from topotrain.witness import Witness, Wrong
+from topotrain.config.job import Cluster, ConfigError, Job, Placement
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange
+from topotrain.core.server.consistency import ApplyOrder, DecisionLog
+from topotrain.core.server.group_sync import MasterAgreement
+from topotrain.core.server.server import _HANDLERS, Server
+from topotrain.extensions.checkpointing import snapshot_coordinator
+from topotrain.extensions.checkpointing.cross_group_cut import CrossCut
+from topotrain.extensions.checkpointing.server_snapshots import Snapshots
+from topotrain.tools.simulator.fault_schedule import Fault, Schedule, What
+from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, many, prepared, rehearse, scheduled, shrunk
+from topotrain.tools.simulator.sim_network import Deadlock
+from topotrain.tools.simulator.trial import Trial
+from topotrain.tools.simulator.worker_observer import Witness, Wrong
+from topotrain.training.data.lease_queue import LeaseBook, _Epoch, _over
 
 pytestmark = pytest.mark.simulated
 
@@ -300,7 +300,7 @@ def complete_too_soon(patch):
 
 def over_for_all(patch):
     """An epoch of which nobody has read anything for a while is over."""
-    patch.setattr(snapshotbook, "STATIC", 0)
+    patch.setattr(snapshot_coordinator, "STATIC", 0)
 
 
 MUTANTS = [

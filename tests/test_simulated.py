@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from topotrain.message import Applied, Commit, Drained, Fetch, Init, Message, ProtocolError
-from topotrain.topology import Address, Role
-from topotrain.wire import WireError
-from topotrain.wire.simulated import Deadlock, SimulatedWire, Simulation, Weather
+from topotrain.comm.transport import WireError
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Applied, Commit, Drained, Fetch, Init, Message, ProtocolError
+from topotrain.tools.simulator.sim_network import Deadlock, SimulatedWire, Simulation, Weather
 
 A, B = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 BAD = Weather(delay=(0.001, 0.003), late=0.02, drop=0.1, duplicate=0.2, reorder=0.3)

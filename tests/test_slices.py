@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.job import Slicing
-from topotrain.slices import ALIGN, ITEM_BYTES, Parameter, SchemaError, SliceMap, cut, describe, parse
+from topotrain.config.job import Slicing
+from topotrain.config.sharding import ALIGN, ITEM_BYTES, Parameter, SchemaError, SliceMap, cut, describe, parse
 
 DTYPES = ("float32", "bfloat16", "float64")
 EDGES = (0, 1, ALIGN - 1, ALIGN, ALIGN + 1, 5 * ALIGN, 3000)

@@ -4,12 +4,22 @@ import pytest
 import torch
 from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 
-from topotrain import message as m
-from topotrain.job import Agreement, Apply, Grads
-from topotrain.position import STATIC, Position
-from topotrain.snapshotbook import CUT, END, PUBLISHED, TIME, WRITTEN, Drop, Publish, Write, texts
-from topotrain.statetable import StateError, from_rows, merge, to_rows
-from topotrain.topology import Address, Role
+from topotrain.config.job import Agreement, Apply, Grads
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
+from topotrain.extensions.checkpointing.data_position import STATIC, Position
+from topotrain.extensions.checkpointing.snapshot_coordinator import (
+    CUT,
+    END,
+    PUBLISHED,
+    TIME,
+    WRITTEN,
+    Drop,
+    Publish,
+    Write,
+    texts,
+)
 
 
 class Archive:

@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 
-from topotrain.spans import PHASES, SILENT, ProcessSpans, ServerRecorder, Span, WorkerRecorder, from_json, to_json
+from topotrain.core.profiling.spans import (
+    PHASES,
+    SILENT,
+    ProcessSpans,
+    ServerRecorder,
+    Span,
+    WorkerRecorder,
+    from_json,
+    to_json,
+)
 
 
 def worker(wanted: int = 2) -> WorkerRecorder:
@@ -85,7 +94,7 @@ def test_a_server_stops_when_all_its_groups_are_past_the_step():
 
 
 def test_a_server_forgets_what_is_long_ago(monkeypatch):
-    monkeypatch.setattr("topotrain.spans.ROLLING", 3)
+    monkeypatch.setattr("topotrain.core.profiling.spans.ROLLING", 3)
     recorder = ServerRecorder(9, itertools.count().__next__, "server 0/0", (0,))
     for bucket in range(7):
         with recorder.span("reduce", bucket=bucket):

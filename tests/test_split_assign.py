@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain.job import ConfigError
-from topotrain.split.assign import Assignment, assignments
-from topotrain.split.capture import capture
-from topotrain.split.devices import place, scope
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture.capture_model import capture
+from topotrain.parallel.capture.device_scopes import place, scope
+from topotrain.parallel.placement.assign_modules import Assignment, assignments
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain.job import ConfigError
-from topotrain.split.auto import BRANCHES, STAGES, Chosen, choose
-from topotrain.split.bill import bill
-from topotrain.split.division import divide
-from topotrain.split.program import Kind, Layout, Program, Ref, Shape, Step, Where
-from topotrain.split.stages import SLACK, stages_of
-from topotrain.split.tasks import EVERYWHERE, Speeds, Task, Unit, Work, makespan, work_of
+from topotrain.config.job import ConfigError
+from topotrain.parallel.estimate.cost_report import bill
+from topotrain.parallel.placement.auto_placement import BRANCHES, STAGES, Chosen, choose
+from topotrain.parallel.placement.cost_model import EVERYWHERE, Speeds, Task, Unit, Work, makespan, work_of
+from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.parallel.placement.pipeline_stages import SLACK, stages_of
+from topotrain.parallel.program.split_program import Kind, Layout, Program, Ref, Shape, Step, Where
 
 FREE = Speeds(link=1e30, delay=0.0)
 FAST = Speeds(link=1e9, delay=1e-6)

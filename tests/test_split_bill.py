@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from topotrain.job import ConfigError
-from topotrain.split.bill import Bill, bill, buffer_bytes, chunks
-from topotrain.split.division import divide
-from topotrain.split.holding import Need
-from topotrain.split.program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
-from topotrain.split.room import ITSELF, LIMITED, Room, check, on_host, room, stacks
-from topotrain.split.stretches import stretches, told
+from topotrain.config.job import ConfigError
+from topotrain.parallel.estimate.cost_report import Bill, bill, buffer_bytes, chunks
+from topotrain.parallel.estimate.memory_check import ITSELF, LIMITED, Room, check, on_host, room, stacks
+from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.parallel.program.segments import stretches, told
+from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
 
 BATCH, WHOLE = Layout(Where.BATCH), Layout(Where.WHOLE)
 AT0, AT1 = (Layout(Where.AT, worker=worker) for worker in (0, 1))

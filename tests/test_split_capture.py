@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as f
 
-from topotrain.job import ConfigError
-from topotrain.split.capture import capture
-from topotrain.split.devices import place, scope
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture.capture_model import capture
+from topotrain.parallel.capture.device_scopes import place, scope
 
 
 def line_in(model, text):

@@ -5,9 +5,9 @@ import copy
 import pytest
 from torch import nn
 
-from topotrain.buffers import HOME
-from topotrain.job import ConfigError
-from topotrain.split.devices import PLACE, Device, complete, current, parse, place, scope
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture.device_scopes import PLACE, Device, complete, current, parse, place, scope
+from topotrain.training.parameters.flat_parameters import HOME
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as f
 
-from topotrain.job import ConfigError
-from topotrain.split.assign import Assignment
-from topotrain.split.assign import assignments as assign
-from topotrain.split.capture import capture
-from topotrain.split.devices import place, scope
-from topotrain.split.infer import program
-from topotrain.split.program import Kind, Layout, Ref, Shape, Size, Where
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture.capture_model import capture
+from topotrain.parallel.capture.device_scopes import place, scope
+from topotrain.parallel.placement.assign_modules import Assignment
+from topotrain.parallel.placement.assign_modules import assignments as assign
+from topotrain.parallel.program.build_program import program
+from topotrain.parallel.program.split_program import Kind, Layout, Ref, Shape, Size, Where
 
 BATCH, WHOLE, SAME, OWN = (Layout(where) for where in (Where.BATCH, Where.WHOLE, Where.SAME, Where.OWN))
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from topotrain.checks import ConfigError
-from topotrain.split.interleave import in_flight
-from topotrain.split.program import Program
-from topotrain.split.run import Runner
+from topotrain.config.field_checks import ConfigError
+from topotrain.parallel.program.split_program import Program
+from topotrain.parallel.runtime.one_f_one_b import in_flight
+from topotrain.parallel.runtime.program_runner import Runner
 
 
 class Mark(Function):

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.split.layout import box, even, sizes_of, transfers, within
-from topotrain.split.program import Edge, Layout, Shape, Where
+from topotrain.parallel.program.layouts import box, even, sizes_of, transfers, within
+from topotrain.parallel.program.split_program import Edge, Layout, Shape, Where
 
 BATCH, WHOLE, SAME = Layout(Where.BATCH), Layout(Where.WHOLE), Layout(Where.SAME)
 

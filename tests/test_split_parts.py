@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain.job import ConfigError
-from topotrain.split.division import Division, divide
-from topotrain.split.parts import Localised, localise, restore
+from topotrain.config.job import ConfigError
+from topotrain.parallel.placement.parameter_owners import Division, divide
+from topotrain.parallel.runtime.local_model import Localised, localise, restore
 
 
 @dataclass(frozen=True)

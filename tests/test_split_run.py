@@ -11,10 +11,10 @@ from split_town import BATCH, NUMBER, SAME, WHOLE, Cut, Roads, Town, at, feature
 from torch import nn
 from torch.nn import functional as F
 
-from topotrain.checks import ConfigError
-from topotrain.split.passage import STEPPED, Key
-from topotrain.split.program import Kind, Program, Shape, Size
-from topotrain.split.run import Runner
+from topotrain.config.field_checks import ConfigError
+from topotrain.parallel.program.split_program import Kind, Program, Shape, Size
+from topotrain.parallel.runtime.channel import STEPPED, Key
+from topotrain.parallel.runtime.program_runner import Runner
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 

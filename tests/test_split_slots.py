@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from topotrain.split.slots import SMALL, Slots, rounded
+from topotrain.parallel.runtime.send_buffers import SMALL, Slots, rounded
 
 
 class Memory:

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from topotrain import host
-from topotrain.events import Exited, Finished, StepDone, Waits
-from topotrain.launch.standstill import GATHER_S, QUIET_S, Standstill
+from topotrain.core.events import Exited, Finished, StepDone, Waits
+from topotrain.launch.recovery.stall_detector import GATHER_S, QUIET_S, Standstill
+from topotrain.launch.runtime import process_host
 
 A, B, C = WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0")
 NOW = 100.0
@@ -62,7 +62,7 @@ def test_who_has_ended_or_is_away_is_not_waited_for() -> None:
 
 
 def test_a_wait_tells_how_long_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "LONG_S", 0.0)
+    monkeypatch.setattr(process_host, "LONG_S", 0.0)
     told: list[float] = []
-    host.Monitor(0.001, told.append).wait(lambda: len(told) >= 3)
+    process_host.Monitor(0.001, told.append).wait(lambda: len(told) >= 3)
     assert all(later >= 2 * earlier for earlier, later in pairwise(told))

@@ -11,12 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from topotrain.rendezvous import StoreError, env, greeting, host_store, open_store, serve_store, tcp, tcpserver
-from topotrain.rendezvous.frames import _REPLY, _REQUEST, Op, Request, receive_reply, send_request
-from topotrain.rendezvous.tcp import Denied, TcpStore
-from topotrain.rendezvous.tcpserver import TcpServer
-from topotrain.wire import Refused, tls
-from topotrain.wire.auth import dial
+from topotrain.comm.security import tls
+from topotrain.comm.security.handshake import dial
+from topotrain.comm.store import (
+    StoreError,
+    host_store,
+    open_store,
+    serve_store,
+    tcp_store,
+    tcp_store_handshake,
+    tcp_store_server,
+)
+from topotrain.comm.store.discovery import environment
+from topotrain.comm.store.tcp_store import Denied, TcpStore
+from topotrain.comm.store.tcp_store_protocol import _REPLY, _REQUEST, Op, Request, receive_reply, send_request
+from topotrain.comm.store.tcp_store_server import TcpServer
+from topotrain.comm.transport import Refused
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 
@@ -47,7 +57,7 @@ def store(port):
 def connect(port, proven=True):
     sock = socket.create_connection(("127.0.0.1", port), 30)
     if proven:
-        dial(sock, greeting.identity(SECRET), greeting.CLIENT, greeting.SERVER)
+        dial(sock, tcp_store_handshake.identity(SECRET), tcp_store_handshake.CLIENT, tcp_store_handshake.SERVER)
         sock.settimeout(30)
     return sock
 
@@ -75,7 +85,7 @@ def test_garbage_is_hung_up_on(port, store, words):
 
 
 def test_silence_is_hung_up_on_and_does_not_keep_others_out(port, store):
-    silent = [connect(port, proven=False) for _ in range(tcpserver.MAX_STRANGERS + 5)]
+    silent = [connect(port, proven=False) for _ in range(tcp_store_server.MAX_STRANGERS + 5)]
     store.set("k", b"1")  # told FULL, it tries again until the silent ones' two seconds are over
     assert all(hung_up_on(sock) for sock in silent)
 
@@ -218,7 +228,7 @@ def test_a_lost_answer_does_not_count_twice(store, monkeypatch):
             raise ConnectionResetError("lost")
         return heard[-1]
 
-    monkeypatch.setattr(tcp, "receive_reply", losing)
+    monkeypatch.setattr(tcp_store, "receive_reply", losing)
     assert store.compare_and_set("k", None, b"1")
     assert store.compare_and_set("k", b"1", b"2")
     assert store.get("k") == b"2" and len(heard) == 6
@@ -238,7 +248,7 @@ def test_a_closed_client_says_so(store):
 def far(monkeypatch):
     """As if 127.0.0.1 could be reached by other machines."""
     pytest.importorskip("cryptography")
-    monkeypatch.setattr(greeting, "is_loopback", lambda address: False)
+    monkeypatch.setattr(tcp_store_handshake, "is_loopback", lambda address: False)
 
 
 def test_over_tls_everything_works_as_without(far, monkeypatch):
@@ -257,7 +267,13 @@ def test_over_tls_everything_works_as_without(far, monkeypatch):
     with connect(port, proven=False) as sock:
         channel, _ = tls.client_side(sock)
         with pytest.raises(Refused, match="AUTH"):  # as if somebody in between had shown another certificate
-            dial(channel, greeting.identity(SECRET), greeting.CLIENT, greeting.SERVER, binding=bytes(32))
+            dial(
+                channel,
+                tcp_store_handshake.identity(SECRET),
+                tcp_store_handshake.CLIENT,
+                tcp_store_handshake.SERVER,
+                binding=bytes(32),
+            )
     stranger = connect(port, proven=False)
     stranger.sendall(b"ttHS" + bytes(300))  # no TLS
     assert hung_up_on(stranger)
@@ -273,7 +289,7 @@ def test_all_addresses_at_once_are_refused(host):
 
 
 def test_no_other_machine_reaches_a_store_without_a_secret(monkeypatch):
-    monkeypatch.setattr(greeting, "is_loopback", lambda address: False)
+    monkeypatch.setattr(tcp_store_handshake, "is_loopback", lambda address: False)
     with pytest.raises(StoreError, match=r"store tcp://127\.0\.0\.1:0: other machines reach it, so it needs a secret"):
         serve_store("127.0.0.1", 0, bytes(32))
 
@@ -304,7 +320,7 @@ def test_an_address_of_another_machine_is_not_served_here(monkeypatch):
         def bind(self, address):
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
 
-    monkeypatch.setattr(tcpserver.socket, "socket", Elsewhere)
+    monkeypatch.setattr(tcp_store_server.socket, "socket", Elsewhere)
     assert host_store("tcp://127.0.0.1:29400", SECRET) is None
     with pytest.raises(StoreError, match=r"store tcp://127\.0\.0\.1:29400: Cannot assign requested address"):
         serve_store("127.0.0.1", 29400, SECRET)
@@ -385,7 +401,7 @@ def test_beside_torchs_own_store_units_find_ours():
 
 
 def test_a_torch_store_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(env, "MEETING_S", 0.1)
+    monkeypatch.setattr(environment, "MEETING_S", 0.1)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for ask in (open_store, host_store):
         with pytest.raises(StoreError, match=r"torch's store at tcp://127.0.0.1:1 does not answer"):

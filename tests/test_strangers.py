@@ -16,10 +16,11 @@ import pytest
 from garbage import SEED, Dice, share
 from wire_town import SERVER, TOKEN, WORKER, Recorder, Town, identity
 
-from topotrain.message import Fetch
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError, auth
-from topotrain.wire.auth import Peer, answer, dial
+from topotrain.comm.security import handshake
+from topotrain.comm.security.handshake import Peer, answer, dial
+from topotrain.comm.transport import Refused, WireError
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch
 
 OTHER = Address(Role.SERVER, 0, 1)
 US = identity(generation=3, incarnation=5)
@@ -136,22 +137,24 @@ def listener(dice: Dice) -> Callable[[socket.socket], object]:
 
 def worker_that_would_be_a_server(dice: Dice) -> Callable[[socket.socket], object]:
     """It has the key with which workers prove themselves, and no other."""
-    return lambda sock: proven_with(sock, auth._key(US, "dial", WORKER), Address(Role.SERVER, 0, 1))
+    return lambda sock: proven_with(sock, handshake._key(US, "dial", WORKER), Address(Role.SERVER, 0, 1))
 
 
 def server_that_was_called(dice: Dice) -> Callable[[socket.socket], object]:
     """It has the keys of those who answer."""
-    key = auth._key(US, "answer", dice.random.choice((WORKER, SERVER)))
+    key = handshake._key(US, "answer", dice.random.choice((WORKER, SERVER)))
     return lambda sock: proven_with(sock, key, dice.random.choice((WORKER, OTHER)))
 
 
 def proven_with(sock: socket.socket, key: bytes, me: Address) -> None:
-    talk = auth._Talk(sock, 5)
-    hello = auth._HELLO.pack(*auth.VERSIONS, auth._job_hash(US), *me, *SERVER, 5, 3, 0, 1, bytes(16), bytes(32))
-    talk.send(auth._KIND_HELLO, hello)
-    talk.receive(auth._KIND_CHALLENGE, auth._CHALLENGE.size, 32)
-    talk.send_proven(auth._KIND_PROOF, US.digest.encode().ljust(64, b"\0"), key)
-    talk.receive(auth._KIND_WELCOME, 0, 32)
+    talk = handshake._Talk(sock, 5)
+    hello = handshake._HELLO.pack(
+        *handshake.VERSIONS, handshake._job_hash(US), *me, *SERVER, 5, 3, 0, 1, bytes(16), bytes(32)
+    )
+    talk.send(handshake._KIND_HELLO, hello)
+    talk.receive(handshake._KIND_CHALLENGE, handshake._CHALLENGE.size, 32)
+    talk.send_proven(handshake._KIND_PROOF, US.digest.encode().ljust(64, b"\0"), key)
+    talk.receive(handshake._KIND_WELCOME, 0, 32)
 
 
 def mirror(dice: Dice) -> Callable[[socket.socket], object]:
@@ -240,12 +243,14 @@ def test_nobody_in_between_is_let_in_over_tls() -> None:
 
 def believing(sock: socket.socket, seen: bytes) -> None:
     """A member that has the secret, has seen another certificate and looks at nobody's proof."""
-    talk = auth._Talk(sock, 5, seen)
-    hello = auth._HELLO.pack(*auth.VERSIONS, auth._job_hash(US), *WORKER, *SERVER, 5, 3, 0, 1, bytes(16), bytes(32))
-    talk.send(auth._KIND_HELLO, hello)
-    talk.receive(auth._KIND_CHALLENGE, auth._CHALLENGE.size, 32)
-    talk.send_proven(auth._KIND_PROOF, US.digest.encode().ljust(64, b"\0"), auth._key(US, "dial", WORKER))
-    talk.receive(auth._KIND_WELCOME, 0, 32)
+    talk = handshake._Talk(sock, 5, seen)
+    hello = handshake._HELLO.pack(
+        *handshake.VERSIONS, handshake._job_hash(US), *WORKER, *SERVER, 5, 3, 0, 1, bytes(16), bytes(32)
+    )
+    talk.send(handshake._KIND_HELLO, hello)
+    talk.receive(handshake._KIND_CHALLENGE, handshake._CHALLENGE.size, 32)
+    talk.send_proven(handshake._KIND_PROOF, US.digest.encode().ljust(64, b"\0"), handshake._key(US, "dial", WORKER))
+    talk.receive(handshake._KIND_WELCOME, 0, 32)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tls", "shm"])

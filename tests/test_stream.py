@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_town import SERVER, WORKER, Recorder, place_new, place_view
 
-from topotrain.message import MAX_BODY, MAX_META, Drained, Fail, Fetch, Message, ProtocolError, Values, encode
-from topotrain.wire import WireError
-from topotrain.wire.frames import (
+from topotrain.comm.transport import WireError
+from topotrain.comm.transport.connection import Connection
+from topotrain.comm.transport.frame import (
     BODY,
     BYE,
     CONTROL,
@@ -28,8 +28,8 @@ from topotrain.wire.frames import (
     REGION_IS,
     Header,
 )
-from topotrain.wire.shm import Memory
-from topotrain.wire.stream import Connection
+from topotrain.comm.transport.shared_memory import Memory
+from topotrain.core.protocol import MAX_BODY, MAX_META, Drained, Fail, Fetch, Message, ProtocolError, Values, encode
 
 FIELDS = len(encode(Values(0, 0, 0))[1])
 """Bytes of the fields of a `Values` message."""

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from topotrain import textproto
-from topotrain.job import ConfigError
-from topotrain.launch import ray, slurm, tool, torchrun
-from topotrain.launch.launchers import LAUNCHERS, launch
-from topotrain.launch.rayroom import fits
-from topotrain.launch.submission import Options, submission, without_password
-from topotrain.rendezvous import StoreError
-from topotrain.topology import layout
+from topotrain.comm.store import StoreError
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
+from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, slurm, torchrun
+from topotrain.launch.launchers.ray_capacity import fits
+from topotrain.launch.launchers.submission import Options, submission, without_password
 
 SECRET = "5e" * 32
 OURS = ("torchrun", "slurm", "srun", "submitit", "mpirun", "ray")
@@ -26,7 +25,7 @@ THREE = "nworkers_per_group: 2 server_worker_separate: true"
 
 def ask(name: str, folder: Path, cluster: str = THREE, dry_run: bool = True, **options: Any) -> str:
     conf = f'name: "My job" program: "train.py" args: "--lr=0.1" cluster {{ {cluster} workspace: "{folder}" }}'
-    job = textproto.loads(conf)
+    job = job_file.loads(conf)
     environ = {"TOPOTRAIN_TOKEN": SECRET}
     return launch(name, job, layout(job.cluster), Options(**options), environ, dry_run).text
 
@@ -37,7 +36,7 @@ def test_a_dry_run_shows_every_unit_and_no_secret_and_writes_nothing(name: str, 
     assert "hush" not in text
     assert SECRET not in text
     folder = tmp_path / "w" / "launch" / "j1"
-    unit = "topotrain.launch.torchrun" if name == "torchrun" else "topotrain unit"
+    unit = "topotrain.launch.launchers.torchrun" if name == "torchrun" else "topotrain unit"
     assert f"-m {unit} {folder}/job.conf" in text
     assert "TOPOTRAIN_RENDEZVOUS=redis://me:***@store/0?job=j1" in text
     assert f"TOPOTRAIN_TOKEN_FILE={folder}/token" in text
@@ -96,7 +95,7 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
 
 
 def test_every_life_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
-    job = textproto.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     first = submission(job, layout(job.cluster), Options(id="x", rendezvous="redis://h/0"), {})
     assert ray.lived(first, 0) is first
     third = ray.lived(first, 2)
@@ -232,16 +231,16 @@ def test_passwords_are_not_shown() -> None:
 
 def test_what_was_submitted_is_kept_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
-    job = textproto.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     made = submission(job, layout(job.cluster), Options(id="x"), {})
     made.write()
     made.write()  # another node of the same torchrun
-    assert textproto.load(made.folder / "job.conf") == job
+    assert job_file.load(made.folder / "job.conf") == job
     assert (made.folder / "token").read_text() == SECRET
     assert {path.name for path in made.folder.iterdir()} == {"job.conf", "token"}
     for path in (made.folder, *made.folder.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
-    other = textproto.loads(f'name: "b" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
+    other = job_file.loads(f'name: "b" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     with pytest.raises(ConfigError, match=r"--id.*taken by another job"):
         submission(other, layout(other.cluster), Options(id="x"), {}).write()
     monkeypatch.setenv("TOPOTRAIN_TOKEN", "5e5e")
@@ -250,7 +249,7 @@ def test_what_was_submitted_is_kept_for_this_user_alone(tmp_path: Path, monkeypa
 
 
 def test_a_token_file_of_the_users_own_is_only_named(tmp_path: Path) -> None:
-    job = textproto.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}/w" }}')
+    job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}/w" }}')
     mine = tmp_path / "mine"
     mine.touch(0o600)
     mine.write_text(SECRET)
@@ -285,9 +284,12 @@ def test_the_state_of_a_slurm_job(
 
 
 def test_a_tool_in_front_gives_its_code(tmp_path: Path) -> None:
-    assert tool.run([sys.executable, "-c", "raise SystemExit(5)"], {}) == 5
-    assert tool.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}) == 137
-    assert tool.run([sys.executable, "-c", "import os; raise SystemExit(int(os.environ['A']))"], {"A": "6"}) == 6
+    assert foreground_tool.run([sys.executable, "-c", "raise SystemExit(5)"], {}) == 5
+    assert foreground_tool.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], {}) == 137
+    assert (
+        foreground_tool.run([sys.executable, "-c", "import os; raise SystemExit(int(os.environ['A']))"], {"A": "6"})
+        == 6
+    )
 
 
 def test_ctrl_c_ends_the_tool_and_tells_the_signal(tmp_path: Path) -> None:

@@ -16,20 +16,20 @@ from test_snapshot import Archive
 from test_tables import Bench, door_of, rule
 from vault import Vault
 
-from topotrain import message as m
-from topotrain.checkpoint import FOLDER, MANIFEST, Manifest, hashed, latest
-from topotrain.checkpointwriter import Files, Writer
-from topotrain.events import Event
-from topotrain.job import ConfigError
-from topotrain.snapshot import Freezer, Frozen
-from topotrain.snapshotbook import TIME, Publish, Write
-from topotrain.statetable import StateError, merge, to_rows
-from topotrain.tablebook import TableBook
-from topotrain.tablecopy import Copier, Kept
-from topotrain.tablefile import file_of
-from topotrain.tablemodes import KINDS
-from topotrain.tables import TableSpec, pack_ids
-from topotrain.topology import Address, Role
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.events import Event
+from topotrain.core.optim.state_table import StateError, merge, to_rows
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed, latest
+from topotrain.extensions.checkpointing.checkpoint_writer import Files, Writer
+from topotrain.extensions.checkpointing.shard_snapshot import Freezer, Frozen
+from topotrain.extensions.checkpointing.snapshot_coordinator import TIME, Publish, Write
+from topotrain.extensions.tables.push_modes import KINDS
+from topotrain.extensions.tables.table_file_layout import file_of
+from topotrain.extensions.tables.table_server import TableBook
+from topotrain.extensions.tables.table_snapshot import Copier, Kept
+from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.3}),
@@ -169,7 +169,7 @@ def test_who_has_no_memory_for_a_copy_goes_without_the_snapshot(monkeypatch: pyt
     def full(_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr("topotrain.tablecopy.torch.empty_like", full)
+    monkeypatch.setattr("topotrain.extensions.tables.table_snapshot.torch.empty_like", full)
     with pytest.raises(StateError, match="no memory for a copy of table 'words': can't allocate memory"):
         shelf.freeze()
 

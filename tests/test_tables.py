@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 from simulation import STORM, Seat, Town, job
 from torch import nn
 
-from topotrain import message as m
-from topotrain.canonical import canonical_mean
-from topotrain.exchange import JobError
-from topotrain.host import WorkerRoads, serve
-from topotrain.job import Algorithm, ConfigError, Job, Reduce, Road
-from topotrain.message import ProtocolError
-from topotrain.rendezvous import open_store
-from topotrain.roads import Place
-from topotrain.tablebook import TableBook
-from topotrain.tabledoor import TableDoor, dense_spec
-from topotrain.tablerows import RowIndex, Rows
-from topotrain.tablerules import make_rule, rule_text
-from topotrain.tables import TableSpec, initial_rows, pack_ids
-from topotrain.topology import Address, Role, layout
-from topotrain.wire.auth import Identity
-from topotrain.wire.shm import socket_directory
+from topotrain.comm.router import Place
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.store import open_store
+from topotrain.comm.transport.shared_memory import socket_directory
+from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, Road
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core import protocol as m
+from topotrain.core.client.client import JobError
+from topotrain.core.protocol import ProtocolError
+from topotrain.core.server.ordered_sum import canonical_mean
+from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
+from topotrain.extensions.tables.row_storage import RowIndex, Rows
+from topotrain.extensions.tables.table_client import TableDoor, dense_spec
+from topotrain.extensions.tables.table_server import TableBook
+from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
+from topotrain.launch.runtime.process_host import WorkerRoads, serve
 
 QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from topotrain.job import ConfigError
-from topotrain.launch import forkserver, part, temporary
+from topotrain.config.job import ConfigError
+from topotrain.launch.agent import forkserver, temporary_folders
+from topotrain.launch.multinode import node
 
 MAKE = """
 import sys
@@ -27,7 +28,7 @@ def base(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(temporary, "base", lambda: folder)
+    monkeypatch.setattr(temporary_folders, "base", lambda: folder)
     return folder
 
 
@@ -35,12 +36,12 @@ def test_what_a_killed_unit_has_left_goes_with_the_next_start(base):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", MAKE, str(base)], text=True, **pipes) as unit:
         left = unit.stdout.readline().split()
-        with part._private_folder():
+        with node._private_folder():
             assert all(os.path.isdir(path) for path in left), "a unit that lives keeps its folders"
         unit.send_signal(signal.SIGKILL)
         unit.wait()
     assert len(left) == 2 and all(os.path.isdir(path) for path in left)
-    with part._private_folder() as own:
+    with node._private_folder() as own:
         assert [path.name for path in base.iterdir()] == [own.name]
     assert list(base.iterdir()) == []
 
@@ -50,13 +51,13 @@ def test_folders_of_others_stay(base):
     (base / "topotrain-data" / "file").touch()
     (base / "topotrain-link").symlink_to("topotrain-data")
     (base / "topotrain-file").touch()
-    temporary.sweep()
+    temporary_folders.sweep()
     assert sorted(path.name for path in base.iterdir()) == ["topotrain-data", "topotrain-file", "topotrain-link"]
 
 
 def test_a_forkserver_keeps_its_folder_as_long_as_it_is_used(tmp_path, base):
     running = forkserver.start(tmp_path / "log", preload=())
-    temporary.sweep()
+    temporary_folders.sweep()
     assert os.path.exists(running.path)
     running.close()
     assert list(base.iterdir()) == []
@@ -64,7 +65,7 @@ def test_a_forkserver_keeps_its_folder_as_long_as_it_is_used(tmp_path, base):
 
 def test_a_folder_that_goes_while_it_is_taken_is_made_again(base, monkeypatch):
     made = []
-    usual = temporary.use
+    usual = temporary_folders.use
 
     def use(path):
         made.append(path)
@@ -72,8 +73,8 @@ def test_a_folder_that_goes_while_it_is_taken_is_made_again(base, monkeypatch):
             path.rmdir()
         return usual(path)
 
-    monkeypatch.setattr(temporary, "use", use)
-    path, lock = temporary.share("name")
+    monkeypatch.setattr(temporary_folders, "use", use)
+    path, lock = temporary_folders.share("name")
     os.close(lock)
     assert made == [path, path] and path.is_dir()
 
@@ -82,4 +83,4 @@ def test_a_name_that_somebody_else_has_taken_is_refused(base):
     (base / "topotrain-name").mkdir()
     (base / "topotrain-name").chmod(0o755)
     with pytest.raises(ConfigError, match=r"must belong to this user, with mode 0700"):
-        temporary.share("name")
+        temporary_folders.share("name")

@@ -13,9 +13,9 @@ from google.protobuf import descriptor_pool
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from topotrain import job as words
-from topotrain.checks import rule_of
-from topotrain.job import (
+from topotrain.config import job as words
+from topotrain.config.field_checks import rule_of
+from topotrain.config.job import (
     Cluster,
     ConfigError,
     FixedStep,
@@ -27,8 +27,8 @@ from topotrain.job import (
     Updater,
     UpdaterType,
 )
-from topotrain.protofile import new, read_proto, repeated
-from topotrain.textproto import dumps, from_dict, load, load_with_warnings, loads
+from topotrain.config.job_file import dumps, from_dict, load, load_with_warnings, loads
+from topotrain.config.proto_schema import new, read_proto, repeated
 
 ROOT = Path(__file__).parent.parent
 PROTO = read_proto((ROOT / "topotrain" / "job.proto").read_text(encoding="utf-8"))

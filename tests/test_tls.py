@@ -20,15 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
-from topotrain import roads
-from topotrain.job import Link
-from topotrain.message import Fetch, Push, Values
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError, auth, sockets, tcp, tls
-from topotrain.wire.auth import Stranger, TooSlow, answer, dial
-from topotrain.wire.emulated import Network
-from topotrain.wire.tcp import Home, TcpWire, home
-from topotrain.wire.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
+from topotrain.comm import router
+from topotrain.comm.emulation.link import Network
+from topotrain.comm.security import handshake, tls
+from topotrain.comm.security.handshake import Stranger, TooSlow, answer, dial
+from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
+from topotrain.comm.transport import Refused, WireError, socket_transport, tcp
+from topotrain.comm.transport.tcp import Home, TcpWire, home
+from topotrain.config.job import Link
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Fetch, Push, Values
 
 CERTIFICATE = Certificate.make()
 RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
@@ -268,8 +269,10 @@ def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
     """What both sides of our handshake say when they have seen these certificates."""
     a, b = socket.socketpair()
     if believe:  # a dialer that looks at no proof
-        proven, me = auth._Talk.proven, threading.current_thread()
-        monkeypatch.setattr(auth._Talk, "proven", lambda t, key: threading.current_thread() is me or proven(t, key))
+        proven, me = handshake._Talk.proven, threading.current_thread()
+        monkeypatch.setattr(
+            handshake._Talk, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
+        )
     heard = over(lambda: answer(b, identity(), {SERVER}.__contains__, WAIT, answerer_shows))
     with closing(a), closing(b):
         try:
@@ -345,7 +348,7 @@ def test_somebody_in_between_is_found_out(town):
                 with pytest.raises(Refused, match="could not prove") as refused:
                     wire.connect(WORKER, SERVER, fake)
                 assert refused.value.code == "AUTH"
-                assert bytes(seen).startswith(auth.MAGIC)  # it did read what was said, and it was of no use
+                assert bytes(seen).startswith(handshake.MAGIC)  # it did read what was said, and it was of no use
             assert TOKEN not in seen
             wire.close()
     assert residents[0].got.empty()
@@ -421,7 +424,7 @@ def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
 
 def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(roads, "TcpWire", lambda *a, **b: made.append(TcpWire(*a, **b, tls=True)) or made[-1])
+    monkeypatch.setattr(router, "TcpWire", lambda *a, **b: made.append(TcpWire(*a, **b, tls=True)) or made[-1])
     script, build = usual_loop(vectors(3)), building()
     hosted = run_hosted(job_of("sandblaster", road="kTcp"), build, script, tmp_path)
     assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
@@ -436,7 +439,7 @@ def test_a_wrong_token_and_a_full_house(town, monkeypatch):
     for _ in range(10):
         with pytest.raises(Refused, match="AUTH"):
             stranger.connect(me, SERVER, pair.url)
-    monkeypatch.setattr(sockets, "MAX_STRANGERS", 0)
+    monkeypatch.setattr(socket_transport, "MAX_STRANGERS", 0)
     with pytest.raises(Refused) as refused:
         stranger.connect(me, SERVER, pair.url)
     assert refused.value.code == "FULL"
@@ -476,7 +479,7 @@ def test_silence_has_a_deadline_on_both_sides(monkeypatch):
         a, b = socket.socketpair()
         with closing(a), closing(b), pytest.raises(TooSlow, match="too slow"):
             speak(b, seconds=0.02)
-    monkeypatch.setattr(sockets, "_HEARING", 0.02)
+    monkeypatch.setattr(socket_transport, "_HEARING", 0.02)
     town = Town("tls")
     wire = town.wire()
     with closing(socket.create_connection(("127.0.0.1", port_of(wire.attach(WORKER, Recorder()))), WAIT)) as silent:
@@ -540,8 +543,8 @@ FAR, NEAR = "10.203.7.1", "10.203.7.2"
 LISTENING = """
 import sys
 from wire_town import *
-from topotrain.wire.tcp import TcpWire
-from topotrain.message import Values
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.core.protocol import Values
 wire, here = TcpWire(identity(), host=sys.argv[1]), Recorder()
 print(wire.attach(SERVER, here), flush=True)
 body = here.next().body
@@ -553,10 +556,10 @@ wire.close()
 CALLING = """
 import json, socket, sys
 from wire_town import *
-from topotrain.wire import WireError
-from topotrain.wire.auth import dial
-from topotrain.wire.tcp import TcpWire
-from topotrain.message import Values
+from topotrain.comm.transport import WireError
+from topotrain.comm.security.handshake import dial
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.core.protocol import Values
 host, url = sys.argv[1], sys.stdin.readline().strip()
 port = int(url.rpartition(":")[2])
 said = []

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topotrain.job import Cluster, ConfigError
-from topotrain.topology import MOST, Address, Role, Topology, layout, validate
+from topotrain.config.job import Cluster, ConfigError
+from topotrain.config.topology import MOST, Address, Role, Topology, layout, validate
 
 DOCS = Path(__file__).parents[1] / "docs" / "topologies.md"
 UP_TO = 16

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed
 
-from topotrain.job import ConfigError, Engine
-from topotrain.rendezvous import open_store
-from topotrain.rendezvous.torchstore import TorchStore
-from topotrain.torchdist import CollectiveError, TorchCollective, check_engine
-from topotrain.wire import WireError
+from topotrain.comm.store import open_store
+from topotrain.comm.torch_store.c10d_store import TorchStore
+from topotrain.comm.transport import WireError
+from topotrain.config.job import ConfigError, Engine
+from topotrain.extensions.collectives.torch_backend import CollectiveError, TorchCollective, check_engine
 
 WAIT = 20.0  # seconds after which a test gives up; less than the deadline that must not be what ends a collective
 

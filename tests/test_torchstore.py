@@ -22,11 +22,12 @@ from torch import distributed, nn
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from topotrain import torchurl
-from topotrain.rendezvous import StoreError, open_store, rounds, within
-from topotrain.rendezvous.keys import check_key
-from topotrain.rendezvous.torchrun import StoreBackend, address, create
-from topotrain.rendezvous.torchstore import LONGEST, TorchStore, encode, rendezvous
+from topotrain.comm.store import StoreError, open_store, within
+from topotrain.comm.store.discovery import generations
+from topotrain.comm.store.key_validation import check_key
+from topotrain.comm.torch_store import init_method
+from topotrain.comm.torch_store.c10d_store import LONGEST, TorchStore, encode, rendezvous
+from topotrain.comm.torch_store.elastic_backend import StoreBackend, address, create
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 100
@@ -135,7 +136,7 @@ class Rank(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.room = rounds.join(*self.arguments)
+            self.room = generations.join(*self.arguments)
         except TimeoutError as error:
             self.error = str(error)
 
@@ -193,7 +194,7 @@ def test_a_name_that_torch_knows_already_is_left_alone(monkeypatch: pytest.Monke
 
     module.register_rendezvous_handler = register
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    torchurl.announce()
+    init_method.announce()
     assert table == {"redis": "another", "rediss": "ours"}
 
 

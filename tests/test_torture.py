@@ -17,15 +17,16 @@ import torch
 from torch import nn
 from vault import Vault, equal, read
 
-from topotrain import checkpointwriter, private
-from topotrain.checkpoint import FILES, FOLDER, MANIFEST, MODEL, latest
-from topotrain.checkpointwriter import Files, Writer
-from topotrain.events import Event
-from topotrain.job import ConfigError
-from topotrain.snapshot import Freezer
-from topotrain.snapshotbook import Texts, Write
-from topotrain.snapshotting import Snapshots
-from topotrain.topology import Address, Role
+from topotrain.config import private_files
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.core.events import Event
+from topotrain.extensions.checkpointing import checkpoint_writer
+from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, MODEL, latest
+from topotrain.extensions.checkpointing.checkpoint_writer import Files, Writer
+from topotrain.extensions.checkpointing.server_snapshots import Snapshots
+from topotrain.extensions.checkpointing.shard_snapshot import Freezer
+from topotrain.extensions.checkpointing.snapshot_coordinator import Texts, Write
 
 IMAGES = int(os.environ.get("TORTURE_IMAGES", "300"))
 ME = Address(Role.SERVER, 0, 0)
@@ -232,9 +233,9 @@ def replay(log, root: Path, dice: random.Random | None) -> None:
 def test_every_prefix_of_what_a_writer_does_leaves_a_whole_snapshot(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "there")
     recorder.root.mkdir()
-    monkeypatch.setattr(checkpointwriter, "os", recorder)
-    monkeypatch.setattr(private, "os", recorder)
-    monkeypatch.setattr(checkpointwriter.shutil, "rmtree", recorder.rmtree)
+    monkeypatch.setattr(checkpoint_writer, "os", recorder)
+    monkeypatch.setattr(private_files, "os", recorder)
+    monkeypatch.setattr(checkpoint_writer.shutil, "rmtree", recorder.rmtree)
     trained, files, known, published = vault(), Files(recorder.root / FOLDER), {}, []
     for number in range(1, 5):
         trained.train(1).write(files, number)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from topotrain.spans import PHASES, ProcessSpans, Span, to_json
-from topotrain.watch import trace
-from topotrain.watch.table import console, phases
+from topotrain.core.profiling.spans import PHASES, ProcessSpans, Span, to_json
+from topotrain.tools.monitor import trace_export
+from topotrain.tools.monitor.result_tables import console, phases
 
 MS = 1_000_000
 MAIN = "MainThread"
@@ -52,7 +52,7 @@ def server(index: int = 0) -> ProcessSpans:
 def collected(tmp_path: Path, *processes: ProcessSpans) -> list[ProcessSpans]:
     for process in processes:
         (tmp_path / (process.who.replace(" ", "-").replace("/", "-") + ".json")).write_text(to_json(process))
-    return trace.collect(tmp_path)
+    return trace_export.collect(tmp_path)
 
 
 def test_processes_stand_in_order_and_those_without_a_step_are_left_out(tmp_path):
@@ -65,18 +65,18 @@ def test_processes_stand_in_order_and_those_without_a_step_are_left_out(tmp_path
 
 def test_without_a_finished_step_there_is_nothing(tmp_path):
     assert collected(tmp_path, server()) == []
-    assert trace.collect(tmp_path / "missing") == []
+    assert trace_export.collect(tmp_path / "missing") == []
 
 
 def test_a_worker_is_counted_by_its_innermost_span(tmp_path):
-    (share, _) = trace.shares(collected(tmp_path, worker(), server()))
+    (share, _) = trace_export.shares(collected(tmp_path, worker(), server()))
     expected = {"forward": 0.2, "backward": 0.35, "push": 0.05, "pull": 0.1, "wait": 0.15, "other": 0.15}
     assert share.phases == pytest.approx({**dict.fromkeys(PHASES, 0.0), **expected})
     assert (share.who, share.step, share.seconds) == ("worker 0/0", 7, pytest.approx(0.1))
 
 
 def test_a_server_is_shown_in_the_workers_time_and_waits_in_between(tmp_path):
-    (_, share) = trace.shares(collected(tmp_path, worker(), server()))
+    (_, share) = trace_export.shares(collected(tmp_path, worker(), server()))
     expected = {"reduce": 0.10, "apply": 0.15, "pull": 0.05, "wait": 0.70}
     assert share.phases == pytest.approx({**dict.fromkeys((*PHASES, "other"), 0.0), **expected})
     assert (share.step, share.seconds) == (0, pytest.approx(0.1))
@@ -85,21 +85,21 @@ def test_a_server_is_shown_in_the_workers_time_and_waits_in_between(tmp_path):
 def test_two_servers_of_a_process_are_one_row(tmp_path):
     """At each moment the process does what the first of PHASES is that one of them does."""
     rows = (span("reduce", 0, 40, "server 0/0"), span("apply", 20, 60, "server 0/1"))
-    _, share = trace.shares(collected(tmp_path, worker(), ProcessSpans("server 0/0", 9, rows)))
+    _, share = trace_export.shares(collected(tmp_path, worker(), ProcessSpans("server 0/0", 9, rows)))
     assert share.phases["reduce"] == pytest.approx(0.4)
     assert share.phases["apply"] == pytest.approx(0.2)
     assert share.phases["wait"] == pytest.approx(0.4)
 
 
 def test_groups_that_do_not_wait_for_each_other_widen_the_servers_time(tmp_path):
-    *_, share = trace.shares(collected(tmp_path, worker(0), worker(1, shift=300), server()))
+    *_, share = trace_export.shares(collected(tmp_path, worker(0), worker(1, shift=300), server()))
     assert share.seconds == pytest.approx(0.4)
     assert sum(share.phases.values()) == pytest.approx(1)
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path):
-    trace.write(collected(tmp_path, worker(), server()), tmp_path / trace.FILE)
-    data = json.loads((tmp_path / trace.FILE).read_text())
+    trace_export.write(collected(tmp_path, worker(), server()), tmp_path / trace_export.FILE)
+    data = json.loads((tmp_path / trace_export.FILE).read_text())
     events = data["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
     assert names == {(100, "worker 0/0"), (200, "server 0/0")}
@@ -116,7 +116,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
 
 
 def test_arrows_lead_from_a_push_to_its_server_and_from_its_values_back(tmp_path):
-    events = trace.chrome(collected(tmp_path, worker(), server()))["traceEvents"]
+    events = trace_export.chrome(collected(tmp_path, worker(), server()))["traceEvents"]
     starts = {e["id"]: (e["name"], e["pid"], e["ts"]) for e in events if e["ph"] == "s"}
     ends = {e["id"]: (e["name"], e["pid"], e["ts"]) for e in events if e["ph"] == "f"}
     assert sorted(starts.values()) == [("gradient", 100, 40_000), ("values", 200, 70_000)]
@@ -127,7 +127,7 @@ def test_arrows_lead_from_a_push_to_its_server_and_from_its_values_back(tmp_path
 def test_the_table_has_a_row_per_process(tmp_path):
     terminal = console()
     with terminal.capture() as shown:
-        terminal.print(phases(trace.shares(collected(tmp_path, worker(), server()))))
+        terminal.print(phases(trace_export.shares(collected(tmp_path, worker(), server()))))
     row = next(line for line in shown.get().splitlines() if "worker 0/0" in line)
     assert row.split() == ["worker", "0/0", "7", "100.0", "20.0%", "35.0%", "5.0%", "–", "–", "10.0%", "15.0%", "15.0%"]
     assert "server 0/0" in shown.get()

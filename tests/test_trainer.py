@@ -20,15 +20,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from warm import Warm, client
 
 import topotrain as tt
-from topotrain import events, textproto
-from topotrain.buffers import describe_model
-from topotrain.front import context
-from topotrain.front.checkpoints import Checkpoints, load_checkpoints
-from topotrain.front.evaluating import Beside
-from topotrain.front.final import tensors_of
-from topotrain.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
-from topotrain.rhythm import Rhythm
-from topotrain.update import build, set_lr
+from topotrain.config import job_file
+from topotrain.config.intervals import Rhythm
+from topotrain.config.job import Adam, Cluster, ConfigError, Job, LRGen, Step, Updater
+from topotrain.core import events
+from topotrain.core.optim.adapter import build, set_lr
+from topotrain.training import context
+from topotrain.training.final_parameters import tensors_of
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.trainer.evaluation import Beside
+from topotrain.training.trainer.parameter_files import Checkpoints, load_checkpoints
 
 ROOT = Path(__file__).parents[1]
 SGD = Updater(
@@ -179,7 +180,7 @@ def test_the_updater_block_is_followed_in_an_ordinary_process(tmp_path):
 
 def test_a_path_a_loss_of_the_scripts_own_and_a_number_of_test_batches(tmp_path, capsys):
     conf = tmp_path / "job.conf"
-    conf.write_text(textproto.dumps(Job(train_steps=3, test_freq=2, test_steps=2, updater=ADAM)))
+    conf.write_text(job_file.dumps(Job(train_steps=3, test_freq=2, test_steps=2, updater=ADAM)))
     seen = []
 
     def loss(model, batch):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
-from topotrain.events import Exited, Failed, Notice, Output, Serving, Started, from_json
-from topotrain.launch import Place, arguments, choose_cause, workspace
-from topotrain.launch.children import members
-from topotrain.topology import Address, Role, layout
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
+from topotrain.launch import Place, arguments, choose_cause
+from topotrain.launch.agent import workspace
+from topotrain.launch.agent.children import members
 
 
 class Supervised:
@@ -25,7 +26,7 @@ class Supervised:
         rendezvous = workspace.prepare(job, folder)
         units = len(layout(job.cluster).units) if nprocs is None else nprocs
         place = Place(rank, units, rendezvous, str(folder / "run"))
-        command = [sys.executable, "-m", "topotrain.launch.unit", *arguments(place)]
+        command = [sys.executable, "-m", "topotrain.launch.agent.unit_main", *arguments(place)]
         command += ["--worker-call", CALLS.worker, "--server-call", CALLS.server, "--preload"]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env={**os.environ, MARK: self.mark})

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from topotrain import schedule
-from topotrain.job import Adam, ConfigError, LRGen, Param, RMSProp, Slicing, Step, Updater
-from topotrain.update import (
+from topotrain.config.job import Adam, ConfigError, LRGen, Param, RMSProp, Slicing, Step, Updater
+from topotrain.core.optim import lr_schedules
+from topotrain.core.optim.adapter import (
     ELEMENTWISE,
     OptimizerSpec,
     SliceUpdate,
@@ -378,7 +378,7 @@ def test_scales_make_groups_and_follow_the_schedule() -> None:
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.5), (2.0, 0.0), (7.0, 0.5)]
     for step in (25, 3):  # back again, too
         set_lr(optimizer, updater, step)
-        assert [g["lr"] for g in groups] == [schedule.lr(updater, step) * scale for scale in (1, 2, 7)]
+        assert [g["lr"] for g in groups] == [lr_schedules.lr(updater, step) * scale for scale in (1, 2, 7)]
 
 
 def test_each_call_moves_on_to_the_next_step_s_rate() -> None:

@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from topotrain import events
-from topotrain.events import (
+from topotrain.config.job import Cluster, Job
+from topotrain.config.topology import layout
+from topotrain.core import events
+from topotrain.core.events import (
     Event,
     Exited,
     Failed,
@@ -28,14 +30,12 @@ from topotrain.events import (
     Started,
     StepDone,
 )
-from topotrain.job import Cluster, Job
 from topotrain.launch import Outcome
-from topotrain.topology import layout
-from topotrain.watch import plot
-from topotrain.watch.compare import Entry, Result, compare, entries
-from topotrain.watch.progress import LINE_EVERY, Lines, LiveTable, Rows, Silent, describe, progress
-from topotrain.watch.report import Curve, Report, merge, story
-from topotrain.watch.table import comparison, console, summary
+from topotrain.tools.monitor import loss_plot
+from topotrain.tools.monitor.compare_jobs import Entry, Result, compare, entries
+from topotrain.tools.monitor.job_report import Curve, Report, merge, story
+from topotrain.tools.monitor.progress_display import LINE_EVERY, Lines, LiveTable, Rows, Silent, describe, progress
+from topotrain.tools.monitor.result_tables import comparison, console, summary
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
 JOB = Job(name="digits", program="train.py", args=("--lr", "0.1"), cluster=DOWNPOUR)
@@ -488,13 +488,13 @@ def test_the_summary_is_one_line() -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    assert plot.available()
+    assert loss_plot.available()
     curves = {f"job {number}": [(t, 100.0 / (t + number + 1)) for t in range(50)] for number in range(9)}
-    plot.draw({**curves, "one point": [(0.0, 1.0)]}, tmp_path / "many.png")
-    plot.draw({}, tmp_path / "none.png")
+    loss_plot.draw({**curves, "one point": [(0.0, 1.0)]}, tmp_path / "many.png")
+    loss_plot.draw({}, tmp_path / "none.png")
     assert (tmp_path / "many.png").read_bytes().startswith(PNG)
     assert (tmp_path / "none.png").read_bytes().startswith(PNG)
-    assert len(set(plot.COLORS)) == len(plot.COLORS) >= 4
+    assert len(set(loss_plot.COLORS)) == len(loss_plot.COLORS) >= 4
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------

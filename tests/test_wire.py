@@ -9,12 +9,12 @@ import pytest
 import torch
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity, place_view
 
-from topotrain.message import Drained, Fetch, Init, Message, ProtocolError, Push, Values
-from topotrain.topology import Address, Role
-from topotrain.wire import Refused, WireError
-from topotrain.wire.frames import HEADER_BYTES
-from topotrain.wire.shm import ARENA, Memory, ShmWire, unsized_memfd
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport.frame import HEADER_BYTES
+from topotrain.comm.transport.shared_memory import ARENA, Memory, ShmWire, unsized_memfd
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Drained, Fetch, Init, Message, ProtocolError, Push, Values
 
 SOCKETS = ("shm", "tcp", "tls")
 ROADS = ("local", *SOCKETS)

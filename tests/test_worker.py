@@ -25,8 +25,8 @@ from arrangement import (
 )
 from torch import nn
 
-from topotrain.exchange import JobError, PeerLost
-from topotrain.job import ConfigError, Grads, Reduce
+from topotrain.config.job import ConfigError, Grads, Reduce
+from topotrain.core.client.client import JobError, PeerLost
 
 MODELS = {"mlp": (mlp, vectors), "cnn": (Cnn, images), "transformer": (Transformer, tokens)}
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "adagrad": adagrad}

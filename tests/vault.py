@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from topotrain.buffers import describe_model
-from topotrain.checkpoint import MODEL, STATE, WORKERS, Manifest, workers_file
-from topotrain.checkpointwriter import Files, _joined
-from topotrain.job import Cluster, Job, Slicing
-from topotrain.model import Model, open_model
-from topotrain.snapshot import Freezer, Slab
-from topotrain.statetable import merge, model_file, state_file, to_rows
-from topotrain.topology import Address, Role, layout
-from topotrain.update import describe, hyper
-from topotrain.worker import plan_of
+from topotrain.config.job import Cluster, Job, Slicing
+from topotrain.config.topology import Address, Role, layout
+from topotrain.core.optim.adapter import describe, hyper
+from topotrain.core.optim.state_table import merge, model_file, state_file, to_rows
+from topotrain.core.server.parameter_shard import Model, open_model
+from topotrain.extensions.checkpointing.checkpoint_reader import MODEL, STATE, WORKERS, Manifest, workers_file
+from topotrain.extensions.checkpointing.checkpoint_writer import Files, _joined
+from topotrain.extensions.checkpointing.shard_snapshot import Freezer, Slab
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.worker import plan_of
 
 
 class Net(nn.Module):

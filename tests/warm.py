@@ -32,10 +32,10 @@ import audit
 PRELOAD = (
     "torch",
     "torch._dynamo",
-    "topotrain.front.process",
-    "topotrain.front.paddle",
-    "topotrain.front.tf",
-    "topotrain.cli",
+    "topotrain.launch.runtime.entry_points",
+    "topotrain.compat.paddle.init",
+    "topotrain.compat.tensorflow.train_api",
+    "topotrain.tools.cli.app",
     "sklearn.datasets",
     "sklearn.model_selection",
 )
@@ -263,7 +263,7 @@ def run(words: Sequence[str]) -> None:
 
 def guard_servers() -> None:
     """The server processes of jobs that are forked from here end as soon as they unpickle anything (audit.py)."""
-    process = sys.modules.get("topotrain.front.process")
+    process = sys.modules.get("topotrain.launch.runtime.entry_points")
     if process is not None:
         run_servers = process.run_servers
 
@@ -283,7 +283,7 @@ def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> N
     forkserver = os.fork()
     if not forkserver:
         os.close(listening)
-        importlib.import_module("topotrain.launch.forkserver").main([f"{folder}/forkserver", str(serving)])
+        importlib.import_module("topotrain.launch.agent.forkserver").main([f"{folder}/forkserver", str(serving)])
     os.close(serving)
     request = serve(socket.socket(fileno=listening))
     if request is not None:

@@ -7,13 +7,13 @@ from queue import Queue
 
 import torch
 
-from topotrain.message import Init, Message, Push, Values
-from topotrain.topology import Address, Role
-from topotrain.wire import Wire
-from topotrain.wire.auth import Identity
-from topotrain.wire.local import LocalWire
-from topotrain.wire.shm import Memory, ShmWire, socket_directory
-from topotrain.wire.tcp import TcpWire
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.transport import Wire
+from topotrain.comm.transport.inprocess import LocalWire
+from topotrain.comm.transport.shared_memory import Memory, ShmWire, socket_directory
+from topotrain.comm.transport.tcp import TcpWire
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Init, Message, Push, Values
 
 TOKEN = bytes(range(32))
 WORKER, SERVER = Address(Role.WORKER, 0, 1), Address(Role.SERVER, 0, 0)

@@ -12,13 +12,18 @@ Nothing heavy is imported until it is used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from topotrain.torchurl import announce as _announce
+from topotrain.comm.torch_store.init_method import announce as _announce
 
 if TYPE_CHECKING:
-    from topotrain.front import caffe2 as data_parallel
-    from topotrain.front import kvstore
-    from topotrain.front import tf as train
-    from topotrain.front.api import (
+    from topotrain.compat.caffe2 import parallelize as data_parallel
+    from topotrain.compat.mxnet import kvstore
+    from topotrain.compat.paddle.init import init
+    from topotrain.compat.tensorflow import train_api as train
+    from topotrain.compat.tensorflow.session.session_client import Session
+    from topotrain.config.job import Cluster, ConfigError, Job, Updater
+    from topotrain.extensions.tables.frontend.embedding import Embedding
+    from topotrain.launch.by_hand.manual_worker import leave
+    from topotrain.training.api import (
         clip_grad_norm_,
         device,
         epochs,
@@ -31,33 +36,28 @@ if TYPE_CHECKING:
         report,
         weight,
     )
-    from topotrain.front.embedding import Embedding
-    from topotrain.front.joining import leave
-    from topotrain.front.paddle import init
-    from topotrain.front.session import Session
-    from topotrain.front.state import state_dict
-    from topotrain.front.trainer import Trainer
-    from topotrain.job import Cluster, ConfigError, Job, Updater
+    from topotrain.training.model_state import state_dict
+    from topotrain.training.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _announce()  # so that torch knows redis:// as an init_method, without importing torch here
 
 _HOMES = {
-    **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.front.api"),
-    **dict.fromkeys(("clip_grad_norm_", "device", "keep", "place"), "topotrain.front.api"),
-    **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.job"),
-    "Embedding": "topotrain.front.embedding",
-    "init": "topotrain.front.paddle",
-    "leave": "topotrain.front.joining",
-    "Session": "topotrain.front.session",
-    "Trainer": "topotrain.front.trainer",
-    "state_dict": "topotrain.front.state",
+    **dict.fromkeys(("prepare", "epochs", "report", "rank", "is_main", "local", "weight"), "topotrain.training.api"),
+    **dict.fromkeys(("clip_grad_norm_", "device", "keep", "place"), "topotrain.training.api"),
+    **dict.fromkeys(("Job", "Cluster", "Updater", "ConfigError"), "topotrain.config.job"),
+    "Embedding": "topotrain.extensions.tables.frontend.embedding",
+    "init": "topotrain.compat.paddle.init",
+    "leave": "topotrain.launch.by_hand.manual_worker",
+    "Session": "topotrain.compat.tensorflow.session.session_client",
+    "Trainer": "topotrain.training.trainer.trainer",
+    "state_dict": "topotrain.training.model_state",
 }
 _MODULES = {
-    "data_parallel": "topotrain.front.caffe2",
-    "kvstore": "topotrain.front.kvstore",
-    "train": "topotrain.front.tf",
+    "data_parallel": "topotrain.compat.caffe2.parallelize",
+    "kvstore": "topotrain.compat.mxnet.kvstore",
+    "train": "topotrain.compat.tensorflow.train_api",
 }
 
 __all__ = [

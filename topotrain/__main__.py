@@ -14,7 +14,7 @@ def main() -> None:
     early = signal.getsignal(signal.SIGINT) is usual  # else it is ignored, or somebody else's
     if early:
         signal.signal(signal.SIGINT, _end)
-    from topotrain.cli import main as command
+    from topotrain.tools.cli.app import main as command
 
     if early:
         signal.signal(signal.SIGINT, usual)

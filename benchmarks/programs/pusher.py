@@ -90,8 +90,8 @@ class Door:
     """
 
     def __init__(self, reduce: bool) -> None:
-        from topotrain.front import context
-        from topotrain.job import Apply
+        from topotrain.config.job import Apply
+        from topotrain.training import context
 
         self.model = Flat()
         self.model, _optimizer, _ = tt.prepare(self.model, _sgd(self.model))
@@ -126,7 +126,7 @@ class Door:
             self._commit(reduces)
 
     def _commit(self, reduces: bool) -> None:
-        from topotrain.exchange import StepEnd
+        from topotrain.core.client.client import StepEnd
 
         revisions = () if reduces else (1,) * len(self._map.buckets)
         self._exchange.commit(self._steps, StepEnd(int(reduces), 1.0, True, self._hyper, (), revisions))
@@ -173,7 +173,7 @@ def main() -> None:
     if options.way.startswith("gloo"):
         os._exit(0)  # taking Gloo's group apart hangs at times
     if options.way == "reduce":
-        from topotrain.front import context
+        from topotrain.training import context
 
         here = context.current()
         assert here is not None

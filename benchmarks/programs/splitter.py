@@ -92,7 +92,7 @@ class Counted:
 
 def counted() -> Counted | None:
     """The count of this worker's passage, None where nothing is split."""
-    from topotrain.front import context
+    from topotrain.training import context
 
     here = context.current()
     crossing = None if here is None or here.worker is None else here.worker.exchange.crossing

@@ -143,7 +143,7 @@ def memory() -> dict[str, int]:
 
 def mute(yes: bool) -> None:
     """Switch off what a step reports and checks, or on again (the table of reporting alone asks for it)."""
-    from topotrain.front import context
+    from topotrain.training import context
 
     here = context.current()
     assert here is not None
@@ -160,7 +160,7 @@ def mute(yes: bool) -> None:
 
 def timed(stepper: Stepper, count: int) -> float:
     """Take so many steps; returns the seconds that what is said and checked took of each."""
-    from topotrain.front import context
+    from topotrain.training import context
 
     here = context.current()
     assert here is not None
@@ -217,7 +217,7 @@ def main() -> None:
         raise
     line.say(rank=rank, pid=os.getpid(), samples=work.samples, first=time.time())
     if options.peer == "job":
-        from topotrain.worker import Worker
+        from topotrain.training.worker import Worker
 
         _check = Worker._check
     for order in line.orders():

@@ -86,7 +86,7 @@ def test_a_wrong_command(tmp_path: Path, words: list[str], told: list[str]) -> N
 
 def test_plan_answers_without_torch(tmp_path: Path) -> None:
     (tmp_path / "job.conf").write_text("cluster { nworker_groups: 2 }\n")
-    code = "import sys; from topotrain.cli import main\ntry: main(['plan', 'job.conf', '--json'])\nfinally: "
+    code = "import sys; from topotrain.tools.cli.app import main\ntry: main(['plan', 'job.conf', '--json'])\nfinally: "
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert "AssertionError" not in done.stderr

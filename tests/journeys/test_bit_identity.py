@@ -9,7 +9,7 @@ from arrangement import Result, reference
 from programs import bits
 from shop import ALLREDUCE, SANDBLASTER, Shop
 
-from topotrain.job import Cluster, Job
+from topotrain.config.job import Cluster, Job
 
 pytestmark = pytest.mark.journey
 

@@ -10,8 +10,8 @@ import typer.main
 from shop import Shop
 from warm import client
 
-from topotrain.cli import app
-from topotrain.textproto import loads
+from topotrain.config.job_file import loads
+from topotrain.tools.cli.app import app
 
 pytestmark = pytest.mark.journey
 

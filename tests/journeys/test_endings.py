@@ -164,10 +164,10 @@ def test_a_worker_that_all_others_wait_for_is_named(shop: Shop) -> None:
 
 
 def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: Callable[..., Running]) -> None:
-    from topotrain.topology import Address, Role
-    from topotrain.wire import Refused, WireError
-    from topotrain.wire.auth import Identity
-    from topotrain.wire.tcp import TcpWire
+    from topotrain.comm.security.handshake import Identity
+    from topotrain.comm.transport import Refused, WireError
+    from topotrain.comm.transport.tcp import TcpWire
+    from topotrain.config.topology import Address, Role
 
     class Nobody:
         def place(self, *_: object) -> None: ...

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from shop import Ended, Shop
 
-from topotrain.launch import forkserver
+from topotrain.launch.agent import forkserver
 
 pytestmark = pytest.mark.journey
 

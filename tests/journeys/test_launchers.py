@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shop import PROGRAMS
 from slurm_town import Missing, Town, add_forkserver, add_slurm, town
 
-from topotrain.checkpoint import latest
+from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
 pytestmark = pytest.mark.journey
 

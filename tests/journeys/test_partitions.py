@@ -11,7 +11,7 @@ from hosts_town import Job, Town, hastily
 from shop import Shop
 
 from benchmarks.partitions import EPOCHS, LEDGER, Ground, trial
-from topotrain.rendezvous.url import parse
+from topotrain.comm.store.store_url import parse
 
 pytestmark = pytest.mark.journey
 

@@ -4,9 +4,9 @@ import pytest
 from programs import weighed
 from shop import Shop
 
-from topotrain.plan import Schema, plan
-from topotrain.slices import Parameter
-from topotrain.textproto import load_with_warnings
+from topotrain.config.job_file import load_with_warnings
+from topotrain.config.sharding import Parameter
+from topotrain.tools.plan.layout_plan import Schema, plan
 
 pytestmark = pytest.mark.journey
 

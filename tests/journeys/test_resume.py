@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from shop import Ended, Shop
 from warm import client
 
-from topotrain.checkpoint import Manifest, latest
+from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 
 pytestmark = pytest.mark.journey
 

@@ -11,8 +11,8 @@ import torch
 from programs import rows
 from shop import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, Ended, Shop
 
-from topotrain.front.parts import read_parts
-from topotrain.launch import forkserver
+from topotrain.extensions.tables.frontend.table_export import read_parts
+from topotrain.launch.agent import forkserver
 
 pytestmark = [
     pytest.mark.journey,

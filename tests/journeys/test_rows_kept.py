@@ -15,7 +15,7 @@ from test_recovery_job import survive
 from test_resume import SYNC, resumed
 from warm import client
 
-from topotrain.front.parts import read_parts
+from topotrain.extensions.tables.frontend.table_export import read_parts
 
 pytestmark = [
     pytest.mark.journey,

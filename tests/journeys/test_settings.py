@@ -108,15 +108,16 @@ def test_the_final_file_loads_in_plain_pytorch(shop: Shop) -> None:
 
 
 def test_yaml_and_python_give_the_same_job(shop: Shop) -> None:
-    from topotrain import Cluster, Job, textproto
+    from topotrain import Cluster, Job
+    from topotrain.config import job_file
 
     shop.command("nworkers_per_group: 2", "small.py")
     yaml = shop.folder / "job.yaml"
     yaml.write_text(f"name: job\ncluster:\n  nworkers_per_group: 2\n  workspace: {shop.folder / 'job'}\n")
     built = Job(name="job", cluster=Cluster(nworkers_per_group=2, workspace=str(shop.folder / "job")))
-    assert textproto.load(yaml) == built
-    assert textproto.load(shop.folder / "job.conf") == built
-    assert textproto.loads(textproto.dumps(built)) == built
+    assert job_file.load(yaml) == built
+    assert job_file.load(shop.folder / "job.conf") == built
+    assert job_file.loads(job_file.dumps(built)) == built
 
 
 def test_plan_with_a_program_shows_slices_and_memory(shop: Shop) -> None:

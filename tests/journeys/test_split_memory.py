@@ -12,10 +12,10 @@ import pytest
 from programs import heavy
 from shop import Shop
 
-from topotrain.front.cutting import cut_of
-from topotrain.launch import forkserver
-from topotrain.split.room import ITSELF
-from topotrain.textproto import load_with_warnings
+from topotrain.config.job_file import load_with_warnings
+from topotrain.launch.agent import forkserver
+from topotrain.parallel.estimate.memory_check import ITSELF
+from topotrain.tools.plan.model_cut import cut_of
 
 pytestmark = pytest.mark.journey
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from shop import Ended, Shop
 
-from topotrain.launch import forkserver
+from topotrain.launch.agent import forkserver
 
 pytestmark = pytest.mark.journey
 

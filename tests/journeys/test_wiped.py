@@ -16,9 +16,9 @@ from hosts_town import wait
 from shop import DOWNPOUR, Ended, Shop
 from wiping import wipe
 
-from topotrain.rendezvous import open_store, serve_store
-from topotrain.rendezvous.registry import Registry
-from topotrain.rendezvous.url import parse
+from topotrain.comm.store import open_store, serve_store
+from topotrain.comm.store.discovery.job_registry import Registry
+from topotrain.comm.store.store_url import parse
 
 pytestmark = pytest.mark.journey
 

@@ -28,10 +28,10 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[torch.Tensor]]
 
 def beside(addresses: str, number: int, workspace: str) -> None:
     """One of several processes, each a worker and a server."""
-    from topotrain.front.joining import StaticStore, join
-    from topotrain.job import Cluster, Job
-    from topotrain.rendezvous.secret import load_secret
-    from topotrain.topology import Address, Role
+    from topotrain.comm.security.secret import load_secret
+    from topotrain.config.job import Cluster, Job
+    from topotrain.config.topology import Address, Role
+    from topotrain.launch.by_hand.manual_worker import StaticStore, join
 
     count = len(addresses.split(","))
     job = Job(cluster=Cluster(nworkers_per_group=count, nservers_per_group=count, workspace=workspace))

@@ -12,8 +12,8 @@ from pathlib import Path
 from ledger import train, wait_for
 
 import topotrain as tt
-from topotrain.launch.attendance import Wish
-from topotrain.launch.door import ask
+from topotrain.launch.control_socket import ask
+from topotrain.launch.recovery.elastic_groups import Wish
 
 EPOCHS, SAMPLES = 2, 960
 workspace = Path(sys.argv[1])

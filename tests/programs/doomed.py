@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain import message as m
-from topotrain.front.context import current
-from topotrain.topology import Address
+from topotrain.config.topology import Address
+from topotrain.core import protocol as m
+from topotrain.training.context import current
 
 SAMPLES, BATCH = 48, 4
 

@@ -77,7 +77,7 @@ def trainer() -> None:
 
 
 def accelerate() -> None:
-    from topotrain.front.accelerate import Accelerator
+    from topotrain.compat.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(*build())
@@ -151,7 +151,7 @@ def parallelize(number: int) -> None:
 
 def by_hand(who: str, ports: list[int]) -> None:
     if who == "servers":
-        from topotrain.cli import app
+        from topotrain.tools.cli.app import app
 
         flags = ["--num_of_gradient_servers=2", f"--port={ports[0]}", "--ports_num=2", "--use_gpu=False"]
         app(["pserver", *flags], standalone_mode=False)

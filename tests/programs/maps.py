@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.front.context import current
+from topotrain.training.context import current
 
 
 def place(address: int) -> str:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.job import ConfigError
-from topotrain.launch.door import ask
-from topotrain.launch.resizing import Resize
+from topotrain.config.job import ConfigError
+from topotrain.launch.control_socket import ask
+from topotrain.launch.recovery.resize import Resize
 
 EPOCHS, SAMPLES = 3, 120
 workspace, changes = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",") if word]

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Protocol
 
-from topotrain.events import Event, Failed
-from topotrain.job import ConfigError, Job
-from topotrain.topology import Topology
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Topology
+from topotrain.core.events import Event, Failed
 
 OnEvent = Callable[[Event], None]
 

@@ -12,20 +12,20 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from topotrain.events import Event, Notice, Recovered
-from topotrain.job import Job
+from topotrain.config.job import Job
+from topotrain.config.topology import Topology, layout
+from topotrain.core.events import Event, Notice, Recovered
+from topotrain.extensions.elastic.eligibility import absent_groups
 from topotrain.launch import AlwaysTaken, Launcher, OnEvent, Outcome, Outlet, Place
-from topotrain.launch.asked import signals
-from topotrain.launch.children import Calls, Life
-from topotrain.launch.door import Promise
-from topotrain.launch.kept import Kept
-from topotrain.launch.listed import Listed, listed
-from topotrain.launch.lives import Origin
-from topotrain.launch.recovery import recovery
-from topotrain.launch.running import Grounds, Run
-from topotrain.launch.workspace import LOGS, PROCESSES_FILE, claimed, prepare
-from topotrain.regrouping import absent_groups
-from topotrain.topology import Topology, layout
+from topotrain.launch.agent.children import Calls, Life
+from topotrain.launch.agent.forkserver_handle import Kept
+from topotrain.launch.agent.stop_signals import signals
+from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
+from topotrain.launch.control_socket import Promise
+from topotrain.launch.recovery.recovery_policy import recovery
+from topotrain.launch.recovery.resume_point import Origin
+from topotrain.launch.registered_job import Listed, listed
+from topotrain.launch.run_loop import Grounds, Run
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""How bytes travel between processes, and how processes find each other."""

@@ -1,0 +1,313 @@
+"""A slow network between the units of one machine, pretended in user space.
+
+Rule: every unit stands for a host with one link, `bandwidth` up and as much down, shared by all its processes. Whoever
+sends pays for both ends: a piece books time on its own host's uplink and on the other host's downlink, and the writer's
+thread sleeps until the link is nearly free again. So no buffer of the kernel hides the link, and several hosts that
+send to one wait for each other. What is paid for is under way for `delay` and only then given to the kernel.
+
+Loss: each packet of PACKET bytes is lost with the given chance. It is sent again until it arrives, which takes the
+link's time again, and the bytes behind it wait for it: one round trip (2 delays) and REPAIR_S per time. Packets that
+are lost together are repaired together. There is no congestion control: a real TCP connection slows down more.
+"""
+
+import errno
+import fcntl
+import math
+import mmap
+import os
+import random
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from topotrain.config.job import Link
+from topotrain.config.topology import Address
+
+PACKET = 1500
+REPAIR_S = 0.001
+_PIECE_S = 0.0015  # a piece takes the link for about this long: short for fairness, long enough for a sleep
+_LEAST_PIECE, _LARGEST_PIECE = PACKET, 1 << 18
+_UNPAID = 1 << 26  # bytes under way at most where no bandwidth bounds them
+_AHEAD_S = 0.005  # a sender wakes so long before the link is free, as an adapter's queue keeps it busy
+_LINGER_S = 2.0  # given to what is under way at the end of a connection
+_TIME = struct.Struct("d")
+
+
+class Meter:
+    """One direction of one host's link: until when it is taken. All processes that open the same file share it.
+
+    Args:
+        file: made if missing.
+        rate: bytes per second.
+    """
+
+    def __init__(self, file: Path, rate: float) -> None:
+        self._rate = rate
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, _TIME.size)  # which changes nothing when somebody has done it before
+        self._memory = mmap.mmap(self._fd, _TIME.size)
+        self._lock = threading.Lock()  # flock keeps processes apart, not the threads of one
+
+    def seconds(self, nbytes: int) -> float:
+        """How long `nbytes` take the link."""
+        return nbytes / self._rate
+
+    def book(self, ready: float, nbytes: int) -> float:
+        """Take the link for `nbytes` from the time `ready` on, or from when it is free; returns when they are through.
+
+        Times are seconds of the monotonic clock, which all processes of a machine share.
+        """
+        with self._lock:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                (free,) = _TIME.unpack_from(self._memory)
+                end = max(ready, free) + nbytes / self._rate
+                _TIME.pack_into(self._memory, 0, end)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return float(end)
+
+
+class Route:
+    """The way from one host to another, for one connection: when its pieces are through. Knows no clock.
+
+    link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid; None: unlimited.
+    """
+
+    def __init__(self, link: Link, up: Meter | None, down: Meter | None, dice: random.Random) -> None:
+        self._link, self._up, self._down, self._dice = link, up, down, dice
+        self._through = self._there = 0.0
+
+    def book(self, ready: float, nbytes: int) -> tuple[float, float]:
+        """Send `nbytes` that are ready at that time. Returns when the sender may go on, and when they are there.
+
+        The sender is kept until its own link has taken the piece and the other end's link the piece before.
+        """
+        rounds, again = self._losses(nbytes)
+        taken = through = ready
+        if self._up is not None and self._down is not None:
+            size = nbytes + again * PACKET
+            taken = self._up.book(ready, size)
+            through = self._down.book(taken - self._up.seconds(size), size)
+        go_on, self._through = max(taken, self._through), through
+        there = through + self._delay_s() + rounds * (2 * self._link.delay / 1000 + REPAIR_S)
+        self._there = max(self._there, there)  # never out of order
+        return go_on, self._there
+
+    def _delay_s(self) -> float:
+        jitter = self._link.jitter
+        return max(0.0, self._link.delay + (self._dice.uniform(-jitter, jitter) if jitter else 0.0)) / 1000
+
+    def _losses(self, nbytes: int) -> tuple[int, int]:
+        """How often some packet had to be sent again, and how many packets that were in all."""
+        rounds = again = 0
+        left = math.ceil(nbytes / PACKET) if self._link.loss else 0
+        while left := sum(self._dice.random() < self._link.loss for _ in range(left)):
+            rounds += 1
+            again += left
+        return rounds, again
+
+
+class UnderWay:
+    """Pieces that are paid for and not there yet, in order, and how many bytes they are. Knows no clock."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[float, bytes]] = deque()
+        self.nbytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def put(self, there: float, piece: bytes) -> None:
+        """Send off a piece that will be there at that time."""
+        self._pieces.append((there, piece))
+        self.nbytes += len(piece)
+
+    def first(self) -> tuple[float, bytes]:
+        """The next piece to arrive, and when."""
+        return self._pieces[0]
+
+    def arrived(self) -> None:
+        """The first piece is there."""
+        self.nbytes -= len(self._pieces.popleft()[1])
+
+
+class Shaped(socket.socket):
+    """A connected stream socket whose sending direction is a `Route`; takes over the descriptor of `raw`.
+
+    A send takes at most one piece and blocks as the link does; one that must not wait (MSG_DONTWAIT) never takes
+    anything, so that a writer's thread does it. `close` waits for what is under way.
+
+    Args:
+        raw: connected, given up by the caller.
+        route: when bytes are through.
+        piece: bytes sent at once, at most.
+        room: bytes that may be under way.
+    """
+
+    def __init__(self, raw: socket.socket, route: Route, piece: int, room: int) -> None:
+        super().__init__(raw.family, raw.type, raw.proto, raw.detach())
+        self.settimeout(None)
+        self._route, self._piece, self._room = route, piece, room
+        self._lock = threading.Lock()
+        self._sent, self._freed = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._under_way = UnderWay()
+        self._last = False  # nothing more will be sent
+        self._over = threading.Event()  # the sender must not sleep any longer
+        self._cut = threading.Event()  # nor what is under way
+        self._error: OSError | None = None
+        self._carrier = threading.Thread(target=self._carry, name="link", daemon=True)
+        self._carrier.start()
+
+    # --- sending -------------------------------------------------------------------------------------------------
+
+    def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, address: Any = None, /) -> int:
+        """Send a piece of the buffers; returns how many bytes that was. Raises OSError when the way is closed."""
+        if flags & socket.MSG_DONTWAIT:
+            raise BlockingIOError(errno.EAGAIN, "a slow link never takes bytes at once")
+        return self._post(_head(buffers, self._piece))
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        """As `sendmsg`, of one buffer."""
+        return self.sendmsg([data], (), flags)
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None:
+        """Send the whole buffer."""
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[self.sendmsg([view], (), flags) :]
+
+    def _post(self, piece: bytes) -> int:
+        with self._lock:
+            while self._under_way.nbytes > self._room and not self._last:
+                self._freed.wait()
+            if self._error is not None:
+                raise self._error
+            if self._last:
+                raise BrokenPipeError(errno.EPIPE, "the sending direction is closed")
+            go_on, there = self._route.book(time.monotonic(), len(piece))
+            self._under_way.put(there, piece)
+            self._sent.notify()
+        self._over.wait(max(0.0, go_on - _AHEAD_S - time.monotonic()))
+        return len(piece)
+
+    def _carry(self) -> None:
+        """Give each piece to the kernel when its time has come; the last one closes this direction."""
+        try:
+            while (first := self._next()) is not None:
+                there, piece = first
+                self._cut.wait(max(0.0, there - time.monotonic()))
+                super().sendall(piece)
+                with self._lock:
+                    self._under_way.arrived()
+                    self._freed.notify()
+            super().shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self._break(error)
+
+    def _next(self) -> tuple[float, bytes] | None:
+        with self._lock:
+            while not self._under_way and not self._last:
+                self._sent.wait()
+            return self._under_way.first() if self._under_way else None
+
+    def _break(self, error: OSError) -> None:
+        with self._lock:
+            self._error, self._last = error, True
+            self._freed.notify()
+        self._over.set()
+        with suppress(OSError):  # whoever reads shall see the end
+            super().shutdown(socket.SHUT_RDWR)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def shutdown(self, how: int) -> None:
+        """End directions: the sending one when what is under way is there."""
+        if how != socket.SHUT_RD:
+            with self._lock:
+                self._last = True
+                self._sent.notify()
+                self._freed.notify()
+        if how == socket.SHUT_RDWR:
+            self._over.set()
+        if how != socket.SHUT_WR:
+            super().shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """Wait until what is under way is there, or for a while if the other end does not take it; then close."""
+        if self.fileno() >= 0:
+            with suppress(OSError):  # it may be down already
+                self.shutdown(socket.SHUT_RDWR)
+            with self._lock:
+                first = self._under_way.first()[0] if self._under_way else -math.inf
+            self._carrier.join(max(0.0, first - time.monotonic()) + _LINGER_S)
+            self._cut.set()
+            with suppress(OSError):
+                super().shutdown(socket.SHUT_RDWR)
+            self._carrier.join()
+        super().close()
+
+
+class Network:
+    """The pretended network as one process sees it: it turns connected sockets into ways from host to host.
+
+    Args:
+        link: of every host.
+        directory: the job's private folder, the same for all its processes; made if missing.
+        key: a name of the job that no other one has; files of this name keep the meters.
+        host_of: on which host an address stands.
+    """
+
+    def __init__(self, link: Link, directory: Path, key: str, host_of: Callable[[Address], int]) -> None:
+        self._link, self._directory, self._key, self._host_of = link, directory, key, host_of
+        self._rate = None if link.bandwidth is None else link.bandwidth * 1e6 / 8
+        self._meters: dict[tuple[int, str], Meter] = {}
+        self._lock = threading.Lock()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def shape(self, sock: socket.socket, me: Address, peer: Address) -> socket.socket:
+        """The socket with the link between these two; as it is, when they stand on one host. Raises OSError."""
+        here, there = self._host_of(me), self._host_of(peer)
+        if here == there or self._link == Link():
+            return sock
+        piece, room = _LARGEST_PIECE, _UNPAID
+        if self._rate is not None:
+            piece = min(max(int(self._rate * _PIECE_S), _LEAST_PIECE), _LARGEST_PIECE)
+            room = (
+                int(self._rate * (self._link.delay + self._link.jitter) / 1000)
+                + int(self._rate * 2 * _AHEAD_S)
+                + 2 * piece
+            )
+        route = Route(self._link, self._meter(here, "up"), self._meter(there, "down"), random.Random())
+        return Shaped(sock, route, piece, room)
+
+    def _meter(self, host: int, direction: str) -> Meter | None:
+        if self._rate is None:
+            return None
+        with self._lock:
+            found = self._meters.get((host, direction))
+            if found is None:
+                file = self._directory / f"{self._key}-{host}-{direction}"
+                found = self._meters[host, direction] = Meter(file, self._rate)
+            return found
+
+
+def _head(buffers: Iterable[Any], size: int) -> bytes:
+    """The first `size` bytes of the buffers, or all. A copy: its owner may change them while they are under way."""
+    parts: list[memoryview] = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if view.nbytes:  # an empty one cannot be cast
+            parts.append(view.cast("B")[:size])
+            size -= len(parts[-1])
+        if not size:
+            break
+    return b"".join(parts)

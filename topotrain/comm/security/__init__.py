@@ -1,0 +1,1 @@
+"""The job token, the handshake that proves it, and TLS."""

@@ -1,0 +1,334 @@
+"""Who may come in: a handshake that proves both sides know the job's token before anything else is believed.
+
+Rule: until the proof is there a peer gets fixed-size fields, at most 512 bytes each way and two seconds in all, and
+nothing it says reaches an allocator. Four messages:
+
+    dialer  HELLO      versions, job, who I am, whom I want, incarnation, generation, lane, nonce
+    answer  CHALLENGE  version, incarnation, generation, nonce, proof over all of it
+    dialer  PROOF      proof over all of it, config digest
+    answer  WELCOME    proof over all of it                              (or REFUSE: code, text, at any of its turns)
+
+The answering side proves itself first, so a dialer never tells its config to a stranger. Each proof is HMAC-SHA256
+with a key of its own for the side and the role of whoever proves, derived from the token in the manner of HKDF
+(RFC 5869): a proof cannot be sent back to its author, nor a worker's be used as a server's.
+
+Under TLS every proof also covers the certificate that its author has seen (the binding, see `tls`): what was said to
+somebody in between, who must have shown another one, proves nothing to anybody else.
+"""
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+
+from topotrain.comm.transport import Broken, Refused, WireError
+from topotrain.comm.transport.multi_socket import Line
+from topotrain.config.topology import Address, Role
+
+TOKEN_BYTES = 32
+MAX_LANES = 16
+VERSIONS = (1, 1)  # lowest and highest version of handshake and frames that we speak
+CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL", "TWICE")
+DEADLINE = 2.0  # seconds for a whole handshake
+BUDGET = 512  # bytes each way for a whole handshake
+
+MAGIC = b"ttHS"
+_PREFIX = struct.Struct("<4sBH")  # magic, kind, length of what follows
+_HELLO = struct.Struct("<BB32sBqqBqqqqBB16s32s")
+_CHALLENGE = struct.Struct("<Bqq32s")
+_MAC_BYTES = 32
+_DIGEST_BYTES = 64
+_TEXT_BYTES = 320
+_KIND_HELLO, _KIND_CHALLENGE, _KIND_PROOF, _KIND_WELCOME, _KIND_REFUSE = range(1, 6)
+
+
+class Stranger(WireError):
+    """Somebody connected who does not speak our handshake: garbage, silence, or too slow."""
+
+
+class TooSlow(Stranger, Broken):
+    """The handshake's time was over. A loaded machine does that to a peer of ours too."""
+
+
+class HungUp(Stranger, Broken):
+    """The other side ended in the handshake, or is not interested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What one process says about itself, and the secret of its job.
+
+    token: 32 random bytes, known to every process of the job. incarnation: a number never reused by a restart.
+    generation: the membership's number; whoever has a lower one is refused. digest: of the config, at most 64 ASCII
+    characters.
+
+    Raises:
+        ValueError: a field is out of its bounds.
+    """
+
+    job_id: str
+    token: bytes
+    incarnation: int
+    generation: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        if not self.job_id:
+            raise ValueError("job_id = '': must not be empty")
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"token of {len(self.token)} bytes: must have {TOKEN_BYTES}")
+        if not self.digest.isascii() or len(self.digest) > _DIGEST_BYTES or "\0" in self.digest:
+            raise ValueError(f"digest = {self.digest!r}: must be at most {_DIGEST_BYTES} ASCII characters")
+        for name, value in (("incarnation", self.incarnation), ("generation", self.generation)):
+            if not 0 <= value < 1 << 63:
+                raise ValueError(f"{name} = {value}: must be >= 0 and below 2**63")
+
+    def __repr__(self) -> str:  # a token must not get into a log
+        return f"Identity({self.job_id!r}, incarnation={self.incarnation}, generation={self.generation})"
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Which socket of a connection this is: number `lane` of `lanes`, and 16 bytes that all of them have in common."""
+
+    lane: int = 0
+    lanes: int = 1
+    bundle: bytes = bytes(16)
+
+
+ONLY = Lane()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The other side of a handshake: who it is, and which of our residents it talks to."""
+
+    me: Address
+    address: Address
+    incarnation: int
+    generation: int
+    lane: Lane = ONLY
+
+
+def dial(
+    sock: Line,
+    identity: Identity,
+    me: Address,
+    wanted: Address,
+    seconds: float = DEADLINE,
+    lane: Lane = ONLY,
+    binding: bytes = b"",
+) -> Peer:
+    """Introduce `me` to the resident `wanted` at the other end of a connected socket.
+
+    binding: what `tls` says of the certificate that the other end has shown; empty without TLS.
+
+    Raises:
+        Refused: the other side said no (its code), or could not prove that it knows the token (AUTH), or is of an
+            older generation than we are (FENCED).
+        Stranger: it does not speak our handshake, or not in time (TooSlow).
+    """
+    talk = _Talk(sock, seconds, binding)
+    nonce = secrets.token_bytes(32)
+    numbers = (identity.incarnation, identity.generation)
+    talk.send(_KIND_HELLO, _HELLO.pack(*VERSIONS, _job_hash(identity), *me, *wanted, *numbers, *astuple(lane), nonce))
+    challenge = talk.receive(_KIND_CHALLENGE, _CHALLENGE.size, _MAC_BYTES)
+    version, incarnation, generation, _ = _CHALLENGE.unpack(challenge)
+    if not talk.proven(_key(identity, "answer", wanted)):
+        raise Refused("AUTH", f"{wanted} could not prove that it belongs to job {identity.job_id!r}")
+    if not VERSIONS[0] <= version <= VERSIONS[1]:
+        raise Refused("VERSION", f"{wanted} wants protocol version {version}, we speak {_versions(*VERSIONS)}")
+    if generation < identity.generation:
+        raise Refused("FENCED", f"{wanted} is of generation {generation}, we are of {identity.generation}")
+    talk.send_proven(_KIND_PROOF, identity.digest.encode().ljust(_DIGEST_BYTES, b"\0"), _key(identity, "dial", me))
+    talk.receive(_KIND_WELCOME, 0, _MAC_BYTES)
+    if not talk.proven(_key(identity, "answer", wanted)):
+        raise Refused("AUTH", f"the welcome of {wanted} carries a wrong proof")
+    return Peer(me, wanted, incarnation, generation, lane)
+
+
+def answer(
+    sock: Line,
+    identity: Identity,
+    lives_here: Callable[[Address], bool],
+    seconds: float = DEADLINE,
+    binding: bytes = b"",
+) -> tuple[Peer, bytes]:
+    """Hear a dialer out. Returns the peer and the bytes of the WELCOME, which the caller sends first of all.
+
+    The caller may still refuse the peer with `refuse`. `lives_here` says whether a wanted address is ours.
+    binding: of the certificate that we have shown; empty without TLS.
+
+    Raises:
+        Refused: we said no; the dialer has been told.
+        Stranger: no handshake came, or not in time; whatever it was has been told nothing.
+    """
+    talk = _Talk(sock, seconds, binding)
+    try:
+        return _hear(talk, identity, lives_here)
+    except Refused as refused:
+        talk.refuse(refused)
+        raise
+
+
+def refuse(sock: Line, refused: Refused) -> None:
+    """Tell the dialer no, without waiting for it to listen."""
+    _Talk(sock, DEADLINE).refuse(refused)
+
+
+def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], bool]) -> tuple[Peer, bytes]:
+    fields = _HELLO.unpack(talk.receive(_KIND_HELLO, _HELLO.size, 0))
+    low, high, job = fields[:3]
+    version = min(high, VERSIONS[1])
+    if version < max(low, VERSIONS[0]):
+        raise Refused("VERSION", f"you speak protocol {_versions(low, high)}, we speak {_versions(*VERSIONS)}")
+    if not hmac.compare_digest(job, _job_hash(identity)):
+        raise Refused("JOB", "this process belongs to another job")
+    dialer, me = _address(*fields[3:6]), _address(*fields[6:9])
+    incarnation, generation = fields[9:11]
+    lane = Lane(*fields[11:14])
+    if not lane.lane < lane.lanes <= MAX_LANES:
+        raise Stranger(f"no such lane: {lane.lane} of {lane.lanes}")
+    body = _CHALLENGE.pack(version, identity.incarnation, identity.generation, secrets.token_bytes(32))
+    key = _key(identity, "answer", me)
+    talk.send_proven(_KIND_CHALLENGE, body, key)
+    digest = talk.receive(_KIND_PROOF, _DIGEST_BYTES, _MAC_BYTES).rstrip(b"\0")
+    if not talk.proven(_key(identity, "dial", dialer)):
+        raise Refused("AUTH", f"{dialer} could not prove that it belongs to this job")
+    if not hmac.compare_digest(digest, identity.digest.encode()):
+        ours = identity.digest
+        raise Refused(
+            "CONFIG", f"the configs differ: {dialer} has {digest.decode('ascii', 'replace')}, {me} has {ours}"
+        )
+    if generation < identity.generation:
+        raise Refused("FENCED", f"{dialer} is of generation {generation}, we are of {identity.generation}")
+    if dialer == me:
+        raise Refused("JOB", f"{me} does not call itself")
+    if not lives_here(me):
+        raise Refused("JOB", f"{me} does not live here")
+    return Peer(me, dialer, incarnation, generation, lane), talk.pack_proven(_KIND_WELCOME, b"", key)
+
+
+class _Talk:
+    """One side of a handshake: bounded bytes, one deadline, and the running transcript that every proof covers."""
+
+    def __init__(self, sock: Line, seconds: float, binding: bytes = b"") -> None:
+        self._sock = sock
+        self._end = time.monotonic() + seconds
+        self._left = BUDGET
+        self._transcript = hashlib.sha256(b"topotrain handshake 1")
+        if binding:
+            self._transcript.update(b"over TLS to " + binding)
+        self._claim = self._due = b""
+
+    def send(self, kind: int, body: bytes) -> None:
+        """Send a message that proves nothing."""
+        self._write(self._pack(kind, body, b""))
+
+    def send_proven(self, kind: int, body: bytes, key: bytes) -> None:
+        """Send a message that ends with a proof over everything said so far."""
+        self._write(self.pack_proven(kind, body, key))
+
+    def pack_proven(self, kind: int, body: bytes, key: bytes) -> bytes:
+        """The same, for the caller to send."""
+        return self._pack(kind, body, hmac.digest(key, self._digest_with(kind, body), "sha256"))
+
+    def receive(self, kind: int, size: int, mac_bytes: int) -> bytes:
+        """The body of the next message, which must be of this kind and size; its proof is checked by `proven`."""
+        magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
+        if magic != MAGIC or length > self._left:
+            raise Stranger("the other side does not speak this handshake")
+        if got == _KIND_REFUSE and length >= 1:
+            raise _refusal(self._read(length))
+        if got != kind or length != size + mac_bytes:
+            raise Stranger(f"message {got} of {length} bytes in the handshake, expected {kind} of {size + mac_bytes}")
+        raw = self._read(length)
+        body, self._claim = raw[:size], raw[size:]
+        self._due = self._digest_with(kind, body)
+        self._transcript.update(_PREFIX.pack(MAGIC, kind, length) + raw)
+        return body
+
+    def proven(self, key: bytes) -> bool:
+        """Whether the message received last carried the right proof."""
+        return hmac.compare_digest(self._claim, hmac.digest(key, self._due, "sha256"))
+
+    def refuse(self, refused: Refused) -> None:
+        """Say no, if the socket takes it at once: a refused peer must not make us wait."""
+        text = refused.text.encode()[:_TEXT_BYTES]
+        body = bytes([CODES.index(refused.code)]) + text
+        with suppress(OSError):  # a dialer that is gone needs not be told
+            self._sock.send(_PREFIX.pack(MAGIC, _KIND_REFUSE, len(body)) + body, socket.MSG_DONTWAIT)
+
+    def _pack(self, kind: int, body: bytes, mac: bytes) -> bytes:
+        raw = _PREFIX.pack(MAGIC, kind, len(body) + len(mac)) + body + mac
+        self._transcript.update(raw)
+        return raw
+
+    def _digest_with(self, kind: int, body: bytes) -> bytes:
+        transcript = self._transcript.copy()
+        transcript.update(bytes([kind]) + body)
+        return transcript.digest()
+
+    def _write(self, raw: bytes) -> None:
+        try:
+            self._sock.settimeout(self._seconds_left())
+            self._sock.sendall(raw)
+        except TimeoutError as error:
+            raise TooSlow("the other side was too slow in the handshake") from error
+        except OSError:
+            pass  # it may have refused us and closed: its reason, if any, is what the next read finds
+
+    def _read(self, size: int) -> bytes:
+        self._left -= size
+        if self._left < 0:
+            raise Stranger(f"more than {BUDGET} bytes in the handshake")
+        raw = b""
+        while len(raw) < size:
+            try:
+                self._sock.settimeout(self._seconds_left())
+                part = self._sock.recv(size - len(raw))
+            except TimeoutError as error:
+                raise TooSlow("the other side was too slow in the handshake") from error
+            except OSError as error:
+                raise HungUp(f"the connection broke in the handshake: {error}") from error
+            if not part:
+                raise HungUp("the other side hung up in the handshake")
+            raw += part
+        return raw
+
+    def _seconds_left(self) -> float:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+def _key(identity: Identity, side: str, address: Address) -> bytes:
+    """The key with which this side and role proves itself: HKDF-SHA256 of one block."""
+    secret = hmac.digest(identity.job_id.encode(), identity.token, "sha256")
+    return hmac.digest(secret, f"topotrain {side} {address.role.name}\x01".encode(), "sha256")
+
+
+def _job_hash(identity: Identity) -> bytes:
+    return hashlib.sha256(identity.job_id.encode()).digest()
+
+
+def _address(role: int, group: int, index: int) -> Address:
+    if role not in tuple(Role) or group < 0 or index < 0:
+        raise Stranger(f"no such address: role {role}, group {group}, index {index}")
+    return Address(Role(role), group, index)
+
+
+def _refusal(raw: bytes) -> WireError:
+    if raw[0] >= len(CODES):
+        return Stranger(f"refused with unknown code {raw[0]}")
+    return Refused(CODES[raw[0]], "".join(c if c.isprintable() else "?" for c in raw[1:].decode("utf-8", "replace")))
+
+
+def _versions(low: int, high: int) -> str:
+    return f"version {low}" if low == high else f"versions {low} to {high}"

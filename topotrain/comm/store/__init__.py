@@ -1,0 +1,100 @@
+"""Where processes that do not know each other yet meet: a few small values under agreed keys.
+
+Rule: the store is for starting up and for membership, never on the data path: training goes on while it is away. A
+value is bytes, at most 1 MiB; the only operation that decides anything is `compare_and_set`.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Protocol
+
+from topotrain.comm.store.key_validation import StoreError
+from topotrain.comm.store.store_base import Store, Within, within
+from topotrain.comm.store.store_url import StoreUrl, parse
+
+__all__ = ["Served", "Store", "StoreError", "host_store", "open_store", "serve_store", "within"]
+
+PATIENCE = 30.0
+"""Seconds for which an operation tries to reach a server that is away."""
+
+
+class Served(Protocol):
+    """A tcp:// store that this process serves, on threads of its own."""
+
+    url: str
+
+    def close(self) -> None:
+        """Hang up on everybody; the values are gone."""
+        ...
+
+
+def open_store(
+    url: str, secret: bytes | None = None, patience: float = PATIENCE, environ: Mapping[str, str] | None = None
+) -> Store:
+    """The store of a URL; the caller closes it.
+
+    `file:///dir`, `tcp://host:port`, `redis://…`, `rediss://…` or `env://` (where this process's environment says).
+    With `?job=NAME` at its end, all keys lie under `jobs/NAME/`.
+
+    Args:
+        secret: 32 bytes for tcp:// stores; None: `secret.load_secret` of the environment, when it is needed.
+        patience: seconds for which an operation tries to reach a server that is away.
+        environ: instead of the process's environment.
+
+    Raises:
+        StoreError: no such kind of store (the text says what is accepted), or it cannot be opened. Servers are only
+            asked at the first operation, except for env:// under torchrun.
+    """
+    address = parse(url)
+    environ = os.environ if environ is None else environ
+    if address.scheme == "env":
+        from topotrain.comm.store.discovery.environment import find
+
+        inner: Store = find(address, environ, secret, patience, open_store)
+    else:
+        inner = _open(address, secret, patience, environ)
+    return Within(inner, f"jobs/{address.job}", owner=True) if address.job else inner
+
+
+def serve_store(host: str, port: int, secret: bytes) -> Served:
+    """Serve a tcp:// store at an address of this machine (port 0: any) until it is closed.
+
+    Raises:
+        StoreError: the port is taken, or the address is none of this machine, or is all addresses at once, or one that
+            others can reach while the package for TLS is missing.
+        ValueError: the secret does not have 32 bytes.
+    """
+    from topotrain.comm.store.tcp_store_server import TcpServer
+
+    return TcpServer(host, port, secret)
+
+
+def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str] | None = None) -> Served | None:
+    """For the unit of rank 0: serve the store of the URL if that is to be done here, else None.
+
+    A tcp:// URL (or one that env:// stands for) is served when its address belongs to this machine and no store is
+    there yet. Under torchrun, whose own store has MASTER_PORT, env:// serves at a free port and tells the other units
+    through torch's store.
+
+    Raises:
+        StoreError: somebody else has the port, or the URL is none.
+    """
+    from topotrain.comm.store.discovery.environment import host
+
+    return host(parse(url), os.environ if environ is None else environ, secret)
+
+
+def _open(url: StoreUrl, secret: bytes | None, patience: float, environ: Mapping[str, str]) -> Store:
+    """Each kind brings its own dependencies, so it is imported when it is wanted."""
+    if url.scheme == "file":
+        from topotrain.comm.store.file_store import FileStore
+
+        return FileStore(url.path)
+    if url.scheme == "tcp":
+        from topotrain.comm.security.secret import load_secret
+        from topotrain.comm.store.tcp_store import TcpStore
+
+        return TcpStore(url.host, url.port, load_secret(environ) if secret is None else secret, patience)
+    from topotrain.comm.store.redis_store import RedisStore
+
+    return RedisStore(url)

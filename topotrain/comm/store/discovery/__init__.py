@@ -1,0 +1,1 @@
+"""Which process is which: environments of launchers, generations, ranks, registered jobs."""

@@ -1,0 +1,181 @@
+"""env://: the store that this process's environment tells of, and whether it is to be served here.
+
+TOPOTRAIN_RENDEZVOUS, a URL, comes first. Else MASTER_ADDR and MASTER_PORT, as most launchers set them, name a tcp://
+store of our own. Under torchrun (TORCHELASTIC_USE_AGENT_STORE) torch's own store has that port: it then holds one value
+of ours, the URL of our store, which the unit of rank 0 serves at a free port (at the address TOPOTRAIN_HOST, if that is
+set; else at the loopback if all processes are on one machine, else at MASTER_ADDR).
+
+Rule: whoever finds an old URL in torch's store (of a start before a restart) looks again until the right one answers.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from topotrain.comm.security.secret import load_secret
+from topotrain.comm.store.key_validation import StoreError
+from topotrain.comm.store.store_base import Store
+from topotrain.comm.store.store_url import ACCEPTED, StoreUrl, parse
+from topotrain.comm.store.tcp_store import Denied, TcpStore
+from topotrain.comm.store.tcp_store_handshake import is_loopback, resolve, shown
+
+if TYPE_CHECKING:
+    from topotrain.comm.store.tcp_store_server import TcpServer
+
+VARIABLE, HOST = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_HOST"
+TOLD = "topotrain/store"
+"""The key in torch's store."""
+MEETING_S = 60.0
+"""Seconds in which the unit of rank 0 has to serve its store."""
+_PROBE_S = 2.0  # for a store to answer
+_PAUSE = 0.25
+
+Open = Callable[[str, bytes | None, float, Mapping[str, str]], Store]
+
+
+@dataclass(frozen=True, slots=True)
+class Master:
+    """What MASTER_ADDR and MASTER_PORT say; torch: the port is that of torch's own store, of this attempt."""
+
+    host: str
+    port: int
+    torch: bool
+    attempt: str
+    alone: bool  # all processes are on this machine
+    reach: str  # where others reach this machine, if that is said
+
+
+def find(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None, patience: float, opens: Open) -> Store:
+    """The store that env:// stands for. Raises StoreError."""
+    named = _named(url, environ)
+    if named:
+        return opens(named, secret, patience, environ)
+    master = _master(url, environ)
+    secret = load_secret(environ) if secret is None else secret
+    if not master.torch:
+        return TcpStore(master.host, master.port, secret, patience)
+    return _told(master, secret, patience)
+
+
+def host(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None) -> "TcpServer | None":
+    """See `topotrain.comm.store.host_store`."""
+    if url.scheme == "env":
+        named = _named(url, environ)
+        if named:
+            return host(parse(named), environ, secret)
+        master = _master(url, environ)
+        if master.torch:
+            return _tell(master, load_secret(environ) if secret is None else secret)
+        return _serve(master.host, master.port, load_secret(environ) if secret is None else secret)
+    if url.scheme != "tcp":
+        return None
+    return _serve(url.host, url.port, load_secret(environ) if secret is None else secret)
+
+
+def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
+    from topotrain.comm.store.tcp_store_server import AddressInUse, NotHere, TcpServer
+
+    try:
+        return TcpServer(name, port, secret)
+    except NotHere:
+        return None
+    except AddressInUse as error:
+        store = TcpStore(name, port, secret, 0.0)
+        try:
+            store.keys("no-such-key")  # a store of ours: nothing is left to do
+        except StoreError as other:
+            raise StoreError(f"{error}; what listens there is no store of ours: {other}") from None
+        finally:
+            store.close()
+        return None
+
+
+def _named(url: StoreUrl, environ: Mapping[str, str]) -> str:
+    named = environ.get(VARIABLE, "")
+    if named and parse(named).scheme == "env":
+        raise url.fail(
+            f"{VARIABLE} = {named!r} leads back to itself: must be {', '.join(list(ACCEPTED.values())[:-1])}"
+        )
+    return named
+
+
+def _master(url: StoreUrl, environ: Mapping[str, str]) -> Master:
+    name, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not name or not port:
+        raise url.fail(f"set {VARIABLE} to a URL, or both MASTER_ADDR and MASTER_PORT")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise url.fail(f"MASTER_PORT = {port!r}: must be 1 to 65535")
+    here, all_of = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
+    return Master(
+        name,
+        int(port),
+        environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        bool(here) and here == all_of,
+        environ.get(HOST, ""),
+    )
+
+
+def _tell(master: Master, secret: bytes) -> "TcpServer":
+    """Serve a store at the master's address, and say so in torch's store."""
+    from topotrain.comm.store.tcp_store_server import TcpServer
+
+    store = _torch_store(master)
+    server = TcpServer(master.reach or ("127.0.0.1" if _is_local(master) else master.host), 0, secret)
+    try:
+        _ask(master, lambda: store.set(_key(master), server.url))
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def _is_local(master: Master) -> bool:
+    try:
+        return master.alone or is_loopback(resolve(master.host, 0)[1])
+    except OSError:
+        raise StoreError(f"MASTER_ADDR = {master.host!r}: no such host") from None
+
+
+def _told(master: Master, secret: bytes, patience: float) -> Store:
+    """The store of which torch's store tells, once it answers."""
+    store, until = _torch_store(master), time.monotonic() + MEETING_S
+    while True:
+        text = _ask(master, lambda: store.get(_key(master))).decode()
+        url = parse(text)
+        found = TcpStore(url.host, url.port, secret, _PROBE_S)
+        try:
+            found.keys("no-such-key")
+        except Denied:
+            found.close()
+            raise
+        except StoreError as error:
+            found.close()
+            if time.monotonic() > until:
+                raise StoreError(f"the unit of rank 0 does not serve: {error}") from None
+            time.sleep(_PAUSE)
+        else:
+            found.close()
+            return TcpStore(url.host, url.port, secret, patience)
+
+
+def _torch_store(master: Master) -> Any:
+    import torch.distributed as dist
+
+    make: Any = vars(dist)["TCPStore"]  # re-exported without a word in its type stubs
+    deadline = timedelta(seconds=MEETING_S)
+    return _ask(master, lambda: make(master.host, master.port, None, False, deadline, wait_for_workers=False))
+
+
+def _key(master: Master) -> str:
+    return f"{TOLD}/{master.attempt}"
+
+
+def _ask(master: Master, question: Callable[[], Any]) -> Any:
+    try:
+        return question()
+    except RuntimeError as error:
+        where = shown(master.host, master.port)
+        raise StoreError(f"torch's store at {where} does not answer: {str(error).splitlines()[0]}") from None

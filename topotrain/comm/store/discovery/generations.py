@@ -1,0 +1,90 @@
+"""A new room in a store for every start of the same job, for a store outlives the jobs that use it.
+
+Rule: rank 0 decides. Each rank writes down a number that nobody else has; rank 0 names the room and the numbers that it
+has read; a rank goes in when its own number is among them, and rank 0 lets all go in once each has agreed. So what
+earlier starts have left behind, or a rank that has died while it waited, never gets into a room with those who live.
+"""
+
+import json
+import secrets
+import time
+from typing import Any
+
+from topotrain.comm.store.store_base import Store
+
+_ROUND = "round"
+
+
+def join(store: Store, rank: int, size: int, timeout: float) -> str:
+    """Wait until all `size` ranks are there; returns the name of their room, which no other start has.
+
+    Raises:
+        TimeoutError: they were not all there after `timeout` seconds; names one that is missing.
+        StoreError: the store cannot be used.
+    """
+    until = time.monotonic() + timeout
+    return _lead(store, size, until) if rank == 0 else _follow(store, rank, size, until)
+
+
+def _lead(store: Store, size: int, until: float) -> str:
+    ranks = range(1, size)
+    while True:
+        said = {rank: _heard(store, rank, until) for rank in ranks}
+        name = f"room-{secrets.token_hex(8)}"
+        call = {"room": name, "numbers": {str(rank): _read(value)["number"] for rank, value in said.items()}}
+        store.set(_ROUND, json.dumps(call | {"open": False}).encode())
+        if all(_agrees(store, rank, said[rank], name, until) for rank in ranks):
+            store.set(_ROUND, json.dumps(call | {"open": True}).encode())
+            for rank in ranks:
+                store.delete(_desk(rank))
+            return name
+
+
+def _heard(store: Store, rank: int, until: float, known: bytes | None = None) -> bytes:
+    try:
+        return store.watch(_desk(rank), _left(until), known)
+    except TimeoutError:
+        raise TimeoutError(f"rank {rank} has not come in time") from None
+
+
+def _agrees(store: Store, rank: int, said: bytes, name: str, until: float) -> bool:
+    """Whether the rank goes into the room; False when it was started anew and has another number now."""
+    number = _read(said)["number"]
+    while True:
+        heard = _read(said)
+        if heard["number"] != number:
+            return False
+        if heard["room"] == name:
+            return True
+        said = _heard(store, rank, until, said)
+
+
+def _follow(store: Store, rank: int, size: int, until: float) -> str:
+    number = secrets.token_hex(8)
+    store.set(_desk(rank), json.dumps({"number": number, "room": ""}).encode())
+    known: bytes | None = None
+    while True:
+        try:
+            known = store.watch(_ROUND, _left(until), known)
+        except TimeoutError:
+            raise TimeoutError(f"rank {rank} of {size} was not called by rank 0 in time") from None
+        call = _read(known)
+        if call["numbers"].get(str(rank)) != number:
+            continue
+        name: str = call["room"]
+        if call["open"]:
+            return name
+        store.set(_desk(rank), json.dumps({"number": number, "room": name}).encode())
+
+
+def _desk(rank: int) -> str:
+    return f"ranks/{rank}"
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _read(value: bytes) -> dict[str, Any]:
+    whole: dict[str, Any] = json.loads(value)
+    return whole

@@ -1,0 +1,115 @@
+"""Who is which number among processes that are started by hand: one process each, for as long as it lives.
+
+Rule: whoever has a seat writes it anew every BEAT_S seconds; one that is not written anew is free after LIFE_S. So a
+seat that somebody has left behind is never taken for somebody who lives: only who was seen to write twice is there.
+"""
+
+import json
+import secrets
+import threading
+import time
+from contextlib import suppress
+
+from topotrain.comm.store.key_validation import StoreError
+from topotrain.comm.store.store_base import Store, Within
+
+BEAT_S, LIFE_S = 0.5, 4.0
+_PAUSE_S = 0.1
+
+
+class SeatTaken(StoreError):
+    """Another process has this seat, and lives."""
+
+
+class Seat:
+    """One number of a job, taken by this process.
+
+    Args:
+        store: for these seats alone.
+        number: which seat.
+        says: what the others may read of us.
+
+    Raises:
+        SeatTaken: somebody who lives has it.
+        StoreError: the store cannot be used.
+    """
+
+    def __init__(self, store: Store, number: int, says: str) -> None:
+        self._store, self.number, self._says = store, number, says
+        self._name, self._beats = secrets.token_hex(8), 0
+        self._first: dict[int, bytes] = {}
+        self._over = threading.Event()
+        self._value = self._next()
+        self._take()
+        self._thread = threading.Thread(target=self._keep, name=f"seat {number}", daemon=True)
+        self._thread.start()
+
+    def others(self) -> dict[int, str]:
+        """What the others say who have been seen to live since the first look, by number."""
+        found = {}
+        for key in self._store.keys("seats/"):
+            number = int(key.rpartition("/")[2])
+            value = self._store.get(key)
+            if number == self.number or value is None:
+                continue
+            if self._first.setdefault(number, value) != value:
+                found[number] = str(json.loads(value)["says"])
+        return found
+
+    def close(self) -> None:
+        """Leave the seat to whoever wants it."""
+        self._over.set()
+        self._thread.join()
+        with suppress(StoreError):
+            if self._store.get(self._key) == self._value:
+                self._store.delete(self._key)
+
+    @property
+    def _key(self) -> str:
+        return f"seats/{self.number}"
+
+    def _next(self) -> bytes:
+        self._beats += 1
+        return json.dumps({"name": self._name, "beats": self._beats, "says": self._says}).encode()
+
+    def _take(self) -> None:
+        known: bytes | None = None
+        while not self._store.compare_and_set(self._key, None, self._value, LIFE_S):
+            there = self._store.get(self._key)
+            if known is not None and there not in (None, known):
+                raise SeatTaken(f"{self._key} belongs to another process, which lives")
+            known = there or known
+            time.sleep(_PAUSE_S)
+
+    def _keep(self) -> None:
+        while not self._over.wait(BEAT_S):
+            value = self._next()
+            with suppress(StoreError):  # nobody needs the store while training goes on
+                # Where we were stopped for so long that our seat was gone: again, if nobody else has it.
+                for expected in (self._value, None):
+                    if self._store.compare_and_set(self._key, expected, value, LIFE_S):
+                        self._value = value
+                        break
+
+
+class Attentive(Within):
+    """A part of a store; whoever waits in it looks around every `BEAT_S` seconds, and may raise what it sees."""
+
+    def __init__(self, store: Store, prefix: str, seat: Seat) -> None:
+        super().__init__(store, prefix)
+        self._seat = seat
+
+    def look(self, others: dict[int, str]) -> None:
+        """Judge what the others say."""
+
+    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
+        """See `Store`."""
+        until = time.monotonic() + timeout
+        while True:
+            left = until - time.monotonic()
+            try:
+                return super().watch(key, max(0.0, min(left, BEAT_S)), known)
+            except TimeoutError:
+                if left <= BEAT_S:
+                    raise TimeoutError(f"nothing new under {key!r} within {timeout:g} s") from None
+            self.look(self._seat.others())

@@ -1,0 +1,220 @@
+"""A store in a directory: for the processes of one host, or of several that share a file system.
+
+Rule: a reader sees a whole value or none, because values are written beside and renamed into place; writers take turns
+by one lock file, because a rename alone cannot compare.
+
+`watch` looks again and again, at intervals that grow to a quarter of a second. On a directory that may be shared
+between hosts this is right: change notification (inotify) tells nothing of other hosts' writes, and nobody waits here
+while training, only while starting or when a member has gone. Nothing is synced to disk: after a crash of the machine
+the job starts again with an empty store.
+
+A file holds 8 bytes, the milliseconds that its value lives (0: for ever), then the value. Its age is judged by one
+clock only, that of the file system: the time at which it was written against the time that a file touched now gets.
+On a shared file system both come from its server, so clocks of hosts may differ. What is assumed: the server's clock
+does not jump (a value lives longer or shorter by as much), and touching a file asks the server (as NFS does; a file
+system that stamps with the clock of each host is only right for ttl when these clocks agree).
+"""
+
+import fcntl
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from topotrain.comm.backoff import spread
+from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
+from topotrain.config.private_files import make_folder, open_file, open_for_reading
+
+LOCK_SECONDS = 10.0  # a writer holds the lock for microseconds; one that is stopped in there must not stop the job
+_FIRST_PAUSE, _LAST_PAUSE = 0.002, 0.25  # seconds between looks
+_SLASH = "+"  # no key contains it: all values lie in one flat directory, so "a" and "a/b" can both exist
+_LOCK, _CLOCK, _TEMPORARY = "LOCK", "CLOCK", "TEMP-"  # no key has capitals
+_LIFE = struct.Struct("<Q")
+
+
+class FileStore:
+    """A `Store` in a directory that only this user may enter (mode 0700; made if missing).
+
+    A directory that is removed meanwhile is made again by the next who writes: all values are gone, nothing else.
+
+    Raises:
+        StoreError: the directory cannot be made or written, or is open to others.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        self._closed = False
+        self._make()
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None when there is none."""
+        return self._read(self._path(key), whole=True)
+
+    def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
+        """Write a value, whatever was there."""
+        path, life = self._path(key), check_ttl(ttl)
+        check_value(value)
+        with self._locked():  # else it could fall between the look and the write of a compare_and_set
+            self._write(path, value, life)
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
+        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        path, life = self._path(key), check_ttl(ttl)
+        check_value(value)
+        with self._locked():
+            if self._read(path, whole=True) != expected:
+                return False
+            self._write(path, value, life)
+            return True
+
+    def delete(self, key: str) -> None:
+        """Remove a value, if there is one."""
+        path = self._path(key)
+        with self._locked():
+            self._remove(path)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys with a value that begin with `prefix`, sorted. Removes the files of values that are gone."""
+        check_prefix(prefix)
+        beginning = prefix.replace("/", _SLASH)
+        try:
+            names = [name for name in os.listdir(self._directory) if name.startswith(beginning)]
+        except FileNotFoundError:  # removed meanwhile
+            return []
+        except OSError as error:
+            raise StoreError(f"cannot list {self._directory}: {error}") from error
+        found = []
+        for name in names:
+            if name in (_LOCK, _CLOCK) or name.startswith(_TEMPORARY):
+                continue
+            if self._read(self._directory / name, whole=False) is None:
+                self._sweep(self._directory / name)
+            else:
+                found.append(name.replace(_SLASH, "/"))
+        return sorted(found)
+
+    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
+        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        for _ in _looks(timeout):
+            value = self.get(key)
+            if value is not None and value != known:
+                return value
+            if self._closed:
+                raise StoreError(f"store {self._directory}: was closed")
+        raise TimeoutError(f"nothing new under {key!r} in {self._directory} within {timeout} s")
+
+    def close(self) -> None:
+        """Nothing is held open between operations; a `watch` of another thread ends with StoreError."""
+        self._closed = True
+
+    def _make(self) -> None:
+        try:
+            make_folder(self._directory)
+            info = self._directory.stat()
+        except OSError as error:
+            raise StoreError(f"rendezvous directory {self._directory}: {error}") from error
+        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise StoreError(f"rendezvous directory {self._directory}: must belong to this user with mode 0700")
+        if not os.access(self._directory, os.W_OK | os.X_OK):
+            raise StoreError(f"rendezvous directory {self._directory}: cannot be written")
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        return self._directory / key.replace("/", _SLASH)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Be the only writer, among processes and among threads (each opens the file anew)."""
+        descriptor = self._lock_file()
+        try:
+            for _ in _looks(LOCK_SECONDS):
+                with suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.fstat(descriptor).st_nlink:
+                        break
+                    os.close(descriptor)  # the directory was removed meanwhile: others take the lock of a new one
+                    descriptor = self._lock_file()
+            else:
+                raise StoreError(f"{self._directory / _LOCK} was held for {LOCK_SECONDS} s: is its holder stopped?")
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _lock_file(self) -> int:
+        path, flags = self._directory / _LOCK, os.O_CREAT | os.O_RDWR
+        try:
+            try:
+                return open_file(path, flags)
+            except FileNotFoundError:
+                self._make()
+                return open_file(path, flags)
+        except OSError as error:
+            raise StoreError(f"cannot lock {self._directory}: {error}") from error
+
+    def _read(self, path: Path, whole: bool) -> bytes | None:
+        """The value, or (not whole) nothing of it; None when there is none, or none any more."""
+        try:
+            with os.fdopen(open_for_reading(path), "rb") as file:
+                head = file.read(_LIFE.size)
+                value = file.read() if whole else b""
+                written = os.fstat(file.fileno()).st_mtime_ns
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error}") from error
+        if len(head) < _LIFE.size:
+            raise StoreError(f"{path} was not written by a store of this version")
+        (life,) = _LIFE.unpack(head)
+        return None if life and self._now() - written >= life * 1_000_000 else value
+
+    def _now(self) -> int:
+        """What the file system says the time is, in ns."""
+        path = self._directory / _CLOCK
+        try:
+            descriptor = open_file(path, os.O_CREAT | os.O_RDWR)
+            try:
+                os.utime(descriptor)
+                return os.fstat(descriptor).st_mtime_ns
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StoreError(f"cannot touch {path}: {error}") from error
+
+    def _write(self, path: Path, value: bytes, life: int) -> None:
+        name = ""
+        try:
+            descriptor, name = tempfile.mkstemp(prefix=_TEMPORARY, dir=self._directory)
+            with open(descriptor, "wb") as file:
+                file.write(_LIFE.pack(life) + value)
+            os.replace(name, path)
+        except OSError as error:
+            if name:
+                Path(name).unlink(missing_ok=True)
+            raise StoreError(f"cannot write {path}: {error}") from error
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot remove {path}: {error}") from error
+
+    def _sweep(self, path: Path) -> None:
+        """Remove the file of a value that is gone, if nobody has written a new one."""
+        with self._locked():
+            if self._read(path, whole=False) is None:
+                self._remove(path)
+
+
+def _looks(seconds: float) -> Iterator[None]:
+    """Yield at once, then at growing, jittered intervals, the last time at the deadline."""
+    until, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while True:
+        yield
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(left, spread(pause)))
+        pause = min(2 * pause, _LAST_PAUSE)

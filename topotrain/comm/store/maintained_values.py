@@ -1,0 +1,65 @@
+"""Values that a process keeps in a store: written again where they are missing, as after the store was wiped.
+
+Rule: a value is written again only where there is none, so what another process has written since then stays. A store
+that is away is asked again at the next look. Nothing waits for any of this.
+"""
+
+import threading
+from contextlib import suppress
+
+from topotrain.comm.store.key_validation import StoreError
+from topotrain.comm.store.store_base import Store
+
+LOOK_S = 1.0
+"""Seconds between two looks whether the values are still there."""
+_CLOSING_S = 1.0  # for a look that is under way; the store that it asks may be away
+
+
+class KeptValues:
+    """The values that one process keeps in `store`, from the first one until `close`; several threads may use it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value, whatever was there, and keep it. Raises StoreError."""
+        self._store.set(key, value)
+        self.keep(key, value)
+
+    def keep(self, key: str, value: bytes) -> None:
+        """From now on write this value wherever there is none; does not wait."""
+        with self._lock:
+            self._values[key] = value
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._look_after, name="kept values", daemon=True)
+                self._thread.start()
+
+    def drop(self, key: str) -> None:
+        """Keep the value no more; what is in the store stays there."""
+        with self._lock:
+            self._values.pop(key, None)
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSING_S)
+
+    def _look_after(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            with suppress(StoreError, OSError):  # OSError: the script has closed descriptors of this process
+                self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            # The latest first: a reader that finds an early value finds those that were written after it.
+            values = list(reversed(self._values.items()))
+        for key, value in values:
+            if self._closed.is_set():
+                return
+            if self._store.get(key) is None:
+                self._store.compare_and_set(key, None, value)

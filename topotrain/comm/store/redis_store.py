@@ -1,0 +1,187 @@
+"""A store on a Redis server.
+
+Rule: every write is one script on the server, which compares, writes, and publishes on the channel of the key, so that
+nothing falls in between and whoever watches need not look again and again. A script that is sent twice, because an
+answer was lost, finds what it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
+
+`watch` also looks every LOOK seconds, for a connection that died without a word, and for values that were written by
+other means. Connections are closed when no thread uses them: redis-py's own `close` takes them from under operations.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
+from topotrain.comm.store.store_url import StoreUrl
+
+MISSING = "redis:// needs the package redis: pip install 'topotrain[redis]'"
+PORT = 6379
+SECONDS = 10.0
+"""For a connection to be made, and for each answer."""
+LOOK = 15.0
+_GLANCE = 0.5  # seconds in which a `watch` notices that the store was closed
+_PAUSE = 0.1  # seconds before the one repetition of what a lost connection has left unanswered
+_REMEMBERED = 60_000  # milliseconds for which a script's outcome is kept
+_SPACE = "topotrain/"
+_PAGE = 1000  # keys at a time
+
+_WRITE = """
+local done = redis.call('GET', KEYS[2])
+if done then return tonumber(done) end
+local answer = 1
+if ARGV[1] ~= 'any' then
+  local present = redis.call('GET', KEYS[1])
+  if ARGV[1] == 'none' and present or ARGV[1] == 'same' and present ~= ARGV[2] then answer = 0 end
+end
+if answer == 1 then
+  if ARGV[3] == 'drop' then redis.call('DEL', KEYS[1])
+  elseif ARGV[5] == '0' then redis.call('SET', KEYS[1], ARGV[4])
+  else redis.call('SET', KEYS[1], ARGV[4], 'PX', ARGV[5]) end
+  redis.call('PUBLISH', KEYS[1], '')
+end
+redis.call('SET', KEYS[2], answer, 'PX', ARGV[6])
+return answer
+"""
+
+
+class RedisStore:
+    """A `Store` at redis://[user:password@]host[:port][/db], or rediss:// with TLS; connects at its first use.
+
+    With TLS the server must have a certificate for its name, signed by `ca` (a file) or by an authority that this
+    system trusts. Errors name host and port, never the password.
+
+    Raises:
+        StoreError: redis-py is not installed.
+    """
+
+    def __init__(self, url: StoreUrl) -> None:
+        try:
+            import redis
+            from redis.backoff import ConstantBackoff
+            from redis.retry import Retry
+        except ImportError:
+            raise StoreError(MISSING) from None
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._under_way = 0  # operations, of all threads
+        self._secret = url.password
+        self._where = f"{url.scheme}://{url.host}:{url.port or PORT}"
+        tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": url.ca or None} if url.scheme == "rediss" else {}
+        self._client: Any = redis.Redis(
+            host=url.host,
+            port=url.port or PORT,
+            db=int(url.path.strip("/") or 0),
+            username=url.user or None,
+            password=url.password or None,
+            socket_timeout=SECONDS,
+            socket_connect_timeout=SECONDS,
+            retry=Retry(ConstantBackoff(_PAUSE), 1),
+            **tls,
+        )
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None when there is none."""
+        check_key(key)
+        with self._telling():
+            value: bytes | None = self._client.get(_SPACE + key)
+            return value
+
+    def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
+        """Write a value, whatever was there."""
+        self._write(key, "any", b"", "put", value, ttl)
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
+        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        return self._write(key, "none" if expected is None else "same", expected or b"", "put", value, ttl)
+
+    def delete(self, key: str) -> None:
+        """Remove a value, if there is one."""
+        self._write(key, "any", b"", "drop", b"", None)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys with a value that begin with `prefix`, sorted."""
+        check_prefix(prefix)
+        with self._telling():
+            # No character of a key has a meaning in a pattern. A scan may show a key twice.
+            found = set(self._client.scan_iter(match=f"{_SPACE}{prefix}*", count=_PAGE))
+        return sorted(name.decode()[len(_SPACE) :] for name in found)
+
+    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
+        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        until = time.monotonic() + timeout
+        value = self.get(key)
+        if value is not None and value != known:
+            return value
+        with self._telling(), closing(self._client.pubsub()) as channel:
+            channel.subscribe(_SPACE + key)
+            due = time.monotonic() + LOOK
+            while (left := until - time.monotonic()) > 0:
+                # The first message says that we are subscribed: what is written from here on is heard of.
+                message = channel.get_message(timeout=min(left, _GLANCE))
+                self._check_open()
+                if message is None and time.monotonic() < min(due, until):
+                    continue
+                due = time.monotonic() + LOOK
+                value = self.get(key)
+                if value is not None and value != known:
+                    return value
+        raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
+
+    def close(self) -> None:
+        """Close the connections; those that are in use when their operations end, a `watch` at once with StoreError."""
+        with self._lock:
+            self._closed = True
+        self._hang_up()
+
+    def _write(self, key: str, when: str, expected: bytes, what: str, value: bytes, ttl: float | None) -> bool:
+        check_key(key)
+        check_value(value)
+        life, name = check_ttl(ttl), _SPACE + key
+        # The braces keep both keys on one node of a cluster.
+        once = f"{{{name}}}once/{secrets.token_hex(16)}"
+        with self._telling():
+            return bool(self._client.eval(_WRITE, 2, name, once, when, expected, what, value, life, _REMEMBERED))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"store {self._where}: was closed")
+
+    def _hang_up(self) -> None:
+        """Close the connections of a closed store that no thread uses any more."""
+        with self._lock:
+            idle = self._closed and not self._under_way
+        if idle:
+            self._client.close()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """One operation: whatever Redis says becomes StoreError."""
+        with self._lock:
+            self._check_open()
+            self._under_way += 1
+        try:
+            with self._translated():
+                yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+            self._hang_up()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:  # ours, of `watch`; redis-py has one of its own
+            raise
+        except self._errors as error:
+            text = str(error).split("\n")[0]
+            if self._secret:
+                text = text.replace(self._secret, "***")
+            if text.startswith("HELLO must be called"):  # the server's words for no password are about its protocol
+                text = "authentication required: give a password, as in redis://:PASSWORD@HOST"
+            raise StoreError(f"store {self._where}: {text or type(error).__name__}") from None

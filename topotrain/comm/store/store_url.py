@@ -1,0 +1,115 @@
+"""The URL of a store, taken apart.
+
+Rule: an error shows the URL without its password.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from topotrain.comm.store.key_validation import StoreError, check_key
+
+ACCEPTED: Mapping[str, str] = MappingProxyType(
+    {
+        "file": "file:///ABSOLUTE/DIRECTORY",
+        "tcp": "tcp://HOST:PORT",
+        "redis": "redis://[USER:PASSWORD@]HOST[:PORT][/DB]",
+        "rediss": "rediss://[USER:PASSWORD@]HOST[:PORT][/DB][?ca=FILE]",
+        "env": "env://",
+    }
+)
+QUERY = {"rediss": frozenset({"ca", "job"})}
+"""Words that may stand behind the question mark; for all other kinds, `job` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """The parts of a store's URL. port: 0 where none is given. job: "" for the whole store. text: without password."""
+
+    scheme: str
+    text: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    job: str = ""
+    ca: str = ""
+    user: str = field(default="", repr=False)
+    password: str = field(default="", repr=False)
+
+    def fail(self, why: str) -> StoreError:
+        """An error that shows this URL."""
+        return StoreError(f"rendezvous {self.text!r}: {why}")
+
+
+def parse(url: str) -> StoreUrl:
+    """Take a URL apart. Raises StoreError, which says what is accepted."""
+    text = _shown(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        why = str(error) if _showable(url) else "a part of it cannot be read"
+        raise StoreError(f"rendezvous {text!r}: {why}") from None
+    if parts.scheme not in ACCEPTED:
+        kinds = ", ".join(ACCEPTED.values())
+        why = f"unknown kind {parts.scheme!r}, accepted: {kinds}; each may end with ?job=NAME"
+        raise StoreError(f"rendezvous {text!r}: {why}")
+    whole = StoreUrl(
+        parts.scheme,
+        text,
+        parts.hostname or "",
+        port or 0,
+        unquote(parts.path),
+        query.get("job", ""),
+        query.get("ca", ""),
+        unquote(parts.username or ""),
+        unquote(parts.password or ""),
+    )
+    _check(whole, parts, query)
+    return whole
+
+
+def _check(url: StoreUrl, parts: SplitResult, query: Mapping[str, str]) -> None:
+    accepted = f"must be {ACCEPTED[url.scheme]}"
+    known = QUERY.get(url.scheme, frozenset({"job"}))
+    for name, value in query.items():
+        if name not in known or not value:
+            raise url.fail(f"{accepted}; behind the question mark {' and '.join(sorted(known))} can stand")
+    if url.job:
+        try:
+            check_key(url.job, "job")
+        except ValueError as error:
+            raise url.fail(str(error)) from None
+        if "/" in url.job:
+            raise url.fail(f"job = {url.job!r}: must not contain a slash")
+    logs_in = bool(parts.username or parts.password)
+    right = {
+        "file": not parts.netloc and parts.path.startswith("/"),
+        "tcp": bool(url.host and url.port) and not logs_in and parts.path in ("", "/"),
+        "redis": bool(url.host) and _is_database(url.path),
+        "rediss": bool(url.host) and _is_database(url.path),
+        "env": not parts.netloc and not parts.path,
+    }
+    if parts.fragment or not right[url.scheme]:
+        raise url.fail(accepted)
+
+
+def _is_database(path: str) -> bool:
+    return path in ("", "/") or (path[1:].isascii() and path[1:].isdecimal() and len(path) < 8)
+
+
+def _showable(url: str) -> bool:
+    """Whether an error of the parser, which may quote any part, can be shown."""
+    return "@" not in url
+
+
+def _shown(url: str) -> str:
+    """The URL with its password replaced. It may be none at all, so only its characters are looked at."""
+    scheme, found, rest = url.partition("://")
+    at = rest.rfind("@")
+    if not found or at < 0:
+        return url
+    user, colon, _ = rest[:at].partition(":")
+    return f"{scheme}://{user}{':***' if colon else ''}@{rest[at + 1 :]}"

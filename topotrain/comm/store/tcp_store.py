@@ -1,0 +1,201 @@
+"""A store on a server of our own, reached over TCP.
+
+Rule: each operation takes one of a few connections that are kept open, asks, and waits for the answer; several threads
+use several. A connection that is lost is made anew, with growing pauses, until the deadline; a request that is repeated
+carries the number of the first attempt, by which the server knows what it has done already.
+"""
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from topotrain.comm.backoff import spread
+from topotrain.comm.security.handshake import DEADLINE
+from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix, check_ttl, check_value
+from topotrain.comm.store.tcp_store_handshake import go_in, identity, resolve, shown
+from topotrain.comm.store.tcp_store_protocol import (
+    MAX_WAIT,
+    Garbled,
+    Op,
+    Reply,
+    Request,
+    Status,
+    receive_reply,
+    send_request,
+)
+from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport.multi_socket import Line
+
+PATIENCE = 30.0
+"""Seconds for which an operation tries to reach its server."""
+_ANSWER = 10.0  # seconds for an answer that nobody has to wait for
+_KEPT = 8  # idle connections
+_FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between attempts
+
+
+class Denied(StoreError):
+    """The server will not have us, however often we ask."""
+
+
+class TcpStore:
+    """A `Store` at tcp://host:port; connects at its first use.
+
+    secret: 32 bytes, those of the server. patience: seconds for which an operation tries again while the server cannot
+    be reached; then it raises StoreError. A wrong secret is refused at once.
+
+    Raises:
+        ValueError: the secret does not have 32 bytes.
+    """
+
+    def __init__(self, host: str, port: int, secret: bytes, patience: float = PATIENCE) -> None:
+        self._host, self._port = host, port
+        self._url = shown(host, port)
+        self._identity = identity(secret)
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._idle: list[Line] = []
+        self._busy: set[Line] = set()
+        self._process = os.getpid()
+        self._closed = False
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None when there is none."""
+        check_key(key)
+        reply = self._ask(Request(Op.GET, key))
+        return reply.body if reply.status is Status.YES else None
+
+    def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
+        """Write a value, whatever was there."""
+        check_key(key)
+        check_value(value)
+        self._ask(Request(Op.SET, key, value, life=check_ttl(ttl)))
+
+    def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
+        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        check_key(key)
+        check_value(value)
+        if expected is not None:
+            check_value(expected)
+        return self._ask(Request(Op.COMPARE_AND_SET, key, value, expected, check_ttl(ttl))).status is Status.YES
+
+    def delete(self, key: str) -> None:
+        """Remove a value, if there is one."""
+        check_key(key)
+        self._ask(Request(Op.DELETE, key))
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys with a value that begin with `prefix`, sorted."""
+        check_prefix(prefix)
+        return self._ask(Request(Op.KEYS, prefix)).body.decode().split()
+
+    def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
+        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        check_key(key)
+        if known is not None:
+            check_value(known)
+        until = time.monotonic() + timeout
+        reply = self._ask(Request(Op.WATCH, key, known=known), max(0.0, timeout), until)
+        if reply.status is Status.TIMEOUT:
+            raise TimeoutError(f"nothing new under {key!r} in {self._url} within {timeout} s")
+        return reply.body
+
+    def close(self) -> None:
+        """Close the connections; an operation of another thread ends with StoreError, and closes its own."""
+        with self._lock:
+            self._closed = True
+            for sock in self._busy:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
+
+    def _ask(self, request: Request, wait: float = 0.0, until: float | None = None) -> Reply:
+        """Ask until there is an answer. `wait`, `until`: of a watch. Raises StoreError."""
+        lost_at, pause = None, _FIRST_PAUSE
+        while True:
+            if until is not None:
+                wait = max(0.0, until - time.monotonic())
+            try:
+                reply = self._attempt(request, min(wait, MAX_WAIT))
+            except (OSError, Garbled, WireError) as error:
+                self._hang_up()  # when one was lost, the others mostly are, too
+                self._give_up_on(error)
+                now = time.monotonic()
+                lost_at = now if lost_at is None else lost_at
+                end = min(lost_at + self._patience, until if until is not None else now + self._patience)
+                if now + pause > end:
+                    tried = f" (tried for {now - lost_at:.0f} s)" if now - lost_at >= 1 else ""
+                    raise StoreError(f"store {self._url} cannot be reached{tried}: {error}") from error
+                time.sleep(spread(pause, most=1))
+                pause = min(2 * pause, _LAST_PAUSE)
+                continue
+            if reply.status is Status.REFUSED:
+                raise StoreError(f"store {self._url}: {reply.body.decode('utf-8', 'replace')}")
+            return reply
+
+    def _attempt(self, request: Request, wait: float) -> Reply:
+        sock = self._take()
+        try:
+            self._use(sock)
+            sock.settimeout(wait + _ANSWER)
+            send_request(sock, replace(request, seconds=wait))
+            reply = receive_reply(sock)
+        except BaseException:
+            with self._lock:
+                self._busy.discard(sock)
+            sock.close()
+            raise
+        self._put_back(sock)
+        return reply
+
+    def _use(self, sock: Line) -> None:
+        """From now on `close` ends what happens on this connection."""
+        with self._lock:
+            self._check_open()
+            self._busy.add(sock)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"store {self._url}: was closed")
+
+    def _take(self) -> Line:
+        with self._lock:
+            self._check_open()
+            if self._process != os.getpid():  # after a fork these belong to the parent, who goes on using them
+                self._process, self._idle, self._busy = os.getpid(), [], set()
+            if self._idle:
+                return self._idle.pop()
+        return self._connect()
+
+    def _put_back(self, sock: Line) -> None:
+        with self._lock:
+            self._busy.discard(sock)
+            if not self._closed and len(self._idle) < _KEPT:
+                self._idle.append(sock)
+                return
+        sock.close()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for sock in idle:
+            with suppress(OSError):
+                sock.close()
+
+    def _connect(self) -> Line:
+        _, address = resolve(self._host, self._port)
+        sock = socket.create_connection((address, self._port), timeout=DEADLINE)
+        try:
+            return go_in(sock, self._identity)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _give_up_on(self, error: Exception) -> None:
+        """Raise StoreError for what trying again would not change."""
+        if isinstance(error, Refused) and error.code != "FULL":
+            if error.code == "AUTH":
+                raise Denied(f"store {self._url} has another secret than we have") from error
+            raise Denied(f"store {self._url} refused us: {error}") from error

@@ -1,0 +1,123 @@
+"""How a store server and its clients come together: which addresses, and the proof that both know the secret.
+
+Rule: nothing is believed, and nothing but fixed-size fields is read, before the handshake of the roads (comm/security/handshake.py)
+has gone well; its key is made of the secret for stores alone. At an address that other machines can reach it goes
+through TLS 1.3, and proves the certificate, too; both sides know from the address whether it does.
+"""
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+from topotrain.comm.security.handshake import Identity, answer, dial
+from topotrain.comm.security.secret import job_key
+from topotrain.comm.store.key_validation import StoreError
+from topotrain.comm.transport import WireError
+from topotrain.comm.transport.multi_socket import Line
+from topotrain.config.topology import Address, Role
+
+if TYPE_CHECKING:
+    from topotrain.comm.security.tls import Certificate
+
+CLIENT, SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+_NAME = "topotrain store"
+_IDLE, _EVERY, _TRIES = 15, 5, 3  # seconds of silence before a peer is asked whether it lives, between asks, and asks
+
+
+def identity(secret: bytes) -> Identity:
+    """What both sides of a store prove. Raises ValueError for a secret that is none."""
+    return Identity(_NAME, job_key(secret, "store"), 0, 0, "")
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+    """The first address of a host. Raises OSError when its name cannot be found (yet), StoreError when it is none."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise StoreError(f"store {shown(host, port)}: {host!r} is no name of a host") from None
+    return found[0][0], str(found[0][4][0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach it."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def shown(host: str, port: int) -> str:
+    """The URL of a store there."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set a connected socket up: small frames leave at once, and a peer that is gone without a word is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _EVERY)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _TRIES)
+
+
+def bound(family: socket.AddressFamily, address: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens there. Raises OSError, and then leaves none open."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((address, port))
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certificate | None":
+    """What a server at this address shows; None where only this machine can reach it.
+
+    Raises:
+        StoreError: all addresses at once (clients could not know whether to expect TLS), or other machines can reach it
+            and there is no secret (zeros), or TLS is not installed.
+    """
+    if is_loopback(address):
+        return None
+    literal = ipaddress.ip_address(address.partition("%")[0])
+    if literal.is_unspecified or literal.is_multicast:
+        raise StoreError(f"store {shown(host, port)}: name one address, at which others reach this machine")
+    if not any(secret):
+        raise StoreError(f"store {shown(host, port)}: other machines reach it, so it needs a secret, not zeros")
+    from topotrain.comm.security.tls import Certificate
+
+    try:
+        return Certificate.make()
+    except WireError as error:
+        raise StoreError(f"store {shown(host, port)}: {error}") from error
+
+
+def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | None") -> Line:
+    """Hear a client out; returns the way to talk to it. Raises WireError, OSError."""
+    prepare(sock)
+    line: Line = sock
+    binding = b""
+    if certificate is not None:
+        from topotrain.comm.security.tls import server_side
+
+        channel, binding = server_side(sock, certificate)
+        line = channel
+    _, welcome = answer(line, proof, lambda wanted: wanted == SERVER, binding=binding)
+    if certificate is not None:
+        channel.trust()
+    line.sendall(welcome)
+    return line
+
+
+def go_in(sock: socket.socket, proof: Identity) -> Line:
+    """Introduce ourselves to the server at the other end; returns the way to talk to it. Raises WireError, OSError."""
+    prepare(sock)
+    if is_loopback(str(sock.getpeername()[0])):
+        dial(sock, proof, CLIENT, SERVER)
+        return sock
+    from topotrain.comm.security.tls import client_side
+
+    channel, binding = client_side(sock)
+    dial(channel, proof, CLIENT, SERVER, binding=binding)
+    channel.trust()
+    return channel

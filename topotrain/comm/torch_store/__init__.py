@@ -1,0 +1,1 @@
+"""The stores of topotrain as stores of torch.distributed."""

@@ -1,0 +1,229 @@
+"""A store of ours as a `torch.distributed.Store`, and redis:// as an `init_method`.
+
+Rule: torch's words, our promises: all that decides anything is compare-and-set. Any key that torch makes up becomes a
+key of ours, and no two become the same.
+"""
+
+import atexit
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from torch import distributed
+from torch._C._distributed_c10d import Store as TorchStoreBase  # torch.distributed exports it, but not to mypy
+
+from topotrain.comm.backoff import spread
+from topotrain.comm.store import Store, StoreError, open_store, within
+from topotrain.comm.store.discovery.generations import join
+
+LONGEST = 64
+"""Characters that a key of torch may have in ours; a longer one is replaced by its SHA-256, cut to 160 bits."""
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two attempts to count
+_ALIVE: list["TorchStore"] = []
+"""C++ keeps only its half of a store that is written in Python: all of them live as long as the process."""
+
+
+def encode(key: str) -> str:
+    """A key of torch as a key of ours; different ones stay different (by SHA-256 where they are long)."""
+    text = "k" + re.sub(r"[^a-z0-9.-]", lambda found: "".join(f"_{byte:02x}" for byte in found[0].encode()), key)
+    return text if len(text) <= LONGEST else "s" + hashlib.sha256(key.encode()).hexdigest()[:40]
+
+
+class TorchStore(TorchStoreBase):
+    """A `torch.distributed.Store` that keeps everything in `store`, under the keys that begin with `prefix`.
+
+    `timeout` and `set_timeout` are torch's (300 seconds at first). What waits for a key, waits that long.
+
+    Args:
+        ttl: seconds after which a value that was not written anew is gone; None: it stays.
+
+    Raises:
+        distributed.DistStoreError: by every operation: the key did not come in time, or the store cannot be used.
+    """
+
+    timeout: timedelta  # torch's property; its type stubs leave it out
+
+    def __init__(self, store: Store, prefix: str = "", ttl: float | None = None) -> None:
+        super().__init__()
+        self._store, self._prefix, self._ttl = store, prefix, ttl
+        _ALIVE.append(self)
+
+    def where(self) -> str:
+        """What all keys begin with."""
+        return self._prefix
+
+    def clone(self) -> "TorchStore":
+        """Another one over the same store, which any number of threads may use."""
+        other = type(self)(self._store, self._prefix, self._ttl)
+        other.set_timeout(self.timeout)
+        return other
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value, whatever was there."""
+        with _telling():
+            self._store.set(self._key(key), _raw(value), self._ttl)
+
+    def get(self, key: str) -> bytes:
+        """The value, as soon as there is one."""
+        return self._await(key, time.monotonic() + self.timeout.total_seconds())
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number that is kept as decimal digits (0 where there is none) and return the sum. Atomic."""
+        whole, pause = self._key(key), _FIRST_PAUSE
+        with _telling():
+            while True:
+                seen = self._store.get(whole)
+                try:
+                    total = int(seen or b"0") + value
+                except ValueError:
+                    raise distributed.DistStoreError(f"add({key!r}): its value {seen!r} is no number") from None
+                if self._store.compare_and_set(whole, seen, str(total).encode(), self._ttl):
+                    return total
+                time.sleep(spread(pause, 0, 1))
+                pause = min(2 * pause, _LAST_PAUSE)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there is a value under each key, now."""
+        with _telling():
+            return all(self._store.get(self._key(key)) is not None for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until there is a value under each key."""
+        until = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
+        for key in keys:
+            self._await(key, until)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Write the desired value if the expected one is there, or nothing is there and "" is expected.
+
+        Returns what is there afterwards, or the expected value if nothing is.
+        """
+        whole, expected, desired = self._key(key), _raw(expected_value), _raw(desired_value)
+        with _telling():
+            if self._store.compare_and_set(whole, expected, desired, self._ttl):
+                return desired
+            if not expected and self._store.compare_and_set(whole, None, desired, self._ttl):
+                return desired
+            present = self._store.get(whole)
+            return expected if present is None else present
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value; tells whether there was one."""
+        with _telling():
+            there = self._store.get(self._key(key)) is not None
+            self._store.delete(self._key(key))
+            return there
+
+    def num_keys(self) -> int:
+        """How many keys have a value."""
+        with _telling():
+            return len(self._store.keys(self.where()))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Put bytes behind a value, or write them where there is none. Atomic."""
+        whole, more = self._key(key), _raw(value)
+        with _telling():
+            while True:
+                seen = self._store.get(whole)
+                if self._store.compare_and_set(whole, seen, (seen or b"") + more, self._ttl):
+                    return
+                time.sleep(spread(_LAST_PAUSE, 0, 1))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values, as soon as all are there."""
+        until = time.monotonic() + self.timeout.total_seconds()
+        return [self._await(key, until) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write several values, one after the other."""
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set: {len(keys)} keys and {len(values)} values")
+        for key, value in zip(keys, values):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """There are append, multi_get and multi_set."""
+        return True
+
+    # The names by which C++ calls the two that have other names in Python.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+    def _key(self, key: str) -> str:
+        return self.where() + encode(key)
+
+    def _await(self, key: str, until: float) -> bytes:
+        with _telling():
+            left = max(0.0, until - time.monotonic())
+            try:
+                return self._store.watch(self._key(key), left)
+            except TimeoutError:
+                raise distributed.DistStoreError(f"nobody has set {key!r} in time") from None
+
+
+def rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **_: object
+) -> Iterator[tuple[TorchStore, int, int]]:
+    """What `init_process_group(init_method="redis://…")` calls: the store of this start, the rank, the world size.
+
+    rank and world_size stand in the URL's query, where torch puts those that it was given as arguments.
+
+    Raises:
+        ValueError: rank or world_size is missing or impossible.
+        distributed.DistStoreError: the store cannot be reached, or not all ranks came in time.
+    """
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    rank, size = _number(query, "rank"), _number(query, "world_size")
+    if not 0 <= rank < size:
+        raise _refusal(f"rank = {rank}: must be from 0 to world_size - 1 = {size - 1}")
+    with _telling():
+        whole = open_store(parts._replace(query=urlencode(query)).geturl())
+        base = within(whole, f"torch/{size}")
+        try:
+            name = join(base, rank, size, timeout.total_seconds())
+        except TimeoutError as error:
+            raise distributed.DistStoreError(str(error)) from None
+    store = TorchStore(within(base, name))
+    store.set_timeout(timeout)
+    if rank == 0:
+        atexit.register(_sweep, within(base, name))
+    yield store, rank, size
+    raise RuntimeError(f"{parts.scheme}:// cannot meet a second time: start the processes anew")
+
+
+def _sweep(store: Store) -> None:
+    """Rank 0 takes the values along when it ends, as a store of torch that it served would."""
+    with suppress(StoreError):
+        for key in store.keys(""):
+            store.delete(key)
+
+
+def _number(query: dict[str, str], name: str) -> int:
+    text = query.pop(name, "")
+    if not text:
+        raise _refusal(f"{name} is missing: give it to init_process_group, or in the URL as ?{name}=…")
+    if not text.isascii() or not text.isdecimal():
+        raise _refusal(f"{name} = {text!r}: must be a whole number, 0 or more")
+    return int(text)
+
+
+def _refusal(why: str) -> ValueError:
+    return ValueError(f"init_process_group with a redis:// URL: {why}")
+
+
+def _raw(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Our errors as torch's, which torch's own code expects of a store."""
+    try:
+        yield
+    except StoreError as error:
+        raise distributed.DistStoreError(str(error)) from None

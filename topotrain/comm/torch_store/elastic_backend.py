@@ -1,0 +1,178 @@
+"""`torchrun --rdzv-backend=redis`: torch's own elastic rendezvous, with its state on a Redis server.
+
+Rule: who belongs to a round is decided by torch (DynamicRendezvousHandler). Here a state is only kept, and replaced by
+compare-and-set; it is the value itself that fences off whoever has seen an older one.
+
+A server outlives the jobs. So the state has a life of its own: agents write it anew with each heartbeat, and when all
+of them have gone, it goes. A state that is born gets a name, and the values of its rounds lie under that name.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    Token,
+)
+
+from topotrain.comm.store import Store, StoreError, open_store, within
+from topotrain.comm.torch_store.c10d_store import TorchStore, encode
+
+VARIABLE = "TOPOTRAIN_RENDEZVOUS"
+SHORTEST_LIFE = 60.0
+"""Seconds for which a state stays at least after the last heartbeat."""
+DAY = 86_400.0
+"""Seconds after which the values of a round are gone; agents read them in its first and its last minutes only."""
+_NAME = 16  # characters, in front of the state
+_WORDS = (("read_timeout", 60), ("keep_alive_interval", 5), ("keep_alive_max_attempt", 3))
+
+logger = logging.getLogger(__name__)
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torchrun finds under the entry point `torchrun.handlers`."""
+    return create
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """The rendezvous of one agent.
+
+    Raises:
+        ValueError: the endpoint is none.
+        RendezvousConnectionError: the server cannot be reached, or refuses us; says where and why.
+    """
+    read_timeout, beat, misses = (_seconds(params, *word) for word in _WORDS)
+    waits = {name: params.get_as_int(f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat")}
+    try:
+        store = within(open_store(address(params.endpoint)), f"torchrun/{encode(params.run_id)}")
+    except StoreError as error:
+        raise ValueError(f"--rdzv-endpoint: {error}") from None
+    backend = StoreBackend(store, max(SHORTEST_LIFE, 4.0 * beat * misses))
+    backend.get_state()  # a wrong address or password is told here, before anything is waited for
+    values = _RoundStore(store, backend)
+    values.set_timeout(timedelta(seconds=read_timeout))
+    found: RendezvousHandler = _Handler.from_backend(
+        params.run_id,
+        values,
+        backend,
+        params.min_nodes,
+        params.max_nodes,
+        params.local_addr,
+        RendezvousTimeout(**{name: timedelta(seconds=wait) for name, wait in waits.items() if wait is not None}),
+        keep_alive_interval=beat,
+        keep_alive_max_attempt=misses,
+    )
+    return found
+
+
+def address(endpoint: str) -> str:
+    """The URL of an endpoint: HOST[:PORT][/DB], redis://…, rediss://…, or nothing where TOPOTRAIN_RENDEZVOUS says it.
+
+    Raises:
+        ValueError: another kind of URL, or nothing at all.
+    """
+    endpoint = endpoint.strip() or os.environ.get(VARIABLE, "")
+    if not endpoint:
+        raise ValueError(f"--rdzv-backend=redis needs --rdzv-endpoint=HOST:PORT, or a redis:// URL in {VARIABLE}")
+    scheme, found, _ = endpoint.partition("://")
+    if found and scheme not in ("redis", "rediss"):
+        raise ValueError(f"--rdzv-endpoint with {scheme}://: must be HOST[:PORT][/DB], redis://… or rediss://…")
+    return endpoint if found else f"redis://{endpoint}"
+
+
+def _seconds(params: RendezvousParameters, name: str, default: int) -> int:
+    value = params.get_as_int(name, default)
+    if value is None or value <= 0:
+        raise ValueError(f"--rdzv-conf {name}={value}: must be a whole number above 0")
+    return value
+
+
+class _Handler(DynamicRendezvousHandler):
+    """torch's, with a new store for the workers in each round.
+
+    torch keeps one over all rounds, where the workers of a new round read what those of the old one have written: the
+    address of a process that was killed, to which Gloo then tries to connect until its timeout.
+    """
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See `RendezvousHandler`."""
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        return super().next_rendezvous()
+
+
+class StoreBackend(RendezvousBackend):
+    """The state of one rendezvous, as a value of a `Store` that is gone `ttl` seconds after it was last written."""
+
+    def __init__(self, store: Store, ttl: float) -> None:
+        self._store, self._ttl = store, ttl
+        self._last: bytes | None = None
+        self._away = False
+
+    @property
+    def name(self) -> str:
+        """As `--rdzv-backend` has it."""
+        return "redis"
+
+    @property
+    def born(self) -> str:
+        """The name that the state got when it was born; "none" before there is one."""
+        return "none" if self._last is None else self._last[:_NAME].decode()
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token.
+
+        While the server is away, those that were read last: a short outage must not end a job that trains.
+        """
+        try:
+            self._last, self._away = self._store.get("state"), False
+        except StoreError as error:
+            if self._last is None:
+                raise RendezvousConnectionError(str(error)) from None
+            if not self._away:
+                logger.warning("%s; going on without it", error)
+            self._away = True
+        return self._pair()
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Replace the state that `token` is of (None: there is none yet); what is there then, and is it ours."""
+        seen = token if isinstance(token, bytes) else None
+        value = (seen[:_NAME] if seen else secrets.token_hex(_NAME // 2).encode()) + state
+        try:
+            ours = self._store.compare_and_set("state", seen, value, self._ttl)
+            self._last = value if ours else self._store.get("state")
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from None
+        pair = self._pair()
+        return None if pair is None else (*pair, ours)
+
+    def _pair(self) -> tuple[bytes, Token] | None:
+        return None if self._last is None else (self._last[_NAME:], self._last)
+
+
+class _RoundStore(TorchStore):
+    """The store that agents share in a round: torch puts the number of the round in front of a key, we the state's."""
+
+    def __init__(self, store: Store, backend: StoreBackend) -> None:
+        super().__init__(store, ttl=DAY)
+        self._backend = backend
+
+    def where(self) -> str:
+        """See `TorchStore`."""
+        return f"rounds/{self._backend.born}/"
+
+    def clone(self) -> TorchStore:
+        """See `TorchStore`."""
+        other = _RoundStore(self._store, self._backend)
+        other.set_timeout(self.timeout)
+        return other

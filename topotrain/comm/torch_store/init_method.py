@@ -1,0 +1,71 @@
+"""redis:// as an `init_method` of torch.distributed, told to torch by `import topotrain` without importing torch.
+
+Rule: nothing is imported and nothing else of torch is touched. Where torch is there already, two names are added to its
+table at once; else one finder waits for the one module that has the table, and takes itself away.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+SCHEMES = ("redis", "rediss")
+_TABLE = "torch.distributed.rendezvous"
+
+
+def announce() -> None:
+    """Let `init_process_group` know redis:// and rediss://, now or when torch is imported."""
+    module = sys.modules.get(_TABLE)
+    if module is not None and hasattr(module, "register_rendezvous_handler"):
+        _register(module)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register(module: ModuleType) -> None:
+    for scheme in SCHEMES:
+        with suppress(RuntimeError):  # there is one already: another package's stays
+            module.register_rendezvous_handler(scheme, _rendezvous)
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
+    return import_module("topotrain.comm.torch_store.c10d_store").rendezvous(url, **options)  # type: ignore[no-any-return]
+
+
+class _Finder:
+    """Waits for one module, and lets all others pass."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _TABLE:
+            return None
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Then:
+    """A module's own loader, and a word to the module once it is there."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)

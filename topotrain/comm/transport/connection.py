@@ -1,0 +1,363 @@
+"""One connection over a socket: frames out, frames in, and no length believed before it is checked.
+
+Rule: the fields of a message ("meta") are at most 64 KiB and typed; its payload is at most 64 MiB, must have exactly
+the size of the tensor its receiver names for it, and is received right into that tensor. Whatever is wrong with a frame
+ends the connection, with a reason that both sides get to know. Each direction carries its frames in order and once;
+they are numbered, and a gap ends the connection.
+
+With a `Regions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as large as
+the region.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from topotrain.comm.transport import Broken, Resident
+from topotrain.comm.transport.frame import (
+    BEAT,
+    BODY,
+    BYE,
+    CONTROL,
+    HEADER_BYTES,
+    REFERENCE,
+    REFERENCE_AT,
+    REGION,
+    REGION_IS,
+    Header,
+)
+from topotrain.comm.transport.frame_reader import Ended, Intake
+from topotrain.comm.transport.frame_writer import Outbox, Reading
+from topotrain.comm.transport.multi_socket import Channel
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import MAX_BODY, Message, ProtocolError, decode, encode
+
+_MAX_REGIONS = 4096
+_MAX_REASON = 1000  # bytes
+
+
+class Region(Protocol):
+    """A piece of shared memory: its number in this process, its file descriptor and its size in bytes."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Regions(Protocol):
+    """The shared memory of this process, and what it maps of others."""
+
+    def find(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
+        """The region that the tensor lies in and its offset there in bytes, or None."""
+        ...
+
+    def map(self, fd: int, nbytes: int) -> torch.Tensor:
+        """Map a peer's region (and close `fd`): 1-D uint8. Raises ProtocolError when it is not what it claims."""
+        ...
+
+
+class Connection:
+    """One way to one peer. `start` or `run` it once; from then on its reader calls the resident.
+
+    A body is not copied by `send`: it must stay as it is until the peer has read it, as the class of the message says.
+    `greeting` is sent before every frame. `ended` is called once, before `resident.lost`.
+    """
+
+    def __init__(
+        self,
+        sock: Channel,
+        me: Address,
+        peer: Address,
+        resident: Resident,
+        generation: int,
+        memory: Regions | None = None,
+        greeting: bytes = b"",
+        ended: Callable[["Connection"], None] = lambda _: None,
+    ) -> None:
+        sock.settimeout(None)
+        self.me, self.peer, self.generation = me, peer, generation
+        self.interrupted = False
+        self.sent = self.received = 0  # bytes of messages; a reference counts as the payload it stands for
+        self._sock, self._resident, self._memory, self._ended = sock, resident, memory, ended
+        self._intake = Intake(sock, with_fds=memory is not None)
+        self._out = Outbox(sock, f"to {peer}", greeting, self._note)
+        self._reader: threading.Thread | None = None
+        self._done = threading.Event()
+        self._closing = self._lingering = False
+        self._only_answers = me.role is Role.SERVER and peer.role is Role.WORKER
+        self._number_out = self._number_in = 0
+        self._announced: set[int] = set()
+        self._foreign: dict[int, torch.Tensor] = {}
+        self._ours = self._theirs = self._fault = ""  # why it ends: our decision, the peer's words, the system's
+
+    @property
+    def reason(self) -> str:
+        """Why the connection ended or is ending."""
+        return self._ours or self._theirs or self._fault or "the peer hung up without a word; did its process die?"
+
+    # --- out -----------------------------------------------------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be sent; see `outbox`."""
+        return self._out.queued
+
+    def send(self, message: Message, wait: bool = False) -> None:
+        """Queue a message; with `wait`, if it has a body, when there is room (see `wire.Wire.send`).
+
+        Raises:
+            WireError: the connection has ended or is ending, perhaps while this waited.
+            ValueError: a body that cannot travel.
+            KeyboardInterrupt: Ctrl-C came meanwhile (see `interrupts`); the message is on its way.
+        """
+        kind, meta = encode(message)
+        body = None if message.body is None else _flat(message.body)
+        found = self._memory.find(body) if self._memory is not None and body is not None else None
+        size = 0 if body is None else body.nbytes
+        if found is None and size > MAX_BODY:
+            raise ValueError(f"a body of {size} bytes: outside of shared memory it must be at most {MAX_BODY}")
+        with self._out.lock:
+            if wait and body is not None:
+                self._out.wait_for_room(0 if found is not None else size)
+            if self._closing:
+                raise Broken(f"no way from {self.me} to {self.peer}: {self.reason}")
+            if found is not None:
+                region, offset = found
+                self._announce(region)
+                self._frame_out(REFERENCE, kind, meta, 0, REFERENCE_AT.pack(region.id, offset, size))
+            elif body is not None:
+                self._frame_out(BODY, kind, meta, size, body.numpy().data)
+            else:
+                self._frame_out(0, kind, meta)
+            self.sent += HEADER_BYTES + len(meta) + size
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
+
+    def _announce(self, region: Region) -> None:
+        if region.id not in self._announced:
+            self._announced.add(region.id)
+            self._frame_out(CONTROL, REGION, REGION_IS.pack(region.id, region.nbytes), fds=(region.fd,))
+
+    def _frame_out(
+        self,
+        flags: int,
+        kind: int,
+        meta: bytes,
+        size: int = 0,
+        tail: bytes | memoryview = b"",
+        fds: tuple[int, ...] = (),
+    ) -> None:
+        """Send or queue one frame; the outbox is locked."""
+        self._number_out += 1
+        head = Header(flags, kind, len(meta), size, self.generation, self._number_out).pack() + meta
+        if isinstance(tail, bytes):
+            self._out.put([memoryview(head + tail)], fds)
+        else:
+            self._out.put([memoryview(head), tail] if size else [memoryview(head)], fds)
+
+    def beat(self) -> None:
+        """Send a frame that says nothing, unless something else waits to be sent, for the other host to acknowledge."""
+        with self._out.lock:
+            if self._out.empty and not self._closing:
+                self._frame_out(CONTROL, BEAT, b"")
+
+    # --- in ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Read on a thread of its own."""
+        self._reader = Reading(target=self.run, name=f"from {self.peer}", daemon=True)
+        self._reader.start()
+
+    def run(self) -> None:
+        """Read on the calling thread until the connection ends."""
+        self._reader = threading.current_thread()
+        self._reader.name = f"from {self.peer}"
+        self._read(self._after_frame)
+        self.end()
+
+    def greet(self) -> None:
+        """Send the greeting now."""
+        self._out.greet()
+
+    def fileno(self) -> int:
+        """The socket's number, for a selector."""
+        return self._sock.fileno()
+
+    def turn(self) -> bool:
+        """Take the frames that have come, on the calling thread; False at the end, which `end` then completes."""
+        return self._read(lambda: self._intake.pending)
+
+    def _after_frame(self) -> bool:
+        if self._only_answers:
+            self._out.wait_until_taken()
+        return True
+
+    def _read(self, go_on: Callable[[], bool]) -> bool:
+        """Take frames while that is wanted; False when there will be none any more."""
+        try:
+            self._out.greet()
+            while self._frame_in():
+                if not go_on():
+                    return True
+        except ProtocolError as error:
+            self._turn_away(str(error))
+        except (Ended, OSError) as error:
+            self._fault = self._fault or _broke(error)
+        except Exception as error:  # a resident's own fault must not leave a connection that nobody reads
+            self._turn_away(f"internal error: {type(error).__name__}: {error}")
+        except BaseException:
+            self.end()
+            raise
+        return False
+
+    def _frame_in(self) -> bool:
+        raw = self._intake.header(HEADER_BYTES)
+        if raw is None:
+            return False
+        header = Header.unpack(raw)
+        self._number_in += 1
+        if header.generation < self.generation:
+            raise ProtocolError(f"FENCED: a frame of generation {header.generation}, we are in {self.generation}")
+        if header.number != self._number_in:
+            raise ProtocolError(f"frame number {header.number} where {self._number_in} was due")
+        meta = self._intake.take(header.meta)
+        if header.flags == CONTROL:
+            return self._control(header.kind, meta)
+        message = decode(header.kind, meta)
+        size = header.payload
+        if header.flags == REFERENCE:
+            number, offset, size = REFERENCE_AT.unpack(self._intake.take(REFERENCE_AT.size))
+            message = replace(message, body=self._shown(message, number, offset, size))
+        elif header.flags == BODY:
+            message = replace(message, body=self._placed(message, size))
+        self.received += HEADER_BYTES + header.meta + size
+        self._resident.handle(self.peer, message)
+        return True
+
+    def _placed(self, message: Message, size: int) -> torch.Tensor:
+        target = checked(self._resident.place(self.peer, message, False), message, size)
+        if size:
+            self._intake.fill(_flat(target).numpy().data)
+        return target
+
+    def _shown(self, message: Message, number: int, offset: int, size: int) -> torch.Tensor:
+        region = self._foreign.get(number)
+        if region is None or offset + size > region.numel():
+            raise ProtocolError(f"a reference to bytes {offset} to {offset + size} of region {number}, out of bounds")
+        view = region[offset : offset + size]
+        target = self._resident.place(self.peer, message, True)
+        if target is None:
+            return view
+        _flat(checked(target, message, size)).copy_(view)
+        return target
+
+    def _control(self, kind: int, meta: bytes) -> bool:
+        if kind == BYE:
+            self._theirs = meta.decode("utf-8", "replace")
+            with self._out.lock:
+                self._closing = self._lingering = True
+                self._out.finish()
+            return False
+        if kind == BEAT and not meta:
+            return True
+        if kind != REGION or self._memory is None or len(meta) != REGION_IS.size:
+            raise ProtocolError(f"unknown control frame {kind}")
+        number, nbytes = REGION_IS.unpack(meta)
+        fd = self._intake.pop_fd()
+        if fd is None:
+            raise ProtocolError(f"region {number} came without its memory")
+        view = self._memory.map(fd, nbytes)
+        if number in self._foreign or len(self._foreign) >= _MAX_REGIONS:
+            raise ProtocolError(f"region {number} was named twice, or is one too many")
+        self._foreign[number] = view
+        return True
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def shut(self) -> None:
+        """End on purpose: refuse new messages, send the queued ones, say goodbye; the peer's end ends ours."""
+        with self._out.lock:
+            if not self._closing:
+                self._ours, self._lingering = "closed on this side", True
+                self._frame_out(CONTROL, BYE, b"closed by the peer")
+                self._closing = True
+                self._out.finish()
+
+    def cut(self, reason: str) -> None:
+        """End now, whatever is queued."""
+        with self._out.lock:
+            self._ours = self._ours or reason
+            self._closing, self._lingering = True, False
+            self._out.cut()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the connection; True when it is over (or when the caller is its own reader)."""
+        if self._reader is threading.current_thread():
+            return True
+        until = time.monotonic() + seconds
+        if not self._done.wait(max(0.0, seconds)):
+            return False
+        if self._reader is not None:
+            self._reader.join(max(0.0, until - time.monotonic()))
+        return True
+
+    def _turn_away(self, reason: str) -> None:
+        """The peer did what it must not do: tell it why, if the socket takes that at once."""
+        with self._out.lock:
+            self._ours = self._ours or reason
+            if self._out.empty and not self._closing:
+                self._frame_out(CONTROL, BYE, f"refused by the peer: {reason}".encode()[:_MAX_REASON])
+            self._closing, self._lingering = True, False
+
+    def _note(self, error: OSError) -> None:
+        self._fault = self._fault or _broke(error)
+
+    def end(self) -> None:
+        """Nothing will be read any more: close, and tell everybody who is concerned."""
+        if self._lingering:
+            self._out.drain()  # a peer that closes on purpose still takes what is queued; `cut` ends this wait
+        with self._out.lock:
+            self._closing = True
+        self._out.stop()
+        with self._out.lock:  # nobody may be inside a call on the descriptor when its number becomes free
+            self._sock.close()
+        self._intake.close()
+        self._foreign.clear()
+        try:
+            self._resident.lost(self.peer, self.reason)
+        finally:
+            self._ended(self)  # only now may a newer connection of the peer come without waiting for this one
+            self._done.set()
+
+
+def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.Tensor:
+    """The tensor a resident named for a payload of `size` bytes. Raises ProtocolError when it is not for that size."""
+    name = type(message).__name__
+    if target is None:
+        raise ProtocolError(f"{name} came with a payload of {size} bytes that has no place here")
+    if target.ndim != 1 or not target.is_contiguous() or target.device.type != "cpu":
+        raise ProtocolError(f"the buffer for {name} must be 1-D, contiguous and on the CPU, not {tuple(target.shape)}")
+    if target.nbytes != size:
+        raise ProtocolError(f"{name} has a payload of {size} bytes, the schema says {target.nbytes}")
+    return target
+
+
+def _broke(error: Exception) -> str:
+    if isinstance(error, ConnectionResetError | BrokenPipeError):  # whoever finds us out of reach has no other word
+        return f"the connection broke ({error.strerror}): its process died, or its host found this one out of reach"
+    return str(error) if isinstance(error, Ended) else f"the connection broke: {error}"
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory as uint8."""
+    if tensor.ndim != 1 or not tensor.is_contiguous():
+        raise ValueError(f"a body must be 1-D and contiguous, not {tuple(tensor.shape)} of strides {tensor.stride()}")
+    return tensor.detach().view(torch.uint8)

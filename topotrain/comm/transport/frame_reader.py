@@ -1,0 +1,98 @@
+"""The reading end of a stream: small parts through one small buffer, payloads right into their final place.
+
+Rule: reading ahead never goes beyond READ_AHEAD bytes, so a header and the fields after it cost one system call, and
+of a payload at most these few bytes are copied a second time.
+"""
+
+import os
+import socket
+import struct
+from collections import deque
+
+from topotrain.comm.transport.multi_socket import Channel
+
+READ_AHEAD = 4096
+_FD = struct.calcsize("i")
+_MAX_FDS = 8
+
+
+class Ended(Exception):
+    """The stream ended in the middle of a frame."""
+
+
+class Intake:
+    """Reads a socket; with `with_fds` it also receives file descriptors, which `pop_fd` hands over in order."""
+
+    def __init__(self, sock: Channel, with_fds: bool) -> None:
+        self._sock = sock
+        self._with_fds = with_fds
+        self._fds: deque[int] = deque()
+        self._buffer = memoryview(bytearray(READ_AHEAD))
+        self._at = self._end = 0
+
+    def header(self, size: int) -> bytes | None:
+        """The next `size` bytes, or None when the stream ends here, between two frames."""
+        if self._at == self._end and not self._more():
+            return None
+        return self.take(size)
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes (the caller has bounded it). Raises Ended."""
+        if size > READ_AHEAD:
+            whole = bytearray(size)
+            self.fill(memoryview(whole))
+            return bytes(whole)
+        while self._end - self._at < size:
+            if not self._more():
+                raise Ended("the stream ended in the middle of a frame")
+        self._at += size
+        return bytes(self._buffer[self._at - size : self._at])
+
+    def fill(self, target: memoryview) -> None:
+        """Receive exactly `target`. Raises Ended."""
+        ready = min(len(target), self._end - self._at)
+        target[:ready] = self._buffer[self._at : self._at + ready]
+        self._at += ready
+        while ready < len(target):
+            # All in one call: each return to Python would wait for the interpreter, which a busy script holds.
+            count = self._sock.recv_into(target[ready:], 0, socket.MSG_WAITALL)
+            if not count:
+                raise Ended("the stream ended in the middle of a payload")
+            ready += count
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has been read ahead."""
+        return self._at < self._end
+
+    def pop_fd(self) -> int | None:
+        """The next file descriptor that came; the caller closes it."""
+        return self._fds.popleft() if self._fds else None
+
+    def close(self) -> None:
+        """Close the descriptors that nobody asked for."""
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _more(self) -> bool:
+        """Read what is there, at least a byte; False at the end of the stream."""
+        if self._at:
+            rest = self._end - self._at
+            self._buffer[:rest] = bytes(self._buffer[self._at : self._end])
+            self._at, self._end = 0, rest
+        count = self._receive(self._buffer[self._end :])
+        self._end += count
+        return count > 0
+
+    def _receive(self, target: memoryview) -> int:
+        if not self._with_fds:
+            return self._sock.recv_into(target)
+        # Room for one descriptor: the kernel drops what is more, and never merges the descriptors of two sends.
+        space = socket.CMSG_SPACE(_FD)
+        count, extra, _, _ = self._sock.recvmsg_into([target], space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in extra:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds.extend(fd for (fd,) in struct.iter_unpack("i", data[: len(data) // _FD * _FD]))
+        if len(self._fds) > _MAX_FDS:
+            raise Ended("more file descriptors than anybody asked for")
+        return count

@@ -1,0 +1,185 @@
+"""The writing end of a stream: what the kernel does not take at once waits here, uncopied, for a writer thread.
+
+Rule: `put` never blocks. The caller holds `lock` around it, so that what it numbers goes out in that order.
+
+Credits: at most LIMIT bytes are to wait here, and two kinds of callers keep to that. A thread on whose reading nobody
+depends (a worker's script) asks `wait_for_room` first. And whoever only answers (a server, to a worker) takes no new
+request from a peer that leaves its answers lying: its reader asks `wait_until_taken` before it reads on. The two cannot
+stop each other, because a worker's reader waits for nobody: it takes the answers, so the server reads on, so the
+worker's own queue gets shorter. Where both sides answer (server to server, rank to rank) no reader may wait; what lies
+there is bounded by the protocol, a few messages per bucket.
+"""
+
+import socket
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from topotrain.comm.transport.multi_socket import Channel
+
+LINGER = 2.0  # seconds that the end of a connection gives to what is queued
+LIMIT = 1 << 26  # bytes; a body may be as large, so one always fits into an empty queue
+OVERHEAD = 1 << 10  # bytes; a waiting frame occupies about that in Python's objects, however small it is
+
+
+class Reading(threading.Thread):
+    """A thread on which a road reads: whatever is called there never waits for a writer."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Bytes on their way out; views shrink as the kernel takes them. `fds` go with the first byte."""
+
+    views: list[memoryview]
+    fds: tuple[int, ...] = ()
+    cost: int = 0  # what it counts for while it is queued
+
+
+class Outbox:
+    """The queue of one socket. `broken` is told of an error; the socket is shut down, so its reader sees the end.
+
+    `greeting` goes out before everything else, when `greet` is called or somebody puts something.
+    """
+
+    def __init__(self, sock: Channel, name: str, greeting: bytes, broken: Callable[[OSError], None]) -> None:
+        self.lock = threading.Lock()
+        self.queued = 0  # bytes that wait, OVERHEAD included
+        self._sock, self._name, self._broken = sock, name, broken
+        self._work, self._room = threading.Condition(self.lock), threading.Condition(self.lock)
+        self._queue: deque[_Chunk] = deque([_Chunk([memoryview(greeting)])] if greeting else ())
+        self._writer: threading.Thread | None = None
+        self._last = False  # nothing more will be put
+
+    @property
+    def empty(self) -> bool:
+        """Whether the kernel has taken everything."""
+        return not self._queue
+
+    def greet(self) -> None:
+        """Send the greeting, unless a writer has begun with it already."""
+        with self.lock:
+            if self._queue and self._writer is None:
+                if self._push(self._queue[0]):
+                    self._queue.popleft()
+                else:
+                    self._call_writer()
+
+    def put(self, views: list[memoryview], fds: tuple[int, ...] = ()) -> None:
+        """Send or queue bytes, with descriptors at the first of them; the lock is held."""
+        chunk = _Chunk(views, fds)
+        if self._queue or not self._push(chunk):
+            chunk.cost = sum(map(len, chunk.views)) + OVERHEAD
+            self.queued += chunk.cost
+            self._queue.append(chunk)
+            self._call_writer()
+
+    def wait_for_room(self, nbytes: int) -> None:
+        """Wait until a frame of so many bytes keeps to LIMIT, or the queue is empty, or the end has come.
+
+        The lock is held, but not while waiting. On a thread that reads this returns at once.
+        """
+        if isinstance(threading.current_thread(), Reading):
+            return
+        while self._queue and self.queued + nbytes + OVERHEAD > LIMIT and not self._last:
+            self._room.wait()
+
+    def wait_until_taken(self) -> None:
+        """Wait until no more than LIMIT is queued, or the end has come."""
+        if self.queued > LIMIT:  # looked at without the lock: this is asked for every frame
+            with self.lock:
+                while self.queued > LIMIT and not self._last:
+                    self._room.wait()
+
+    def finish(self) -> None:
+        """Close the sending direction once the queue is empty; the lock is held."""
+        self._last = True
+        if not self._queue:
+            self.shutdown(socket.SHUT_WR)
+        self._work.notify_all()
+        self._room.notify_all()
+
+    def cut(self) -> None:
+        """Close both directions, whatever is queued; the lock is held."""
+        self._last = True
+        self.shutdown(socket.SHUT_RDWR)
+        self._work.notify_all()
+        self._room.notify_all()
+
+    def drain(self) -> None:
+        """After `finish`: wait until the peer has taken the queue, or the socket goes down, at most LINGER seconds."""
+        if self._writer is not None:
+            self._writer.join(LINGER)
+
+    def stop(self) -> None:
+        """Drop the queue and end the writer."""
+        with self.lock:
+            self.cut()
+            self._drop()
+        if self._writer is not None:
+            self._writer.join()
+
+    def shutdown(self, how: int) -> None:
+        """Shut the socket down, which wakes whoever waits for it."""
+        with suppress(OSError):  # it may be down already
+            self._sock.shutdown(how)
+
+    def _push(self, chunk: _Chunk) -> bool:
+        """Give the kernel what it takes at once; True when that was all. A broken socket swallows everything."""
+        try:
+            return self._give(chunk, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._break(error)
+            return True
+
+    def _give(self, chunk: _Chunk, flags: int) -> bool:
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", chunk.fds))] if chunk.fds else []
+        taken = self._sock.sendmsg(chunk.views, extra, flags | socket.MSG_NOSIGNAL)
+        chunk.fds = ()
+        while chunk.views and taken >= len(chunk.views[0]):
+            taken -= len(chunk.views.pop(0))
+        if taken:
+            chunk.views[0] = chunk.views[0][taken:]
+        return not chunk.views
+
+    def _call_writer(self) -> None:
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write, name=self._name, daemon=True)
+            self._writer.start()
+        self._work.notify_all()
+
+    def _write(self) -> None:
+        while (chunk := self._next()) is not None:
+            try:
+                while not self._give(chunk, 0):
+                    pass
+            except OSError as error:
+                with self.lock:
+                    self._break(error)
+                return
+            with self.lock:
+                if self._queue:  # `stop` may have emptied it meanwhile
+                    self.queued -= self._queue.popleft().cost
+                    self._room.notify_all()
+                if self._last and not self._queue:
+                    self.shutdown(socket.SHUT_WR)
+
+    def _next(self) -> _Chunk | None:
+        with self.lock:
+            while not self._queue and not self._last:
+                self._work.wait()
+            return self._queue[0] if self._queue else None
+
+    def _break(self, error: OSError) -> None:
+        self._broken(error)
+        self.shutdown(socket.SHUT_RDWR)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._queue.clear()
+        self.queued = 0
+        self._room.notify_all()

@@ -1,0 +1,63 @@
+"""Ctrl-C between two frames, not inside one.
+
+Rule: a script sends on its main thread, where Python raises KeyboardInterrupt between any two instructions. A frame
+that was numbered and never sent, or sent by half, would make the peer refuse whatever the script still wants to say:
+that it was stopped. The handler looks at what it interrupts; a connection that is sending raises when it has sent.
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from topotrain.comm.transport.connection import Connection
+from topotrain.comm.transport.frame_writer import Outbox
+
+AGAIN_S = 0.05
+"""A frame is on its way within microseconds: whoever has not raised by then had sent already."""
+
+
+def between_frames() -> Callable[[], None]:
+    """From now on Ctrl-C waits for the frame that is being sent; what is returned puts things as they were.
+
+    Nothing happens outside the main thread, and where the script has a handler of its own.
+    """
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        return lambda: None
+    signal.signal(signal.SIGINT, _interrupt)
+
+    def restore() -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _interrupt:
+            signal.signal(signal.SIGINT, usual)
+
+    return restore
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    connection = sender(frame)
+    if connection is None:
+        raise KeyboardInterrupt
+    connection.interrupted = True
+    again = threading.Timer(AGAIN_S, _once_more, (connection, number))
+    again.daemon = True
+    again.start()
+
+
+def _once_more(connection: Connection, number: int) -> None:
+    main = threading.main_thread().ident
+    if connection.interrupted and main is not None:
+        connection.interrupted = False
+        signal.pthread_kill(main, number)
+
+
+def sender(frame: FrameType | None) -> Connection | None:
+    """The connection whose frame these instructions send; whoever waits for room in its queue sends none yet."""
+    while frame is not None:
+        if frame.f_code is Outbox.wait_for_room.__code__:
+            return None
+        if frame.f_code is Connection.send.__code__:
+            found = frame.f_locals["self"]
+            return found if isinstance(found, Connection) else None
+        frame = frame.f_back
+    return None

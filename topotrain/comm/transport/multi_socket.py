@@ -1,0 +1,192 @@
+"""Several sockets that are one stream, for links on which one connection's window or losses are the limit.
+
+Rule: the stream is cut into stripes of STRIPE bytes, and stripe number n travels on lane n mod k. Both ends know how
+many bytes went before, so nothing is added, and what comes out is in order whatever the lanes do. One thread writes and
+one reads, as with a single socket; it is the kernel that keeps k windows full at once. A small message costs what it
+costs on one socket. Inside a machine this brings nothing: there the processor is the limit, not the window.
+
+A dialer opens lanes k-1 to 1 first, each with a handshake of its own, and lane 0 last; until then they are parked.
+"""
+
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from topotrain.comm.transport import WireError
+from topotrain.config.topology import Address
+
+STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has learned what a connection can do
+
+
+class Channel(Protocol):
+    """What the frames of a connection need of a socket; the calls are those of `socket.socket`."""
+
+    def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int: ...
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int: ...
+    def recvmsg_into(
+        self, buffers: Iterable[Any], ancbufsize: int = 0, flags: int = 0, /
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]: ...
+    def shutdown(self, how: int, /) -> None: ...
+    def settimeout(self, value: float | None, /) -> None: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class Line(Channel, Protocol):
+    """What a handshake needs besides; the calls are those of `socket.socket`, too."""
+
+    def sendall(self, data: Any, flags: int = 0, /) -> None: ...
+    def send(self, data: Any, flags: int = 0, /) -> int: ...
+    def recv(self, size: int, flags: int = 0, /) -> bytes: ...
+
+
+class _Place:
+    """Where one direction stands: on which lane, and how much of the stripe is left."""
+
+    def __init__(self, lanes: int, left: int) -> None:
+        self._lanes, self.lane, self.left = lanes, 0, left
+
+    def move(self, nbytes: int) -> None:
+        self.left -= nbytes
+        if not self.left:
+            self.lane, self.left = (self.lane + 1) % self._lanes, STRIPE
+
+
+class Bundle:
+    """Connected stream sockets, or what stands for such, as one `Channel`.
+
+    At most one thread sends and one receives at a time.
+
+    ahead: bytes that will be sent on lane 0 before the stream, and are no part of it (the welcome of a handshake).
+    """
+
+    def __init__(self, lanes: Sequence[Channel], ahead: int = 0) -> None:
+        self._lanes = tuple(lanes)
+        self._out, self._in = _Place(len(lanes), STRIPE + ahead), _Place(len(lanes), STRIPE)
+
+    def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
+        """Send from the buffers, as a socket does; returns how many bytes. Descriptors cannot travel."""
+        if ancdata:
+            raise ValueError("a bundle of sockets carries no descriptors")
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        sent = 0
+        while views:
+            head = _head(views, self._out.left)
+            try:
+                count = self._lanes[self._out.lane].sendmsg(head, (), flags)
+            except BlockingIOError:
+                if sent:
+                    break
+                raise
+            self._out.move(count)
+            sent += count
+            if count < sum(map(len, head)) and flags & socket.MSG_DONTWAIT:
+                break
+            views = _without(views, count)
+        return sent
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive into the buffer, as a socket does: what is there, or with MSG_WAITALL all of it; 0 at the end."""
+        target = memoryview(buffer).cast("B")[: nbytes or None]
+        got = 0
+        while got < len(target):
+            end = got + min(self._in.left, len(target) - got)
+            count = self._lanes[self._in.lane].recv_into(target[got:end], 0, flags)
+            got += count
+            if not count or not flags & socket.MSG_WAITALL:
+                self._in.move(count)
+                break
+            self._in.move(count)
+        return got
+
+    def recvmsg_into(
+        self, buffers: Iterable[Any], ancbufsize: int = 0, flags: int = 0, /
+    ) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+        """Receive into the first buffer; there are never descriptors."""
+        return self.recv_into(next(iter(buffers)), 0, flags), [], 0, None
+
+    def shutdown(self, how: int, /) -> None:
+        """Shut all lanes down."""
+        for lane in self._lanes:
+            with suppress(OSError):  # it may be down already
+                lane.shutdown(how)
+
+    def settimeout(self, value: float | None, /) -> None:
+        """As a socket's."""
+        for lane in self._lanes:
+            lane.settimeout(value)
+
+    def fileno(self) -> int:
+        """Raises ValueError: no selector can wait for several descriptors as if they were one."""
+        raise ValueError("a bundle of sockets has no descriptor of its own; read it on a thread")
+
+    def close(self) -> None:
+        """Close all lanes."""
+        for lane in self._lanes:
+            lane.close()
+
+
+def _head(views: list[memoryview], size: int) -> list[memoryview]:
+    head = []
+    for view in views:
+        if size <= 0:
+            break
+        head.append(view[:size])
+        size -= len(view)
+    return head
+
+
+def _without(views: list[memoryview], size: int) -> list[memoryview]:
+    rest = []
+    for view in views:
+        if size < len(view):
+            rest.append(view[size:])
+        size = max(0, size - len(view))
+    return rest
+
+
+class Parking:
+    """Lanes of dialers that have proven who they are, until their lane 0 comes and takes them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, Line]]] = {}
+
+    def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: Line) -> None:
+        """Keep a lane. Those of an earlier try of the same dialer are closed. Raises WireError when all is closed."""
+        with self._lock:
+            if self._closed:
+                raise WireError("this road is closed")
+            known, lanes = self._parked.get(way, (bundle, {}))
+            if known != bundle:
+                _close(lanes)
+                lanes = {}
+            if lane in lanes:
+                raise WireError(f"lane {lane} came twice")
+            lanes[lane] = sock
+            self._parked[way] = (bundle, lanes)
+
+    def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[Line]:
+        """Lanes 1 to count - 1 of a bundle. Raises WireError when they are not all there."""
+        with self._lock:
+            known, lanes = self._parked.pop(way, (b"", {}))
+        if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):
+            _close(lanes)
+            raise WireError(f"{len(lanes) + 1} lanes of {count} came")
+        return [lanes[lane] for lane in range(1, count)]
+
+    def close(self) -> None:
+        """Close what nobody took."""
+        with self._lock:
+            self._closed = True
+            for _, lanes in self._parked.values():
+                _close(lanes)
+            self._parked.clear()
+
+
+def _close(lanes: dict[int, Line]) -> None:
+    for sock in lanes.values():
+        sock.close()

@@ -1,0 +1,221 @@
+"""Shared memory on one host: frames over a Unix socket, payloads as references to memory that both sides map.
+
+Rule: a payload that lies in a region of the sender's `Memory` is never copied by the road; the receiver sees the
+sender's own bytes. A region is a memfd: it has no name, dies with its last user (also after SIGKILL) and is sealed
+against truncation, so a reference that was checked once can never fault. Regions are populated when made, because
+fresh pages cost several times the copy they are made for.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import weakref
+from bisect import bisect_right
+from pathlib import Path
+from urllib.parse import SplitResult, unquote
+
+import torch
+
+from topotrain.comm.security.handshake import Identity
+from topotrain.comm.transport import WireError
+from topotrain.comm.transport.inline_reader import Pump
+from topotrain.comm.transport.socket_transport import BACKLOG, SocketWire
+from topotrain.config.private_files import FILE_MODE
+from topotrain.core.protocol import ProtocolError
+
+ALIGN = 64  # bytes
+ARENA = 1 << 20  # bytes; smaller allocations share regions of this size
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SUN_PATH = 107  # bytes of a Unix socket's path
+_UCRED = struct.Struct("3i")
+
+
+class Region:
+    """One memfd of ours, mapped. `bytes` shows all of it, `tensor` gives parts with a storage of their own."""
+
+    def __init__(self, number: int, fd: int, nbytes: int) -> None:
+        self.id, self.fd, self.nbytes = number, fd, nbytes
+        self._map = _mapped(fd, nbytes)
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.used = 0
+        weakref.finalize(self, os.close, fd)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements from byte `offset` on, 1-D, over a storage of their own (torch.save writes just these)."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+
+class Memory:
+    """The shared memory of one process: it makes regions, finds tensors in them, and maps those of peers.
+
+    Memory is given out once and kept until every tensor over it and this object are gone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made = 0
+        self._arena: Region | None = None
+        self._sorted: tuple[list[int], list[Region]] = ([], [])  # by address; replaced, never changed: no lock to read
+        self._seen: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros, 1-D, at a multiple of ALIGN bytes."""
+        nbytes = numel * dtype.itemsize
+        with self._lock:
+            if nbytes >= ARENA:
+                return self._make(nbytes).tensor(0, numel, dtype)
+            if self._arena is None or self._arena.used + nbytes > ARENA:
+                self._arena = self._make(ARENA)
+            offset = self._arena.used
+            self._arena.used += -(-nbytes // ALIGN) * ALIGN
+            return self._arena.tensor(offset, numel, dtype)
+
+    def adopt(self, fd: int, nbytes: int) -> Region:
+        """Map a memfd made by `unsized_memfd` that several processes share; the first gives it its size.
+
+        The descriptor stays the caller's. All must name the same `nbytes`.
+
+        Raises:
+            WireError: it has another size, or cannot be sealed.
+        """
+        own = os.dup(fd)
+        try:
+            if os.fstat(own).st_size == 0:
+                os.ftruncate(own, nbytes)  # who comes second asks for the same size, which is no change
+            fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
+            size = os.fstat(own).st_size
+        except OSError as error:
+            os.close(own)
+            raise WireError(f"shared memory of {nbytes} bytes cannot be set up: {error}") from error
+        if size != nbytes:
+            os.close(own)
+            raise WireError(f"shared memory of {size} bytes, this process needs {nbytes}: do the models differ?")
+        with self._lock:
+            return self._add(own, nbytes)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
+        """The region of ours that the tensor lies in and its offset there in bytes, or None."""
+        address = tensor.data_ptr()
+        bases, regions = self._sorted
+        at = bisect_right(bases, address) - 1
+        if not address or at < 0 or address + tensor.nbytes > bases[at] + regions[at].nbytes:
+            return None
+        return regions[at], address - bases[at]
+
+    def map(self, fd: int, nbytes: int) -> torch.Tensor:
+        """All of a peer's region as 1-D uint8; closes `fd`. Connections of one process share one mapping."""
+        try:
+            info = os.fstat(fd)
+            sealed = stat.S_ISREG(info.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or not 0 < nbytes == info.st_size:
+                raise ProtocolError(f"a region of {nbytes} bytes that is {info.st_size} bytes, or not sealed")
+            with self._lock:
+                known = self._seen.get((info.st_dev, info.st_ino))
+                if known is None:
+                    known = torch.frombuffer(_mapped(fd, nbytes), dtype=torch.uint8)
+                    self._seen[info.st_dev, info.st_ino] = known
+                return known
+        except OSError as error:
+            raise ProtocolError(f"a region that cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+
+    def _make(self, nbytes: int) -> Region:
+        fd = unsized_memfd()
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            os.close(fd)
+            raise WireError(f"no shared memory of {nbytes} bytes: {error}") from error
+        return self._add(fd, nbytes)
+
+    def _add(self, fd: int, nbytes: int) -> Region:
+        try:
+            region = Region(self._made, fd, nbytes)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise WireError(f"no shared memory of {nbytes} bytes: {error}") from error
+        self._made += 1
+        info = os.fstat(fd)
+        self._seen[info.st_dev, info.st_ino] = region.bytes
+        regions = sorted([*self._sorted[1], region], key=lambda r: r.bytes.data_ptr())
+        self._sorted = ([r.bytes.data_ptr() for r in regions], regions)
+        return region
+
+
+def unsized_memfd() -> int:
+    """A memfd of size 0 for `Memory.adopt`; a supervisor makes it and hands it to the processes that share it."""
+    return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def socket_directory() -> str:
+    """A new 0700 directory with a path short enough for Unix sockets; the caller removes it."""
+    return tempfile.mkdtemp(prefix="tt-")
+
+
+class ShmWire(SocketWire):
+    """The road inside a host; its socket lives in `directory`, which only this user may enter (made if missing).
+
+    Raises:
+        WireError: the directory is open to others, or its path is too long for a Unix socket.
+    """
+
+    schemes = ("unix",)
+
+    def __init__(
+        self, identity: Identity, directory: str, memory: Memory, patience: float = 10.0, pump: Pump | None = None
+    ) -> None:
+        super().__init__(identity, memory, patience, pump)
+        self.memory = memory
+        self._path = os.path.join(os.path.abspath(directory), secrets.token_hex(6))
+        if len(os.fsencode(self._path)) > _SUN_PATH:
+            raise WireError(f"directory = {directory!r}: too long for a Unix socket, use one under the temp directory")
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        info = os.stat(directory)
+        if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise WireError(f"directory = {directory!r}: must belong to this user and be closed to others (mode 0700)")
+
+    def close(self) -> None:
+        """End all connections, as every socket road does, and remove the socket."""
+        super().close()
+        Path(self._path).unlink(missing_ok=True)
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(sock.fileno(), FILE_MODE)  # which its name gets, too
+            sock.bind(self._path)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            raise WireError(f"cannot listen at {self._path}: {error}") from error
+        return sock, Path(self._path).as_uri().replace("file:", "unix:", 1)
+
+    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(seconds)
+            sock.connect(unquote(url.path))
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _inspect(self, sock: socket.socket) -> None:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        _, uid, _ = _UCRED.unpack(raw)
+        if uid != os.geteuid():
+            raise WireError(f"the process at the other end belongs to user {uid}")
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

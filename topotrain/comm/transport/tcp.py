@@ -1,0 +1,203 @@
+"""TCP: plain on this machine, under TLS 1.3 wherever another machine can reach.
+
+Rule: the address decides, and nobody can switch it off. A loopback address is served and dialed in the clear (tcp://),
+any other only under TLS (tls://), only with a secret, and only one by one: an address that stands for all interfaces
+would open doors that nobody has asked for.
+"""
+
+import ipaddress
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import SplitResult
+
+from topotrain.comm.emulation.link import Network
+from topotrain.comm.security.handshake import MAX_LANES, TOKEN_BYTES, Identity, Peer
+from topotrain.comm.security.tls import Certificate, TlsChannel, client_side, server_side
+from topotrain.comm.transport import WireError
+from topotrain.comm.transport.connection import Connection
+from topotrain.comm.transport.multi_socket import Channel, Line
+from topotrain.comm.transport.peer_keepalive import LEASE_S, Watch
+from topotrain.comm.transport.socket_transport import BACKLOG, SocketWire
+
+# The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
+_CONGESTION = (b"cubic", b"reno")
+_LAST_PORT = 65535
+_LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no asking
+
+
+class TcpWire(SocketWire):
+    """The road over TCP; its listener takes the first free port from `start_port` on (0: any).
+
+    With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection. exact:
+    `start_port` and no other. host: a literal address of this machine, or a name of it. tls: on a loopback address,
+    too; all others have it anyway. lease_s: seconds after which a host that
+    does not answer counts as gone, see `lease`.
+
+    Raises:
+        WireError: host is no address of this machine, or stands for several, or others can reach it and there is no
+            secret (a token of zeros), or the package for TLS is missing.
+    """
+
+    schemes = ("tcp", "tls")
+
+    def __init__(
+        self,
+        identity: Identity,
+        start_port: int = 0,
+        host: str = "127.0.0.1",
+        patience: float = 10.0,
+        network: Network | None = None,
+        lanes: int = 1,
+        exact: bool = False,
+        tls: bool = False,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        super().__init__(identity, patience=patience, lanes=lanes)
+        if not 1 <= lanes <= MAX_LANES:
+            raise WireError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
+        if not 0 <= start_port <= _LAST_PORT:
+            raise WireError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
+        self._home = home(host)
+        if not self._home.loopback and identity.token == bytes(TOKEN_BYTES):
+            raise WireError(f"host = {host!r}: other machines reach it, so the job needs a secret; its token is zeros")
+        self._certificate = Certificate.make() if tls or not self._home.loopback else None
+        self._start_port, self._exact = start_port, exact
+        self._network = network
+        self._watch = Watch(lease_s)
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        last = self._start_port if self._exact else _LAST_PORT
+        ports = range(self._start_port, last + 1) if self._start_port else (0,)
+        error: OSError | None = None
+        for port in ports:
+            sock = socket.socket(self._home.family, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((self._home.address, port))
+                sock.listen(BACKLOG)  # two listeners may both bind, only one may listen: the port is ours from here
+            except OSError as busy:
+                sock.close()
+                error = busy
+            else:
+                scheme = "tcp" if self._certificate is None else "tls"
+                return sock, f"{scheme}://{self._home}:{sock.getsockname()[1]}"
+        if self._exact:
+            raise WireError(f"port {self._start_port} of {self._home} cannot be used: {error}")
+        raise WireError(f"no free port on {self._home} from {self._start_port} on: {error}")
+
+    def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
+        try:
+            host, port = url.hostname, url.port
+        except ValueError as error:
+            raise WireError(f"{url.geturl()}: {error}") from error
+        if not host or not port:
+            raise WireError(f"{url.geturl()}: must be {url.scheme}://ADDRESS:PORT")
+        if url.scheme == "tcp" and not _loopback(host):
+            raise WireError(f"{url.geturl()}: tcp:// is for loopback addresses such as 127.0.0.1, others have tls://")
+        return socket.create_connection((_LOCALHOST.get(host, host), port), timeout=seconds)
+
+    def _inspect(self, sock: socket.socket) -> None:
+        prepare(sock)
+
+    def _secure(self, sock: socket.socket, seconds: float, url: SplitResult | None = None) -> tuple[Line, bytes]:
+        if url is None:
+            return (sock, b"") if self._certificate is None else server_side(sock, self._certificate, seconds)
+        return client_side(sock, seconds) if url.scheme == "tls" else (sock, b"")
+
+    def _shape(self, line: Line, peer: Peer) -> Channel:
+        if isinstance(line, TlsChannel):
+            line.trust()
+            line.relay(lambda sock: self._shaped(sock, peer))
+            return line
+        assert isinstance(line, socket.socket)
+        return self._shaped(line, peer)
+
+    def _guard(self, connection: Connection, roads: list[Channel]) -> None:
+        below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
+        socks = [sock for sock in below if isinstance(sock, socket.socket)]
+        if not _loopback(str(socks[0].getpeername()[0])):  # this machine answers itself for as long as it runs
+            self._watch.add(connection, socks)
+
+    def _leave(self, connection: Connection) -> None:
+        self._watch.remove(connection)
+        super()._leave(connection)
+
+    def close(self) -> None:
+        """As `SocketWire.close`; until its end, whoever is out of reach is noticed."""
+        super().close()
+        self._watch.close()
+
+    def _shaped(self, sock: socket.socket, peer: Peer) -> socket.socket:
+        return sock if self._network is None else self._network.shape(sock, peer.me, peer.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """An address of this machine to listen at, literally; `loopback`: no other machine reaches it."""
+
+    family: socket.AddressFamily
+    address: str
+    loopback: bool
+
+    def __str__(self) -> str:
+        return f"[{self.address}]" if ":" in self.address else self.address
+
+
+def home(host: str) -> Home:
+    """The address that a host stands for here; of a name with several, the first that this machine has.
+
+    Raises:
+        WireError: it is no address of this machine, or stands for all of its interfaces.
+    """
+    try:
+        found = socket.getaddrinfo(_LOCALHOST.get(host, host), None, type=socket.SOCK_STREAM) if host else []
+    except (OSError, UnicodeError) as error:
+        raise WireError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
+    for *_, (literal, *_) in found:
+        address = _plain(str(literal))
+        if address is None:
+            continue
+        if address.is_unspecified:
+            raise WireError(f"host = {host!r}: stands for every interface; must be the address of one")
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        if not address.is_multicast and _is_here(family, str(address)):
+            return Home(family, str(address), address.is_loopback)
+    raise WireError(f"host = {host!r}: must be an address of this machine, of one of its interfaces")
+
+
+def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address that means the same on every machine, IPv4 as such; None for one that names an interface, too."""
+    try:
+        address = ipaddress.ip_address(literal)
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        return None if address.scope_id else address.ipv4_mapped or address
+    return address
+
+
+def _is_here(family: socket.AddressFamily, address: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _loopback(host: str) -> bool:
+    """Whether this is a loopback address, said literally: what a name stands for may change under our feet."""
+    address = _plain(_LOCALHOST.get(host, host))
+    return address is not None and address.is_loopback
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set a connected TCP socket up: no waiting for more bytes, and on loopback a congestion control that is fast."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not _loopback(str(sock.getsockname()[0])):
+        return
+    for name in _CONGESTION:
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return

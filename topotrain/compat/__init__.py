@@ -1,0 +1,1 @@
+"""The same job through the interfaces of other systems."""

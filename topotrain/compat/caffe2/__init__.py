@@ -1,0 +1,1 @@
+"""Caffe2's data_parallel_model."""

@@ -1,0 +1,268 @@
+"""A training loop that looks like a net of Caffe2: what `Parallelize` makes, and what its functions are given.
+
+Rule: where Caffe2's functions built a net, ours are the net: `input_builder_fun` and `optimizer_builder_fun` are called
+once, `forward_pass_builder_fun` in each iteration. As there, gradients are added up over shards, and `loss_scale` makes
+a mean of the sum.
+"""
+
+import atexit
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topotrain.comm.security.secret import load_secret
+from topotrain.compat.caffe2.shard_rendezvous import Meeting, Rendezvous, shard_name
+from topotrain.config.job import Cluster, ConfigError, Job, Reduce, Road
+from topotrain.config.topology import Address, Role
+from topotrain.launch.by_hand.manual_server import Terms
+from topotrain.launch.by_hand.manual_worker import join, leave
+from topotrain.training import context as process
+from topotrain.training.api import prepare
+
+COMPARE = "num_shards, and what is given to Parallelize"
+
+
+class Model:
+    """What the builder functions get: the module, the batch at hand, and values by name.
+
+    Everything that the module has, this has, too: `model.parameters()`, `model(images)`.
+
+    Attributes:
+        module: the user's.
+        batch: what the input gave for this iteration, on `device`.
+        blobs: name -> anything that a function wants to keep, for `FetchBlob`.
+        device: where this shard computes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigError("Parallelize model", type(module).__name__, "must be a torch.nn.Module")
+        self.module = module
+        self.batch: Any = None
+        self.blobs: dict[str, Any] = {}
+        self.device = torch.device("cpu")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":  # not there yet: while being copied, say
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+
+InputBuilder = Callable[[Model], Any]  # batches, or None
+ForwardBuilder = Callable[[Model, float], Sequence[torch.Tensor]]
+OptimizerBuilder = Callable[[Model], Optimizer]
+
+
+class Net:
+    """What `Parallelize` has made.
+
+    Attributes:
+        model: what the builder functions get.
+        optimizer: what `optimizer_builder_fun` returned; None: the net only computes losses.
+        started: the shards have met.
+    """
+
+    def __init__(
+        self, model: Model, forward: ForwardBuilder, meets: Rendezvous | None, patience_s: float, workspace: str
+    ) -> None:
+        self._placed = process.placed()
+        self.model = model
+        self.optimizer: Optimizer | None = None
+        self._forward, self._meets = forward, None if self._placed else meets
+        self._patience_s, self._workspace = patience_s, workspace
+        self._meeting: Meeting | None = None
+        self.started = self._over = False
+        self._exit_nets = [] if meets is None else meets.exit_nets
+        self._batches: Iterator[Any] = iter(())
+
+    def build(self, inputs: InputBuilder, optimizer: OptimizerBuilder | None) -> None:
+        """Call the functions that are called once. Raises ConfigError for what they must not return."""
+        self._batches = _batches(inputs, self.model)
+        if optimizer is None:
+            return
+        built = optimizer(self.model)
+        if not isinstance(built, Optimizer):
+            raise ConfigError("optimizer_builder_fun", type(built).__name__, "must return a torch.optim optimizer")
+        self.optimizer = built
+
+    @property
+    def loss_scale(self) -> float:
+        """1 / number of shards."""
+        if self.optimizer is None:
+            return 1.0
+        here = process.current()
+        if self._meets is not None:
+            return 1.0 / self._meets.num_shards
+        # Under a launcher the job's own `reduce` says whether gradients are added up or averaged.
+        sums = here is not None and here.place.job.reduce is Reduce.kSum
+        return 1.0 / here.place.topology.workers_per_group if here is not None and sums else 1.0
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Meet the other shards; all have the parameters of shard 0 then. The first `run` does it, too.
+
+        Raises:
+            ConfigError: another process is this shard, or has other settings.
+            StoreError: the store cannot be used, or not all shards came in time.
+            WireError: another shard cannot be reached, or refuses this one.
+        """
+        if self._over:
+            raise ConfigError("net", None, "has been finalized: make another one to go on")
+        if self.started:
+            return
+        if self.optimizer is not None:
+            if process.prepared() or (self._meets is not None and process.current() is not None):
+                raise ConfigError("RunInitNet", None, "this process trains another net: finalize that one first")
+            atexit.register(self._at_exit)  # before `join` does so: functions run in the opposite order
+            if self._meets is not None:
+                self._join(self._meets)
+            prepare(self.model.module, self.optimizer)
+        self.started = True
+
+    def _join(self, meets: Rendezvous) -> None:
+        count, number = meets.num_shards, meets.shard_id
+        secret = load_secret(os.environ)
+        assert meets.handler is not None
+        self._meeting = Meeting(meets.handler, number, count, self._patience_s)
+        cluster = Cluster(
+            nworkers_per_group=count,
+            nservers_per_group=count,
+            engine=meets.engine,
+            road=Road.kTcp,
+            workspace=self._workspace,
+        )
+        job = Job(name="parallelize", cluster=cluster, reduce=Reduce.kSum)
+        join(
+            job,
+            Address(Role.WORKER, 0, number),
+            self._meeting.store,
+            secret,
+            meets.host,
+            serves=[Address(Role.SERVER, 0, number)],
+            url=self._meeting.url,
+            terms=Terms(f"{count} shards", COMPARE, self._patience_s, shard_name),
+            gpus=self.model.device.type == "cuda",
+        )
+
+    def run(self, iterations: int = 1) -> float:
+        """So many iterations; returns the loss of the last one, on this shard, as the forward function has scaled it.
+
+        Raises:
+            ConfigError: there are no batches left, or a builder function returned what it must not.
+            JobError, PeerLost: the job cannot go on. What `start` raises.
+        """
+        if type(iterations) is not int or iterations < 1:
+            raise ConfigError("iterations", iterations, "must be a whole number >= 1")
+        self.start()
+        total = torch.zeros(())
+        for _ in range(iterations):
+            self.model.batch = _moved(next(self._batches), self.model.device)
+            total = self._evaluate() if self.optimizer is None else self._train(self.optimizer)
+        return float(total)
+
+    def _train(self, optimizer: Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        losses = self._losses()
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+        optimizer.step()
+        return _total(losses)
+
+    def _evaluate(self) -> torch.Tensor:
+        was = self.model.module.training
+        self.model.module.eval()
+        try:
+            with torch.no_grad():
+                return _total(self._losses())
+        finally:
+            self.model.module.train(was)
+
+    def _losses(self) -> list[torch.Tensor]:
+        losses = self._forward(self.model, self.loss_scale)
+        if not isinstance(losses, list | tuple) or not losses or not all(isinstance(x, torch.Tensor) for x in losses):
+            kind = type(losses).__name__
+            raise ConfigError("forward_pass_builder_fun", kind, "must return a list of losses, as tensors")
+        return list(losses)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """End this shard's part: shard 0 writes `final.safetensors`, then the exit nets run.
+
+        The end of the script does the same.
+
+        Raises:
+            JobError, PeerLost: the job failed meanwhile.
+        """
+        if self._over:
+            return
+        try:
+            if self._meeting is not None:
+                leave()
+        finally:
+            self._at_exit()
+
+    def _at_exit(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        atexit.unregister(self._at_exit)
+        if self._meeting is not None:
+            self._meeting.close()
+        if self.started and process.current() is None:
+            process.forget()
+        for net in self._exit_nets:
+            net()
+
+
+def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
+    """What the function gives, again and again."""
+    source = inputs(model)
+    if source is None:
+        return _called(inputs, model)
+    if not isinstance(source, Iterable):
+        why = "must return batches, such as a DataLoader, or None"
+        raise ConfigError("input_builder_fun", type(source).__name__, why)
+    return _repeated(source)
+
+
+def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
+    while True:  # the first call was the one that told us how it is meant
+        yield model.batch
+        inputs(model)
+
+
+def _repeated(source: Iterable[Any]) -> Iterator[Any]:
+    count = 0
+    while True:
+        before = count
+        for batch in source:
+            count += 1
+            yield batch
+        if count == before:
+            why = "has no more batches; return something that can be iterated again, such as a DataLoader"
+            raise ConfigError("input_builder_fun", f"{count} batches", why)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """The same on a device."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: _moved(part, device) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_moved(part, device) for part in batch]
+    return batch
+
+
+def _total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.detach().sum() for loss in losses]).sum()

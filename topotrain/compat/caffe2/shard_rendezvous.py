@@ -1,0 +1,245 @@
+"""How the shards of a `Parallelize` meet: over a directory or a Redis server, in Caffe2's words.
+
+Rule: a store outlives the jobs that use it. Every shard has a seat under its `shard_id` (`rendezvous.seats`), and every
+start of all shards gets a room of its own in the store (`rendezvous.rounds`): nothing that an earlier one left behind
+is read again.
+"""
+
+import fcntl
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from topotrain.comm.store import Store, StoreError, open_store
+from topotrain.comm.store.discovery import generations, rank_claims
+from topotrain.comm.store.discovery.rank_claims import Attentive, Seat, SeatTaken
+from topotrain.comm.torch_store.c10d_store import encode
+from topotrain.config.job import ConfigError, Engine
+from topotrain.config.topology import Address, Role
+from topotrain.extensions.collectives.torch_backend import check_engine
+from topotrain.launch.by_hand.manual_server import Waiting
+
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_DEFAULT = "parallelize"
+_LINGER = 4  # beats of a seat
+
+
+class FileStoreHandler:
+    """Shards meet in a directory that all of them see: `FileStoreHandlerCreate`.
+
+    Args:
+        path: the directory; it is made (mode 0700) if it is not there, and must belong to this user alone.
+        prefix: name of the run, for a directory that several runs use at the same time.
+    """
+
+    def __init__(self, path: str | Path, prefix: str = "") -> None:
+        if not isinstance(path, str | Path):
+            raise ConfigError("FileStoreHandler path", path, "must be the path of a directory")
+        self.prefix = _text("FileStoreHandler prefix", prefix)
+        self._url = f"file://{quote(str(Path(path).absolute()))}"
+
+    def url(self, job: str) -> str:
+        """The store's URL for the keys of one job."""
+        return f"{self._url}?job={job}"
+
+
+class RedisStoreHandler:
+    """Shards meet on a Redis server: `RedisStoreHandlerCreate`.
+
+    Args:
+        host, port: of the server.
+        prefix: name of the run, for a server that several runs use at the same time.
+        user, password: to log in with; read the password from where only you can, as for any other secret.
+        tls: the server speaks TLS; ca: file with the authority that has signed its certificate ("": the system's).
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 6379,
+        prefix: str = "",
+        *,
+        user: str = "",
+        password: str = "",
+        tls: bool = False,
+        ca: str = "",
+    ) -> None:
+        for field, value in (("host", host), ("user", user), ("password", password), ("ca", ca)):
+            _text(f"RedisStoreHandler {field}", value)
+        self.prefix = _text("RedisStoreHandler prefix", prefix)
+        try:
+            port = int(port)
+        except (TypeError, ValueError):
+            port = 0
+        if not 0 < port < 1 << 16:
+            raise ConfigError("RedisStoreHandler port", port, "must be 1 to 65535")
+        at = f"[{host}]" if ":" in host else host
+        login = f"{quote(user, safe='')}:{quote(password, safe='')}@" if user or password else ""
+        self._url = f"{'rediss' if tls else 'redis'}://{login}{at}:{port}"
+        self._more = f"&ca={quote(ca)}" if tls and ca else ""
+
+    def url(self, job: str) -> str:
+        """The store's URL for the keys of one job, password and all."""
+        return f"{self._url}?job={job}{self._more}"
+
+
+Handler = FileStoreHandler | RedisStoreHandler
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        shown = type(value).__name__ if field.endswith("password") else value
+        raise ConfigError(field, shown, "must be a text")
+    return value
+
+
+class Meeting:
+    """All shards of one start have met: a store that only they use, and this shard's seat.
+
+    Args:
+        handler: where they meet.
+        shard_id, num_shards: of this process, and how many there are.
+        patience_s: how long to wait for the others.
+
+    Raises:
+        ConfigError: another process is this shard, or has been told another `num_shards`.
+        StoreError: the store cannot be used, or not all shards came in time.
+    """
+
+    def __init__(self, handler: Handler, shard_id: int, num_shards: int, patience_s: float) -> None:
+        job = encode(handler.prefix) if handler.prefix else _DEFAULT
+        self._whole = open_store(handler.url(job))
+        self._opened: Store | None = None
+        try:
+            self._seat = Seat(self._whole, shard_id, str(num_shards))
+        except SeatTaken:
+            why = "must be another number in each process: a process that lives is this shard already"
+            raise ConfigError("shard_id", shard_id, why) from None
+        try:
+            room = self._meet(shard_id, num_shards, patience_s)
+        except BaseException as error:
+            if isinstance(error, ConfigError):
+                time.sleep(
+                    _LINGER * rank_claims.BEAT_S
+                )  # so that those with whom we do not belong together see it, too
+            self.close()
+            raise
+        self.url = handler.url(f"{job}.{room}")
+        self._opened = open_store(self.url)
+
+    @property
+    def store(self) -> Store:
+        """The store that only the shards of this start use."""
+        assert self._opened is not None
+        return self._opened
+
+    def _meet(self, shard_id: int, num_shards: int, patience_s: float) -> str:
+        here = _Lobby(self._whole, self._seat, num_shards)
+        try:
+            return generations.join(here, shard_id, num_shards, patience_s)
+        except TimeoutError:
+            missing = ", ".join(map(shard_name, here.missing)) or "shard 0"
+            raise StoreError(f"{missing} did not come within {patience_s:g} s") from None
+
+    def close(self) -> None:
+        """Leave; shard 0 clears away what this start has written."""
+        self._seat.close()
+        if self._opened is not None and self._seat.number == 0:
+            with suppress(StoreError):
+                for key in self._opened.keys(""):
+                    self._opened.delete(key)
+        for store in (self._opened, self._whole):
+            if store is not None:
+                store.close()
+
+
+def shard_name(shard: Address | int) -> str:
+    """What the door calls a worker, or the server beside it."""
+    if isinstance(shard, int):
+        return f"shard {shard}"
+    return f"shard {shard.index}" if shard.role is Role.WORKER else f"the server of shard {shard.index}"
+
+
+class _Lobby(Attentive):
+    """Where shards wait for each other, and see whether they belong together."""
+
+    def __init__(self, store: Store, seat: Seat, num_shards: int) -> None:
+        super().__init__(store, f"lobby/{num_shards}", seat)
+        self._size, self._waiting = num_shards, Waiting(shard_name)
+        self.missing = [number for number in range(num_shards) if number != seat.number]
+
+    def look(self, others: dict[int, str]) -> None:
+        for number, says in sorted(others.items()):
+            if says != str(self._size):
+                why = f"must be the same in all processes, and shard {number} says {says}"
+                raise ConfigError("num_shards", self._size, why)
+        self.missing = [number for number in self.missing if number not in others]
+        if self.missing:
+            self._waiting.say(", ".join(map(shard_name, self.missing)))
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of a network interface of this machine. Raises ConfigError where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            why = f"must be a network interface of this machine with an IPv4 address, here are {names}"
+            raise ConfigError("rendezvous['interface']", interface, why) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+# --- the dictionary --------------------------------------------------------------------------------------------
+
+
+ENGINES = {"GLOO": Engine.kGloo, "NCCL": Engine.kNccl}
+
+
+class Rendezvous:
+    """What stands in the dictionary `rendezvous`, checked."""
+
+    NAMES = ("kv_handler", "shard_id", "num_shards", "engine", "exit_nets", "interface", "transport")
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        if not isinstance(given, Mapping):
+            raise ConfigError("rendezvous", given, f"must be a dictionary with {', '.join(self.NAMES)}")
+        for name in given:
+            if name not in self.NAMES:
+                raise ConfigError("rendezvous", name, f"its words are {', '.join(self.NAMES)}")
+        self.handler = given.get("kv_handler")
+        if not isinstance(self.handler, FileStoreHandler | RedisStoreHandler):
+            kinds = "FileStoreHandler(path) or RedisStoreHandler(host, port, prefix)"
+            raise ConfigError("rendezvous['kv_handler']", self.handler, f"must be a {kinds} of tt.data_parallel")
+        self.num_shards = _whole(given, "num_shards", 1, None)
+        self.shard_id = _whole(given, "shard_id", 0, self.num_shards - 1)
+        word = given.get("engine", "GLOO")
+        if word not in ENGINES:
+            raise ConfigError("rendezvous['engine']", word, f"must be {' or '.join(ENGINES)}")
+        self.engine = ENGINES[word]
+        check_engine(self.engine)
+        if str(given.get("transport") or "tcp").lower() != "tcp":
+            raise ConfigError("rendezvous['transport']", given["transport"], 'must be "tcp"')
+        self.exit_nets = _callables(given.get("exit_nets"))
+        self.host = address_of(str(given.get("interface") or "lo"))
+
+
+def _whole(given: Mapping[str, Any], name: str, least: int, most: int | None) -> int:
+    value = given.get(name)
+    if type(value) is not int or value < least or (most is not None and value > most):
+        bound = f">= {least}" if most is None else f"from {least} to num_shards - 1 = {most}"
+        raise ConfigError(f"rendezvous['{name}']", value, f"must be a whole number {bound}")
+    return value
+
+
+def _callables(given: Any) -> list[Callable[[], object]]:
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple) or not all(callable(net) for net in given):
+        raise ConfigError("rendezvous['exit_nets']", given, "must be None or a list of functions without arguments")
+    return list(given)

@@ -1,0 +1,1 @@
+"""The training loops of Hugging Face and Lightning."""

@@ -1,0 +1,109 @@
+"""Hugging Face accelerate: an `Accelerator` whose `prepare` is also topotrain's.
+
+    from topotrain.compat.integrations.accelerate import Accelerator
+
+Rule: accelerate sees one process, and of a job's workers only the main one is its main process. In an ordinary process
+this is the plain `accelerate.Accelerator`. Only scripts import this file; it needs the extra `transformers`.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.compat.integrations import external_loop
+from topotrain.config.job import ConfigError
+from topotrain.training import api
+from topotrain.training import context as process
+
+external_loop.hide_launcher()
+
+try:
+    import accelerate
+    from accelerate.data_loader import DataLoaderShard
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import PartialState
+except ImportError as error:
+    raise external_loop.missing("accelerate", "transformers") from error
+
+
+class PlacedAccelerator(accelerate.Accelerator):
+    """An Accelerator that knows which worker this is, and that the servers may be the ones to clip."""
+
+    def take_place(self) -> None:
+        """Only the job's main worker is a main process: the others log, print and save nothing."""
+        if self.num_processes > 1:
+            external_loop.refuse(
+                "accelerate's number of processes", self.num_processes, "must be 1: topotrain starts them"
+            )
+        for state in (PartialState(), self.state):
+            state.process_index = state.local_process_index = api.rank()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """As in accelerate; with `grads: kHidden` the servers clip, at the step."""
+        self.unscale_gradients()
+        return api.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+class Accelerator(PlacedAccelerator):
+    """`accelerate.Accelerator`; in a job `prepare` ties model, optimizer and the first loader to it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.take_place()
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate, in any order; the first DataLoader is the one to train on, others stay whole.
+
+        Raises:
+            ConfigError: an optimizer comes without its model, or there are two models or optimizers, or what
+                `topotrain.prepare` refuses.
+        """
+        made = super().prepare(*args, **kwargs)
+        found = list(made) if isinstance(made, tuple) else [made]
+        if process.current() is None or not any(isinstance(each, AcceleratedOptimizer) for each in found):
+            return made
+        model = _only("model", [each for each in found if isinstance(each, nn.Module)])
+        optimizer = _only("optimizer", [each for each in found if isinstance(each, AcceleratedOptimizer)])
+        at = next((i for i, each in enumerate(found) if type(each) is DataLoaderShard), None)
+        if at is None:
+            api.prepare(model, optimizer.optimizer)
+        else:
+            found[at] = HandingOn(found[at], divide(model, optimizer, found[at]))
+        return tuple(found) if isinstance(made, tuple) else found[0]
+
+
+def divide(model: nn.Module, optimizer: Any, loader: Any, counted: bool = False) -> external_loop.Handing:
+    """Tie what accelerate has prepared to the job: from here on `loader` gives this worker's share. See `guest.tie`."""
+    # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
+    loader.base_dataloader, handing = external_loop.tie(model, optimizer.optimizer, loader.base_dataloader, counted)
+    return handing
+
+
+class HandingOn:
+    """A loader of accelerate; everything but the loop is the loader's own."""
+
+    def __init__(self, loader: Any, handing: external_loop.Handing) -> None:
+        self._loader, self._handing = loader, handing
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            self._handing.hand_on()
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not there yet: this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def _only(what: str, found: list[Any]) -> Any:
+    if len(found) != 1:
+        raise ConfigError("Accelerator.prepare", f"{len(found)} {what}s", "one model and one optimizer, in one call")
+    return found[0]

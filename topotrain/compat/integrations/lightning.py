@@ -1,0 +1,105 @@
+"""Lightning: a strategy for one device, whose steps are taken by a job.
+
+    Trainer(accelerator="cpu", devices=1, strategy=TopotrainStrategy())
+
+Rule: Lightning sees one process, and of a job's workers only the main one is its global zero. In an ordinary process
+this is the plain strategy for one device. Only scripts import this file; it needs the extra `lightning`.
+Works with `pytorch_lightning` and with `lightning`: whichever the script has imported, else whichever is there.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from topotrain.compat.integrations import external_loop
+from topotrain.config.job import ConfigError, Grads
+from topotrain.training import api
+from topotrain.training import context as process
+
+external_loop.hide_launcher()
+
+_NAMES = ("pytorch_lightning", "lightning.pytorch")
+
+
+def _package() -> str:
+    """The name of the package that the script uses."""
+    there = [name for name in _NAMES if name in sys.modules]
+    there += [name for name in _NAMES if find_spec(name.split(".")[0]) is not None]
+    if not there:
+        raise external_loop.missing("Lightning", "lightning")
+    return there[0]
+
+
+if TYPE_CHECKING:
+    from lightning_utilities.core.rank_zero import rank_zero_only
+    from pytorch_lightning.strategies import SingleDeviceStrategy
+else:
+    SingleDeviceStrategy = import_module(_package() + ".strategies").SingleDeviceStrategy
+    rank_zero_only = import_module("lightning_utilities.core.rank_zero").rank_zero_only
+
+
+class TopotrainStrategy(SingleDeviceStrategy):
+    """One device, in a job: model, optimizer and training loader are tied to it when `fit` begins.
+
+    Args:
+        device: where this worker computes, as for `SingleDeviceStrategy`.
+        more: the same.
+
+    Raises ConfigError (at `fit`) for what cannot hold in a job: several optimizers or training loaders, a training
+    loader that is loaded again, clipping by Lightning where the script does not see the mean.
+    """
+
+    strategy_name = "topotrain"
+
+    def __init__(self, device: torch.device | str = "cpu", **more: Any) -> None:
+        super().__init__(device, **more)
+        self.global_rank = self.local_rank = rank_zero_only.rank = api.rank()
+        self._handing: external_loop.Handing | None = None
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker logs and writes."""
+        return api.is_main()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The first loader of a fit, after the sanity check's, is the training loader; the others stay whole."""
+        trainer = self.lightning_module.trainer
+        if process.current() is None or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return dataloader
+        if self._handing is not None:
+            if trainer.fit_loop._combined_loader is None:
+                raise ConfigError("train_dataloaders", "several", "one DataLoader, divided among the workers")
+            return dataloader
+        self._check(trainer, dataloader)
+        share, self._handing = external_loop.tie(self.model, self.optimizers[0], dataloader, counted=True)
+        return share
+
+    def _check(self, trainer: Any, loader: object) -> None:
+        here = process.current()
+        assert here is not None
+        if not isinstance(loader, DataLoader):
+            raise ConfigError("train_dataloaders", type(loader).__name__, "must be a torch.utils.data.DataLoader")
+        if not self.optimizers:
+            accepted = "is not known yet in configure_optimizers: say Trainer(max_steps=...)"
+            raise ConfigError("trainer.estimated_stepping_batches", None, accepted)
+        if len(self.optimizers) > 1:
+            raise ConfigError("configure_optimizers", f"{len(self.optimizers)} optimizers", "must return one")
+        again = trainer.reload_dataloaders_every_n_epochs
+        external_loop.refuse("reload_dataloaders_every_n_epochs", again, "must be 0: the loader is divided once")
+        if here.place.job.grads is Grads.kHidden:
+            accepted = "must be left out with grads: kHidden; let the servers clip: updater { clip_norm: ... }"
+            external_loop.refuse("gradient_clip_val", trainer.gradient_clip_val, accepted)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning; it may have read a batch ahead."""
+        if self._handing is not None:
+            self._handing.hand_on()
+        return super().training_step(*args, **kwargs)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state, gathered from the servers, on the worker that writes it."""
+        return super().optimizer_state(optimizer) if self.is_global_zero else {}

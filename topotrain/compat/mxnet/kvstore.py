@@ -1,0 +1,298 @@
+"""`tt.kvstore`: values by key, pushed and pulled by hand, in MXNet's words (Chen et al., 2015; Li et al., 2014).
+
+    kv = tt.kvstore.create("dist_sync")
+    kv.init("w", torch.zeros(3, 4))
+    kv.set_optimizer(tt.kvstore.SGD(lr=0.1))
+    kv.push("w", gradient)
+    kv.pull("w", out=w)
+
+Rule: a key is a table of the job's servers (`tables`), its rows are rows of the value, and nothing of it stays here.
+Several stores may live in one script, of one kind or of several. In an ordinary process there is one worker.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from topotrain.compat.mxnet.values import Kept, Key, as_list, is_list, pairs, rows_of, summed, tensor_of
+from topotrain.config.job import ConfigError
+from topotrain.extensions.tables.frontend.optimizer_factories import SGD, Adagrad, Adam, SparseAdam
+from topotrain.extensions.tables.frontend.table_registry import Keeping, Own, Told, keeping
+from topotrain.extensions.tables.frontend.value_layout import Layout
+from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.table_spec import DTYPES, TableSpec
+from topotrain.training import context as process
+
+__all__ = ["SGD", "Adagrad", "Adam", "KVStore", "SparseAdam", "create"]
+
+KINDS = {"local": "sync", "dist_sync": "sync", "dist_async": "async"}
+_SAME = {"dist": "dist_sync", "device": "local", "dist_device_sync": "dist_sync", "dist_sync_device": "dist_sync"}
+
+
+def create(name: str = "local") -> "KVStore":
+    """A store of its own. All workers of a job create the same stores in the same order.
+
+    Args:
+        name: "dist_sync": a push counts when every worker has pushed the key, and the sum of all is one update.
+            "dist_async": every push is an update of its own. "local": this process's alone.
+
+    Raises:
+        ConfigError: another name.
+    """
+    kind = _SAME.get(name, name) if isinstance(name, str) else ""
+    if kind not in KINDS:
+        raise ConfigError("tt.kvstore.create", name, f"must be one of {', '.join(KINDS)}")
+    return KVStore(kind, Own() if kind == "local" else keeping(process.current()))
+
+
+class KVStore:
+    """A store; made by `create`."""
+
+    def __init__(self, kind: str, kept: Keeping) -> None:
+        self._kind = kind
+        self._kept = kept
+        self._number = kept.next_number()
+        self._keys: dict[Key, Kept] = {}
+        self._optimizer: Optimizer | None = None
+        self._factor = 1.0
+        self._rule = Told(self._rule_now)
+
+    @property
+    def type(self) -> str:
+        """The kind: "local", "dist_sync" or "dist_async"."""
+        return self._kind
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, 0 to num_workers - 1."""
+        return self._kept.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers push to the store."""
+        return self._kept.workers
+
+    def barrier(self) -> None:
+        """Return when every worker has come here as often as this one."""
+        self._kept.barrier()
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def init(self, key: Key | Sequence[Key], value: Any) -> None:
+        """Say what keys there are, and what they are at first: what worker 0 says counts. All workers call this.
+
+        Args:
+            key: a text or a number, or a list of them.
+            value: a CPU tensor of any shape, or a number; for a list of keys a list. A sparse COO tensor makes a table
+                whose other rows are zero and take no memory until they are pushed or pulled.
+
+        Raises:
+            ConfigError: the key is there with another shape or dtype, or the value is nothing of the above.
+        """
+        for each, one in pairs(key, value):
+            self._init(each, tensor_of(each, one))
+        self._kept.barrier()
+
+    def _init(self, key: Key, value: torch.Tensor) -> None:
+        known = self._keys.get(key)
+        if known is not None:
+            if (known.layout.shape, known.dtype) != (tuple(value.shape), value.dtype):
+                said = f"{tuple(value.shape)} of {value.dtype}"
+                has = f"{known.layout.shape} of {known.dtype}"
+                raise ConfigError(f"kv.init {key!r}", said, f"is there already with shape {has}")
+            return  # as in MXNet, the first value stays
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"kv.init {key!r}", dtype, f"must be one of {', '.join(DTYPES)}")
+        layout = Layout.of(tuple(value.shape))
+        if not layout.rows:
+            raise ConfigError(f"kv.init {key!r}", tuple(value.shape), "must have a row")
+        dense = value.layout is torch.strided or value.dim() < 2
+        made = Kept(
+            TableSpec(
+                f"kv{self._number}/{key!r}",
+                layout.rows,
+                layout.width,
+                dtype,
+                KINDS[self._kind],
+                self._rule_now(),
+                "given" if dense else "zeros",
+                dense=dense,
+                first=len(self._keys),
+            ),
+            layout,
+        )
+        self._kept.open(made.spec)
+        self._keys[key] = made
+        if self._kept.rank == 0:
+            self._put(made, value)
+
+    def _put(self, kept: Kept, value: torch.Tensor) -> None:
+        self._kept.give(kept.table, *rows_of(kept, value))
+
+    def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0) -> None:
+        """Send a value to the servers; several values of one key (a list) are added up first.
+
+        Without an optimizer the sum replaces what is there ("dist_async": is added to it), with one it is the gradient.
+        A sparse COO tensor sends, and changes, its rows alone, but in a key that was dense at `init` and has an
+        optimizer: that one moves all rows. Returns at once; the value may be changed afterwards.
+
+        Raises:
+            ConfigError: an unknown key, or another shape or dtype than the key's.
+        """
+        for each, values in pairs(key, value, lists=True):
+            kept = self._known(each)
+            if isinstance(values, list | tuple) and not values:
+                raise ConfigError(f"kv.push {each!r}", values, "must have a value")
+            total = summed([self._checked(each, kept, one) for one in as_list(values)])
+            self._tell_rule()
+            # An optimizer of whole keys moves all rows, also those whose gradient is zero.
+            ids, rows = rows_of(kept, total.to_dense() if kept.spec.dense and self._rule.text else total)
+            self._kept.push(kept.table, ids, rows * self._factor if self._factor != 1.0 else rows)
+
+    def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Write what the key is into `out` (a tensor, or several), and return it; without `out` a new tensor.
+
+        With "dist_sync" it is what came of this worker's last push, so that it waits for the others' pushes.
+
+        Raises:
+            ConfigError: an unknown key, or an `out` of another shape or dtype.
+        """
+        wanted = [(each, self._known(each), targets) for each, targets in pairs(key, out, lists=True)]
+        pulled = self._kept.pull_all([(kept.table, torch.arange(kept.layout.rows)) for _, kept, _ in wanted])
+        found = []
+        for (each, kept, targets), rows in zip(wanted, pulled, strict=True):
+            value = kept.layout.join(rows).reshape(kept.layout.shape)
+            found.append(self._written(each, kept, value, targets))
+        return found if is_list(key) else found[0]
+
+    def pushpull(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0) -> Any:
+        """`push`, then `pull`; without `out`, into `value`."""
+        self.push(key, value, priority)
+        return self.pull(key, value if out is None else out, priority)
+
+    def broadcast(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0) -> Any:
+        """`init`, then `pull`: everybody has worker 0's value."""
+        self.init(key, value)
+        return self.pull(key, out, priority)
+
+    def row_sparse_pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
+        """Rows of a key, by number: only these travel.
+
+        Args:
+            key: of at least two dimensions; its rows are counted along the first.
+            out: None: a sparse COO tensor of the key's shape is returned. Or a dense tensor of that shape, whose rows
+                `row_ids` are written (the others stay), or a sparse COO tensor that takes the result.
+            row_ids: whole numbers, of any shape, in any order; a number may occur several times.
+
+        Raises:
+            ConfigError: an unknown key, a key without rows, or a row that it has not.
+        """
+        found = []
+        for (each, target), (_, ids) in zip(pairs(key, out), pairs(key, row_ids, lists=True), strict=True):
+            kept = self._known(each)
+            numbers = self._row_numbers(each, kept, ids)
+            rows = kept.layout.join(self._kept.pull(kept.table, kept.layout.expand(numbers)))
+            rows = rows.reshape(len(numbers), *kept.layout.shape[1:])
+            if isinstance(target, torch.Tensor) and target.layout is torch.strided:
+                self._checked(each, kept, target)
+                with torch.no_grad():
+                    target[numbers] = rows
+                found.append(target)
+                continue
+            made = torch.sparse_coo_tensor(
+                numbers[None], rows, kept.layout.shape, is_coalesced=True, check_invariants=False
+            )
+            if not isinstance(target, torch.Tensor | None):
+                kind = type(target).__name__
+                raise ConfigError(f"kv.row_sparse_pull {each!r}", kind, "out must be a tensor or None")
+            found.append(made if target is None else target.copy_(made))
+        return found if is_list(key) else found[0]
+
+    def _row_numbers(self, key: Key, kept: Kept, ids: Any) -> torch.Tensor:
+        if len(kept.layout.shape) < 2:
+            raise ConfigError(f"kv.row_sparse_pull {key!r}", kept.layout.shape, "must have at least two dimensions")
+        if ids is None:
+            raise ConfigError(f"kv.row_sparse_pull {key!r}", None, "row_ids must be whole numbers")
+        try:
+            given = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"kv.row_sparse_pull {key!r}", ids, "row_ids must be whole numbers") from None
+        if not given.numel():
+            given = given.long()  # no rows at all, of whatever type
+        if given.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+            raise ConfigError(f"kv.row_sparse_pull {key!r}", str(given.dtype), "row_ids must be whole numbers")
+        numbers: torch.Tensor = torch.unique(given.long())
+        wrong = numbers[(numbers < 0) | (numbers >= kept.layout.shape[0])]
+        if len(wrong):
+            raise ConfigError(
+                f"kv.row_sparse_pull {key!r}", int(wrong[0]), f"must be a row, 0 to {kept.layout.shape[0] - 1}"
+            )
+        return numbers
+
+    # --- the optimizer -------------------------------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Optimizer, rescale_grad: float = 1.0) -> None:
+        """From here on a push is a gradient, and the servers do what this optimizer does. All workers call this.
+
+        Args:
+            optimizer: `tt.kvstore.SGD(lr=0.1)` and its sisters, or any element-wise `torch.optim` object; what counts
+                are its class and the numbers of its first group, which are read again at every push.
+            rescale_grad: what every push is multiplied by, 1 / (batch size x workers) say.
+
+        Raises:
+            ConfigError: an optimizer that the servers cannot run.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                "kv.set_optimizer", type(optimizer).__name__, "must be tt.kvstore.SGD(lr=0.1), or a torch.optim object"
+            )
+        if not isinstance(rescale_grad, int | float) or not math.isfinite(rescale_grad):
+            raise ConfigError("kv.set_optimizer rescale_grad", rescale_grad, "must be a number, 1 / kv.num_workers say")
+        text = rule_text(optimizer)
+        for kept in self._keys.values():
+            check_rule(kept.spec, text, self._kept.import_module)  # refuses here what servers would refuse
+        self._optimizer, self._factor = optimizer, float(rescale_grad)
+        self._tell_rule()
+
+    def _rule_now(self) -> str:
+        return "" if self._optimizer is None else rule_text(self._optimizer)
+
+    def _tell_rule(self) -> None:
+        """The numbers have changed: told before the push for which they count.
+
+        Whom a sync push waits for may be some pushes ahead of worker 0, whose numbers count for it.
+        """
+        speaks = self._kept.rank == 0 or self._kind == "dist_async"
+        self._rule.tell(self._kept, (kept.table for kept in self._keys.values() if speaks))
+
+    # --- checks --------------------------------------------------------------------------------------------------
+
+    def _known(self, key: Key) -> Kept:
+        kept = self._keys.get(key) if isinstance(key, int | str) else None
+        if kept is None:
+            known = ", ".join(map(repr, list(self._keys)[:20])) or "none yet"
+            raise ConfigError("kv key", key, f"was never given to kv.init; the store's keys: {known}")
+        return kept
+
+    def _checked(self, key: Key, kept: Kept, value: Any) -> torch.Tensor:
+        tensor = tensor_of(key, value, kept.dtype)
+        if tuple(tensor.shape) != kept.layout.shape:
+            raise ConfigError(f"kv key {key!r}", tuple(tensor.shape), f"must have the shape {kept.layout.shape}")
+        if tensor.dtype != kept.dtype:
+            raise ConfigError(f"kv key {key!r}", str(tensor.dtype), f"must be {kept.dtype}")
+        return tensor
+
+    def _written(self, key: Key, kept: Kept, value: torch.Tensor, targets: Any) -> Any:
+        if targets is None:
+            return value
+        for target in as_list(targets):
+            if not isinstance(target, torch.Tensor):
+                raise ConfigError(f"kv key {key!r}", type(target).__name__, "out must be a tensor, or several")
+            self._checked(key, kept, target)
+            with torch.no_grad():
+                target.copy_(value)
+        return targets

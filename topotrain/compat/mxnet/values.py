@@ -1,0 +1,96 @@
+"""What a script hands to a key-value store: keys with values, checked, and a value as rows of its table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from topotrain.config.job import ConfigError
+from topotrain.extensions.tables.frontend.value_layout import Layout
+from topotrain.extensions.tables.table_spec import TableSpec
+
+Key = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One key: the table's name, and how the value lies in its rows."""
+
+    spec: TableSpec
+    layout: Layout
+
+    @property
+    def table(self) -> str:
+        """The table's name."""
+        return self.spec.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the value."""
+        return self.spec.torch_dtype
+
+
+def is_list(key: Any) -> bool:
+    """Whether several keys are meant."""
+    return isinstance(key, list | tuple)
+
+
+def as_list(values: Any) -> list[Any]:
+    """One value or several, as several."""
+    return list(values) if isinstance(values, list | tuple) else [values]
+
+
+def pairs(key: Any, value: Any, lists: bool = False) -> list[tuple[Key, Any]]:
+    """Keys with their values. One key has one value (with `lists`, perhaps several); many keys have as many."""
+    if not is_list(key):
+        if isinstance(value, list | tuple) and not lists:
+            raise ConfigError(f"kv key {key!r}", f"{len(value)} values", "one key has one value")
+        _check_key(key)
+        return [(key, value)]
+    if value is None:
+        value = [None] * len(key)
+    if not isinstance(value, list | tuple) or len(value) != len(key):
+        count = len(value) if isinstance(value, list | tuple) else 1
+        raise ConfigError("kv keys", f"{len(key)} keys, {count} values", "must be as many values as keys")
+    for each in key:
+        _check_key(each)
+    return list(zip(key, value, strict=True))
+
+
+def _check_key(key: Any) -> None:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise ConfigError("kv key", key, "must be a text or a whole number, or a list of them")
+
+
+def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A value as a CPU tensor without history; a Python number has the dtype of the key, at first float32."""
+    if isinstance(value, bool | int | float):
+        value = torch.tensor(value, dtype=dtype or torch.float32)
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"kv key {key!r}", type(value).__name__, "must be a tensor or a number")
+    if value.device.type != "cpu":
+        raise ConfigError(f"kv key {key!r}", str(value.device), "must be on the CPU")
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        raise ConfigError(f"kv key {key!r}", str(value.layout), "must be dense or sparse COO")
+    detached: torch.Tensor = value.detach()
+    return detached
+
+
+def rows_of(kept: Kept, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A value's rows in the table, and their numbers: all, or those that a sparse value has."""
+    if value.layout is torch.strided or value.dim() < 2:
+        return torch.arange(kept.layout.rows), kept.layout.split(value.to_dense())
+    value = value.coalesce()
+    first, *others = value.indices()
+    slices, places = torch.unique(first, return_inverse=True)
+    rows = torch.zeros(len(slices), *value.shape[1:], dtype=value.dtype)
+    rows.index_put_((places, *others), value.values())
+    return kept.layout.expand(slices), kept.layout.split(rows)
+
+
+def summed(values: list[torch.Tensor]) -> torch.Tensor:
+    """The sum, from left to right."""
+    total: torch.Tensor = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total

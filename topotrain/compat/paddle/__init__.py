@@ -1,0 +1,1 @@
+"""Paddle's pservers and trainers."""

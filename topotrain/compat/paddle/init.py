@@ -1,0 +1,55 @@
+"""Paddle's words: `tt.init` makes a script a trainer, `topotrain pserver` makes a process the parameter servers.
+
+Rule: they are translated and nothing more: see `flags` for what they say, `joining` and `serving` for what happens.
+"""
+
+import os
+from typing import Any
+
+from topotrain.comm.security.secret import load_secret
+from topotrain.compat.paddle.flags import COMPARE, Flags, from_values
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.launch.by_hand.manual_server import Terms, serve
+from topotrain.launch.by_hand.manual_worker import join
+from topotrain.training import context as process
+
+
+def init(**flags: Any) -> None:
+    """Make this process trainer `trainer_id` of a job whose pservers are started by hand, as `paddle.init` did.
+
+        tt.init(use_gpu=False, port=7164, ports_num=1, is_local=False, num_of_gradient_servers=2,
+                pservers="host1,host2", trainer_id=0)
+
+    Call it before `tt.prepare`. With `is_local=True`, the default, this stays an ordinary process; under `topotrain
+    run`, which has placed it already, nothing changes.
+
+    Args:
+        flags: see `flags.Flags`; the same names and meanings as for `topotrain pserver`.
+
+    Raises:
+        ConfigError: an unknown flag, or a value that it cannot have.
+    """
+    found = from_values(flags)
+    if found.is_local or process.placed():
+        return
+    if process.current() is not None:
+        raise ConfigError("tt.init", None, "was called before")
+    number = found.trainer_id
+    me = Address(Role.WORKER, number, 0) if found.async_sgd else Address(Role.WORKER, 0, number)
+    join(found.job(), me, found.store(), load_secret(os.environ), terms=terms_of(found), gpus=found.use_gpu)
+
+
+def run_pserver(flags: Flags) -> None:
+    """Be a pserver until the trainers have ended. Raises what `serving.serve` raises."""
+    serve(flags.job(), flags.servers_here(), flags.store(), load_secret(os.environ), terms=terms_of(flags))
+
+
+def terms_of(flags: Flags) -> Terms:
+    """What trainers and pservers must agree about, in Paddle's words."""
+    trainers = flags.num_of_gradient_servers
+    apart = (
+        f"every trainer needs a trainer_id of its own, from 0 to num_of_gradient_servers - 1; "
+        f"this process has trainer_id = {flags.trainer_id} and num_of_gradient_servers = {trainers}"
+    )
+    return Terms(flags.words, COMPARE, flags.wait_s, flags.name, apart)

@@ -1,0 +1,1 @@
+"""TensorFlow 1: ClusterSpec, Server and device placement."""

@@ -1,0 +1,83 @@
+"""Which ps task is home to which parameter: TensorFlow's strategies, which decide one parameter after the other.
+
+Rule: the choice depends on nothing but the parameters and their order, so that all workers choose alike.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ConfigError
+from topotrain.training.parameters.flat_parameters import HOME
+
+Strategy = Callable[[torch.Tensor], int]
+
+
+class RoundRobinStrategy:
+    """Each parameter goes to the next task."""
+
+    def __init__(self, num_tasks: int) -> None:
+        self._tasks, self._next = _counted(num_tasks), 0
+
+    def __call__(self, parameter: torch.Tensor) -> int:
+        """The number of its task."""
+        chosen = self._next
+        self._next = (chosen + 1) % self._tasks
+        return chosen
+
+
+class GreedyLoadBalancingStrategy:
+    """Each parameter goes to the task that has the least load so far, the first of those that have equally little.
+
+    Args:
+        num_tasks: how many there are.
+        load_fn: parameter -> its load, a number.
+    """
+
+    def __init__(self, num_tasks: int, load_fn: Callable[[torch.Tensor], float]) -> None:
+        self._loads, self._load_of = [0.0] * _counted(num_tasks), load_fn
+
+    def __call__(self, parameter: torch.Tensor) -> int:
+        """The number of its task."""
+        chosen = self._loads.index(min(self._loads))
+        self._loads[chosen] += self._load_of(parameter)
+        return chosen
+
+
+def byte_size_load_fn(parameter: torch.Tensor) -> float:
+    """A load for `GreedyLoadBalancingStrategy`: the bytes of the values."""
+    return float(parameter.numel() * parameter.element_size())
+
+
+class ReplicaDeviceSetter:
+    """Gives every parameter that it is called with a home among `tasks` ps tasks.
+
+    Args:
+        tasks: how many there are.
+        ps_device: what the names of places begin with.
+        strategy: parameter -> number of the task.
+    """
+
+    def __init__(self, tasks: int, ps_device: str, strategy: Strategy) -> None:
+        self._tasks, self._device, self._strategy = tasks, ps_device, strategy
+
+    def __call__(self, parameter: torch.Tensor) -> str:
+        """Choose a home; returns its name, "/job:ps/task:1". Raises ConfigError for a strategy's wrong answer."""
+        task = self._strategy(parameter)
+        if type(task) is not int or not 0 <= task < self._tasks:
+            raise ConfigError("ps_strategy", task, f"must give a whole number from 0 to {self._tasks - 1}")
+        setattr(parameter, HOME, task)
+        return f"{self._device}/task:{task}"
+
+    def assign(self, model: nn.Module) -> nn.Module:
+        """Choose a home for all parameters of a model that exists already, in their order."""
+        for parameter in model.parameters():
+            self(parameter)
+        return model
+
+
+def _counted(num_tasks: int) -> int:
+    if type(num_tasks) is not int or num_tasks < 1:
+        raise ConfigError("num_tasks", num_tasks, "must be a whole number >= 1")
+    return num_tasks

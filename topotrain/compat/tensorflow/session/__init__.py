@@ -1,0 +1,1 @@
+"""TensorFlow 1's Session: a client that drives a cluster."""

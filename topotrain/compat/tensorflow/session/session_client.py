@@ -1,0 +1,306 @@
+"""TensorFlow's client session: a process outside of the cluster drives a placed model that the cluster computes.
+
+    with tt.Session("tcp://worker7:2222") as session:
+        for x, y in loader:
+            loss = session.run(train, x, y)
+
+Rule: the client's model is a description and the values to begin with. What it computes is written down
+(`split.recording`) and sent as plain data; the cluster holds and changes the values, and gives them back at the end.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from topotrain.comm.security.secret import load_secret
+from topotrain.comm.store import StoreError
+from topotrain.comm.store.discovery.static_addresses import numeric, split_address
+from topotrain.comm.transport import Refused, WireError
+from topotrain.compat.tensorflow.cluster_spec import SCHEMES, without_scheme
+from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk, call
+from topotrain.config.job import ConfigError
+from topotrain.core.client.client import JobError
+from topotrain.core.optim.adapter import describe
+from topotrain.parallel.remote.argument_codec import Bounds, Input, decode, replaced
+from topotrain.parallel.remote.graph_recorder import record
+from topotrain.parallel.remote.state_numbers import Cluster, Kept
+
+_DRAWS = "dropout"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TrainOp:
+    """One step of training, for `Session.run`: see `minimize`."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+
+def minimize(model: Any, optimizer: Any) -> TrainOp:
+    """The step that makes a model's loss smaller: `optimizer.minimize(loss)`.
+
+    Args:
+        model: returns the loss, a tensor with one element.
+        optimizer: of torch's own classes, over the model's parameters; its settings count at every run, so a scheduler
+            works.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        given = f"{type(model).__name__}, {type(optimizer).__name__}"
+        raise ConfigError("tt.train.minimize", given, "must be a torch.nn.Module and a torch.optim.Optimizer")
+    return TrainOp(model, optimizer)
+
+
+class Session:
+    """A connection to a cluster, and the one model that it computes: `tf.Session`.
+
+    Args:
+        target: a worker's `tt.train.Server.target`, such as "tcp://worker7:2222" ("grpc://worker7:2222" means the
+            same); "": this process computes itself.
+
+    What nobody has placed is computed by the target. The token is that of the cluster (TOPOTRAIN_TOKEN, or its file).
+
+    Raises:
+        ConfigError: nobody answers there, or has another token, or has a session already.
+    """
+
+    def __init__(self, target: str = "") -> None:
+        self._target = target
+        self._talk: Talk | None = None
+        self._kept: Kept | None = None
+        self._trained: TrainOp | None = None
+        self._graphs: dict[object, tuple[int, bool]] = {}
+        self._count = 0
+        self._settings = ""
+        self._began = False
+        self._over = ""
+        if target:
+            self._talk = _connected(target)
+            told, _ = self._ask({"do": "open"})
+            self._cluster = Cluster(told["workers"], told["servers"], told["task"])
+
+    # --- what the script says ------------------------------------------------------------------------------------
+
+    def run(self, fetch: "nn.Module | TrainOp", *args: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
+        """Compute on the cluster, and wait for the result.
+
+        Args:
+            fetch: what `minimize` gave: one step of training; the loss comes back, as a number without a history. Or
+                its model: evaluated with the cluster's values in its present mode (`model.eval()`), no gradients; its
+                output comes back.
+            args: of the model's forward; tensors on the CPU.
+            feed_dict: more of them, by the names that forward has for them.
+
+        Raises:
+            ConfigError: the model cannot be captured (with the line), or says a place that does not exist, or asks for
+                a function that the cluster does not run.
+            JobError: a task could not do it, in words that name the task; the session is over then.
+        """
+        train = fetch if isinstance(fetch, TrainOp) else None
+        model = train.model if train is not None else fetch
+        if not isinstance(model, nn.Module):
+            accepted = "must be a model, or what tt.train.minimize gives"
+            raise ConfigError("session.run", type(fetch).__name__, accepted)
+        kwargs = dict(feed_dict or {})
+        if self._over:
+            raise ConfigError("session", self._target, f"is closed: {self._over}")
+        if not self._target:
+            return _here(model, train, args, kwargs)
+        return self._there(model, train, args, kwargs)
+
+    def pull(self) -> None:
+        """Bring the cluster's values home: parameters and buffers of the model are what they are there.
+
+        Raises:
+            JobError: a task is gone.
+        """
+        if not self._began or self._kept is None or self._over:
+            return
+        told, tensors = self._ask({"do": "pull"})
+        with torch.no_grad():
+            for number, tensor in zip(told["numbers"], tensors, strict=True):
+                self._kept.tensors[number].copy_(tensor)
+
+    def close(self) -> None:
+        """Bring the values home and leave the cluster to the next client. Does nothing the second time."""
+        if self._talk is None or self._over:
+            return
+        try:
+            self.pull()
+            self._ask({"do": "close"})
+        finally:
+            self._end("it was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._end("its block was left with an error")
+
+    # --- on the cluster ------------------------------------------------------------------------------------------
+
+    def _there(self, model: nn.Module, train: TrainOp | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check(model, train, args, kwargs)
+        number, draws = self._graph(model, train, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        settings = self._news(train)
+        if draws:
+            tensors.insert(0, torch.get_rng_state())
+        said = {"do": "run", "number": number, "draws": draws, "settings": settings}
+        told, found = self._ask(said, tensors)
+        if draws:
+            torch.set_rng_state(found[0])
+        if train is not None:
+            train.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
+        output = decode(told["output"], Bounds(0, len(found), 0))
+        return replaced(output, lambda ref: found[ref.number] if isinstance(ref, Input) else ref)
+
+    def _check(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> None:
+        if torch.get_default_dtype() is not torch.float32:
+            raise ConfigError("torch.set_default_dtype", torch.get_default_dtype(), "must be torch.float32")
+        if torch.is_autocast_enabled("cpu"):
+            raise ConfigError("torch.autocast", True, "is not known to a session: convert with .to(dtype)")
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and (leaf.device.type != "cpu" or leaf.layout is not torch.strided):
+                raise ConfigError("session.run", f"a tensor on {leaf.device}", "must get dense tensors on the CPU")
+        if self._kept is not None and self._kept.model is not model:
+            raise ConfigError("session.run", type(model).__name__, "must be the session's model: one for each session")
+        if (
+            train is not None
+            and self._began
+            and (self._trained is None or train.optimizer is not self._trained.optimizer)
+        ):
+            accepted = "must be the one of the session's first run: a session has one optimizer"
+            raise ConfigError("session.run", type(train.optimizer).__name__, accepted)
+
+    def _graph(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> tuple[int, bool]:
+        """The number of the description of such a call, which the cluster knows, and whether it draws masks."""
+        kind = (train is not None, tuple(module.training for module in model.modules()), _kind((args, kwargs)))
+        if kind not in self._graphs:
+            kept = self._kept or Kept.of(model, self._cluster)
+            description = record(kept, args, kwargs, loss=train is not None)
+            self._kept = kept
+            if not self._began:
+                self._begin(kept, train)
+            self._count += 1
+            data = description.to_data()
+            self._ask({"do": "learn", "number": self._count, "description": data, "loss": train is not None})
+            draws = any(_DRAWS in node.function or _attends(node.function) for node in description.nodes)
+            self._graphs[kind] = self._count, draws
+        return self._graphs[kind]
+
+    def _begin(self, kept: Kept, train: TrainOp | None) -> None:
+        """Hand the model over."""
+        parameters = [tensor for tensor in kept.tensors if isinstance(tensor, nn.Parameter)]
+        if not parameters:
+            raise ConfigError("model", None, "has no parameters: nothing to train")
+        optimizer = torch.optim.SGD(parameters, lr=0.0) if train is None else train.optimizer
+        if optimizer.state:
+            raise ConfigError("optimizer", type(optimizer).__name__, "has taken steps already: take a new one")
+        self._settings = describe(optimizer, parameters).to_text()
+        states = [state.to_data() for state in kept.states()]
+        tensors = [tensor.detach() for tensor in kept.tensors]
+        self._ask({"do": "start", "states": states, "optimizer": self._settings}, tensors)
+        self._began, self._trained = True, train
+
+    def _news(self, train: TrainOp | None) -> str:
+        """The optimizer's settings, if they are not what the cluster knows."""
+        if train is None or self._kept is None:
+            return ""
+        parameters = [tensor for tensor in self._kept.tensors if isinstance(tensor, nn.Parameter)]
+        text = describe(train.optimizer, parameters).to_text()
+        news = "" if text == self._settings else text
+        self._settings = text
+        return news
+
+    def _ask(
+        self, said: Mapping[str, Any], tensors: "list[torch.Tensor] | tuple[()]" = ()
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        assert self._talk is not None
+        try:
+            self._talk.say(said, tensors)
+            told, found = self._talk.hear()
+        except Gone as error:
+            self._end("the cluster is gone")
+            raise JobError(f"{self._target} is gone: {error}", False) from error
+        except BaseException:  # Ctrl-C in the middle: what comes next would be an answer to this
+            self._end("a run was interrupted")
+            raise
+        if "error" in told:
+            self._refused(told)
+        return told, found
+
+    def _refused(self, told: Mapping[str, Any]) -> NoReturn:
+        text = str(told["error"])
+        if told.get("over", True):
+            self._end(text)
+        if told.get("config"):
+            raise ConfigError("session", self._target, text)
+        raise JobError(text, False)
+
+    def _end(self, why: str) -> None:
+        if not self._over:
+            self._over = why
+            if self._talk is not None:
+                self._talk.close()
+
+
+# --- in this process -------------------------------------------------------------------------------------------------
+
+
+def _here(model: nn.Module, train: TrainOp | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the cluster would do."""
+    if train is None:
+        with torch.no_grad():
+            return model(*args, **kwargs)
+    train.optimizer.zero_grad()
+    loss = model(*args, **kwargs)
+    loss.backward()
+    train.optimizer.step()
+    return loss.detach()
+
+
+# --- smaller things --------------------------------------------------------------------------------------------------
+
+
+def _connected(target: str) -> Talk:
+    if not isinstance(target, str) or not target.startswith(SCHEMES):
+        accepted = f"must be a worker's Server.target, {' or '.join(f'{scheme}HOST:PORT' for scheme in SCHEMES)}"
+        raise ConfigError("target", target, accepted)
+    try:
+        host, port = split_address(without_scheme(target))
+        return call(numeric(host), port, load_secret(os.environ))
+    except Refused as error:
+        if error.code == "AUTH":
+            accepted = "has another token than this process: TOPOTRAIN_TOKEN, or TOPOTRAIN_TOKEN_FILE"
+        else:
+            accepted = f"does not take clients: {error.text}; every task needs tt.train.Server(…, session=True)"
+        raise ConfigError("target", target, accepted) from None
+    except (OSError, WireError, StoreError) as error:
+        accepted = f"cannot be reached ({error}): a worker's tt.train.Server(…, session=True) must have joined there"
+        raise ConfigError("target", target, accepted) from None
+
+
+def _kind(arguments: Any) -> object:
+    leaves, form = tree_flatten(arguments)
+    return str(form), tuple(
+        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
+
+
+def _attends(function: str) -> bool:
+    return "attention" in function or "multi_head" in function

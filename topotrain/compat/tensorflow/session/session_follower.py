@@ -1,0 +1,122 @@
+"""A task of a session that does what the session's first worker says: a worker, or a ps task that serves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any
+
+import torch
+
+from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.transport import WireError
+from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk
+from topotrain.compat.tensorflow.session.session_task import Task, failed, part_of
+from topotrain.compat.tensorflow.session.task_graph import OVER, TERMS, Meet, Part
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client import JobError
+from topotrain.launch.by_hand.manual_server import serve, tell
+
+
+def follow(
+    me: Task,
+    talk: Talk,
+    said: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    host: str,
+    secret: bytes,
+    run: Callable[[Callable[[], None]], None],
+) -> None:
+    """Take part in one session. Raises Gone.
+
+    Args:
+        talk: to the first worker. said, tensors: its first words.
+        counts: how many workers and ps tasks there are. host: where others reach this task.
+        run: does on the thread of its choice what takes as long as the session, and returns then.
+    """
+    try:
+        meet = Meet.from_data(said.get("meet"))
+        if [meet.workers, meet.servers] != list(counts):
+            raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
+        part = None if me.job == "ps" else part_of(meet, me.index, said, tensors)
+    except Exception as error:
+        talk.say(failed(me, error, None).told())
+        return
+    talk.say({})
+    talk.hear()  # all tasks have said that they can: go
+    if part is None:
+        _serve(me, talk, meet, host, secret, run)
+    else:
+        _Following(me, talk, part).follow(secret, host)
+
+
+def _serve(
+    me: Task, talk: Talk, meet: Meet, host: str, secret: bytes, run: Callable[[Callable[[], None]], None]
+) -> None:
+    why = [OVER]
+
+    def be_server() -> None:
+        try:
+            with closing(open_store(meet.store, secret)) as store:
+                serve(meet.job(), [Address(Role.SERVER, 0, me.index)], store, secret, host, terms=TERMS)
+        except (JobError, WireError, StoreError, ConfigError) as error:
+            why.append(str(error))
+
+    talk.say({})
+    run(be_server)
+    try:
+        talk.hear()
+        tell(f"{me}: {OVER}")
+    except Gone:
+        tell(f"{me}: {OVER}: {why[-1]}")
+
+
+class _Following:
+    """A worker that does what the first worker of the session says."""
+
+    def __init__(self, me: Task, talk: Talk, part: Part) -> None:
+        self._me, self._talk, self._part = me, talk, part
+
+    def follow(self, secret: bytes, host: str) -> None:
+        """Until the session's end."""
+        why = f"{self._me}: the session's first worker is gone"
+        try:
+            self._part.enter(secret, host)
+            self._talk.say({})
+            while True:
+                said, _ = self._talk.hear()
+                if said.get("do") == "end":
+                    why = OVER
+                    return
+                self._obey(said)
+        except Gone:
+            pass
+        except Exception as error:
+            found = failed(self._me, error, self._part)
+            why = str(found)
+            self._part.leave(found.bare)  # before the words: the first worker may be waiting for this one
+            with suppress(Gone):
+                self._talk.say(found.told())
+        finally:
+            self._part.leave(why)
+            tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
+
+    def _obey(self, said: Mapping[str, Any]) -> None:
+        if said["do"] == "learn":
+            try:
+                self._part.learn(said["number"], said["description"], said["loss"])
+            except ConfigError as error:
+                self._talk.say(failed(self._me, error, None).told())
+                return
+            self._talk.say({})
+        elif said["do"] == "run":
+            dice = said["dice"]
+            self._part.run(said["number"], (), None if dice is None else _unpacked(dice), said["settings"])
+            self._talk.say({})
+        else:
+            found = self._part.values()
+            self._talk.say({"numbers": list(found)}, list(found.values()))
+
+
+def _unpacked(text: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(bytes.fromhex(str(text))), dtype=torch.uint8)

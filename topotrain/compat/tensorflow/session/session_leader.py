@@ -1,0 +1,195 @@
+"""The worker that a client has called: it hears the client, tells the other tasks, and takes its own part."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from topotrain.comm.store import Served, StoreError, serve_store
+from topotrain.comm.store.discovery.static_addresses import numeric, split_address
+from topotrain.comm.transport import WireError
+from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk, call
+from topotrain.compat.tensorflow.session.session_task import (
+    Failed,
+    Task,
+    check_values,
+    failed,
+    hear,
+    numbers_of,
+    part_of,
+)
+from topotrain.compat.tensorflow.session.task_graph import OVER, Meet, Part
+from topotrain.config.job import ConfigError
+from topotrain.launch.by_hand.manual_server import tell
+from topotrain.parallel.remote.argument_codec import Input, encode
+from topotrain.parallel.remote.graph_description import states_from
+
+
+class Leading:
+    """The first worker of a session: hears the client, tells the others, and takes its own part.
+
+    Args:
+        talk: to the client.
+        tasks: all of the cluster's. me: this one. host: where others reach it.
+    """
+
+    def __init__(self, talk: Talk, tasks: Sequence[Task], me: Task, host: str, secret: bytes) -> None:
+        self._talk, self._tasks, self._me, self._host, self._secret = talk, tasks, me, host, secret
+        self._others: dict[Task, Talk] = {}
+        self._part: Part | None = None
+        self._store: Served | None = None
+
+    def lead(self) -> None:
+        """Until the client closes the session, or is gone, or a step fails."""
+        why = f"the client of {self._me} is gone"
+        try:
+            self._talk.say({"workers": self._count("worker"), "servers": self._count("ps"), "task": self._me.index})
+            why = self._hear_out() or OVER
+        except Gone:
+            pass
+        finally:
+            self._end(why)
+            tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
+        if why == OVER:
+            with suppress(Gone):
+                self._talk.say({})
+
+    def _hear_out(self) -> str:
+        """Do what the client says, to the end; why it had to end, "" if the client has closed it. Raises Gone."""
+        while True:
+            said, tensors = self._talk.hear()
+            if said.get("do") == "close":
+                return ""
+            try:
+                answer = self._do(said, tensors)
+            except Exception as error:
+                found = error if isinstance(error, Failed) else failed(self._me, error, self._part)
+                over = said.get("do") != "learn" or not found.config  # a description may be refused
+                if over:
+                    self._end(str(found))
+                self._talk.say({**found.told(), "over": over})
+                if over:
+                    return str(found)
+                continue
+            self._talk.say(*answer)
+
+    def _count(self, job: str) -> int:
+        return sum(task.job == job for task in self._tasks)
+
+    def _do(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        do = said.get("do")
+        if do == "start" and self._part is None:
+            self._start(said, tensors)
+            return ({},)
+        part = self._part
+        if part is None or do not in ("learn", "run", "pull"):
+            raise ConfigError("session", str(do)[:80], "is nothing that can be done now")
+        if do == "learn":
+            self._together(said, lambda: part.learn(said["number"], said["description"], said["loss"]))
+            return ({},)
+        if do == "pull":
+            return self._pull(said, part)
+        dice = tensors[0] if said["draws"] else None
+        inputs = tensors[1:] if said["draws"] else tensors
+        told = {"do": "run", "number": said["number"], "settings": said["settings"]}
+        told["dice"] = None if dice is None else dice.numpy().tobytes().hex()
+        output, _ = self._together(told, lambda: part.run(said["number"], inputs, dice, said["settings"]))
+        found: list[torch.Tensor] = [] if dice is None else [part.dice]
+        return {"output": encode(_flat(output, found))}, found
+
+    def _start(self, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        states = states_from(said["states"], self._count("worker"), self._count("ps"))
+        check_values(states, tensors)
+        self._store = serve_store(self._host, 0, self._secret)
+        name = f"session-{secrets.token_hex(8)}"
+        meet = Meet(name, self._store.url, self._count("worker"), self._count("ps"), self._me.index)
+        shared = {"do": "begin", "meet": asdict(meet), "states": said["states"], "optimizer": said["optimizer"]}
+        mine = numbers_of(states, self._me.index)
+        part = part_of(meet, self._me.index, {**shared, "numbers": mine}, [tensors[n] for n in mine])
+        for task in self._tasks:
+            if task != self._me:
+                numbers = numbers_of(states, task.index) if task.job == "worker" else []
+                self._others[task] = talk = self._call(task)
+                self._say(task, talk, {**shared, "numbers": numbers}, [tensors[n] for n in numbers])
+        for task, talk in self._others.items():
+            hear(task, talk)
+        for task, talk in self._others.items():
+            self._say(task, talk, {"do": "go"})
+        self._part = part
+        self._all(self._others, lambda: part.enter(self._secret, self._host))
+
+    def _call(self, task: Task) -> Talk:
+        host, port = split_address(task.address)
+        try:
+            return call(numeric(host), port, self._secret)
+        except (OSError, WireError, StoreError) as error:
+            raise Failed(f"{task} at {task.address} cannot be reached from {self._me}: {error}") from error
+
+    def _say(self, task: Task, talk: Talk, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+        try:
+            talk.say(said, tensors)
+        except Gone as error:
+            raise Failed(f"{task} is gone: {error}", cause=False) from error
+
+    def _together(
+        self, said: Mapping[str, Any], own: Callable[[], Any]
+    ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
+        """All workers do it, this one, too. Raises the error that explains most."""
+        workers = {task: talk for task, talk in self._others.items() if task.job == "worker"}
+        for task, talk in workers.items():
+            self._say(task, talk, said)
+        return self._all(workers, own, goes_on=said["do"] == "learn")
+
+    def _all(
+        self, others: Mapping[Task, Talk], own: Callable[[], Any], goes_on: bool = False
+    ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
+        """Do one's own part while these do theirs. goes_on: after an error the session can go on."""
+        failures, result, replies = [], None, []
+        try:
+            result = own()
+        except Exception as error:
+            failures.append(failed(self._me, error, self._part))
+            if not goes_on and self._part is not None:
+                self._part.leave(failures[0].bare)  # the others may be waiting for this one
+        for task, talk in others.items():
+            try:
+                replies.append(hear(task, talk))
+            except Failed as error:
+                failures.append(error)
+        if failures:
+            raise next((found for found in failures if found.cause), failures[0])
+        return result, replies
+
+    def _pull(self, said: Mapping[str, Any], part: Part) -> tuple[Any, ...]:
+        found, replies = self._together({"do": "pull"}, part.values)
+        for told, tensors in replies:
+            found |= dict(zip(told["numbers"], tensors, strict=True))
+        return {"numbers": list(found)}, list(found.values())
+
+    def _end(self, why: str) -> None:
+        for talk in self._others.values():
+            if why == OVER:
+                with suppress(Gone):
+                    talk.say({"do": "end"})
+            talk.close()
+        self._others.clear()
+        if self._part is not None:
+            self._part.leave(why)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def _flat(nested: Any, found: list[torch.Tensor]) -> Any:
+    """The same nest with tensors replaced by their numbers in `found`, where they are put."""
+    if isinstance(nested, torch.Tensor):
+        found.append(nested)
+        return Input(len(found) - 1)
+    if isinstance(nested, tuple | list):
+        return type(nested)([_flat(item, found) for item in nested])
+    if isinstance(nested, dict):
+        return {key: _flat(item, found) for key, item in nested.items()}
+    return nested

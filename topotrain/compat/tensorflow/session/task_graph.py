@@ -1,0 +1,240 @@
+"""One worker's part in a session: it holds what is placed on it, and runs the cut graphs when it is told to.
+
+The session is a job of its own: servers hold the parameters, the workers of one group are the cluster's, and every
+value travels over the group's passage.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from topotrain.comm.store import Store, open_store
+from topotrain.comm.transport import WireError
+from topotrain.config.job import Cluster, ConfigError, Job, Road
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.model.schema import FlatBuffers
+from topotrain.core.optim.adapter import OptimizerSpec, remake
+from topotrain.launch.by_hand.manual_server import Terms, by_hand, place_of
+from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.parallel.estimate.memory_check import room
+from topotrain.parallel.remote.graph_description import Description, State
+from topotrain.parallel.remote.graph_replayer import Box, Held, program
+from topotrain.parallel.runtime.channel import Passage
+from topotrain.parallel.runtime.local_model import localise
+from topotrain.parallel.runtime.program_runner import Runner
+from topotrain.parallel.runtime.worker_sync import Meeting
+from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.parameters.gradient_hooks import PushPath
+from topotrain.training.worker import Worker
+
+OVER = "the session is over"
+_LEAST_ROOM = 64 << 20  # bytes that a value may have, whatever the machine says of its memory
+_CAUSE_S = 1.5
+_NAME = re.compile(r"session-[0-9a-f]{16}")
+
+
+def _task(address: Address) -> str:
+    return f"/job:{'ps' if address.role is Role.SERVER else 'worker'}/task:{address.index}"
+
+
+TERMS = Terms("session", "the ClusterSpec", 60.0, _task)
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Where the processes of a session meet: its job's name, the URL of its store, how many there are, who begins."""
+
+    name: str
+    store: str
+    workers: int
+    servers: int
+    first: int
+
+    @staticmethod
+    def from_data(data: Any) -> "Meet":
+        """As another task says it. Raises ConfigError."""
+        kinds = {"name": str, "store": str, "workers": int, "servers": int, "first": int}
+        if not isinstance(data, dict) or {name: type(value) for name, value in data.items()} != kinds:
+            raise ConfigError("session", None, "must say where its processes meet")
+        meet = Meet(**data)
+        if not _NAME.fullmatch(meet.name) or not meet.store.startswith("tcp://") or not 0 <= meet.first < meet.workers:
+            raise ConfigError("session", None, "must have a name, the URL of a tcp:// store and a first worker")
+        return meet
+
+    def job(self) -> Job:
+        """One synchronous group of all workers."""
+        cluster = Cluster(
+            nworkers_per_group=self.workers,
+            nservers_per_group=self.servers,
+            server_worker_separate=True,
+            road=Road.kTcp,
+        )
+        return by_hand(Job(name=self.name, cluster=cluster))
+
+
+@dataclass(slots=True)
+class _Graph:
+    runner: Runner
+    box: Box | None
+    description: Description
+
+
+class Part:
+    """A worker of a session. Nothing is opened before `enter`.
+
+    Args:
+        meet: the session. index: of this worker.
+        states: the model's. values: of those that this worker holds, by number.
+        optimizer: as `update.OptimizerSpec.to_text` gives it.
+
+    Raises:
+        ConfigError: a state that does not fit, or an optimizer that cannot be used.
+    """
+
+    def __init__(
+        self, meet: Meet, index: int, states: Sequence[State], values: Mapping[int, torch.Tensor], optimizer: str
+    ) -> None:
+        self._meet, self._index, self._states = meet, index, states
+        self._model = Held(states, values)
+        spec = OptimizerSpec.from_text(optimizer)
+        self._optimizer = remake(spec, self._model.parameters_in_order())
+        division = self._model.divided(states, meet.workers)
+        self._localised = localise(self._model, self._optimizer, division, index)
+        self._graphs: dict[int, _Graph] = {}
+        self._dice = torch.Generator()
+        self._roads: WorkerRoads | None = None
+        self._store: Store | None = None
+
+    def enter(self, secret: bytes, host: str) -> None:
+        """Meet the servers and the other workers. Raises WireError, JobError, PeerLost, StoreError."""
+        job, me = self._meet.job(), Address(Role.WORKER, 0, self._index)
+        self._store = open_store(self._meet.store, secret)
+        place = place_of(job, self._store, secret, TERMS, host)
+        self._roads = roads = WorkerRoads(place, me)
+        self._worker = Worker(
+            me,
+            job,
+            place.topology,
+            self._localised.parts,
+            self._optimizer,
+            roads.exchange,
+            lambda slice_map: FlatBuffers(slice_map, None, roads.allocate),
+        )
+        self._worker.start()
+        self._passage: Passage = roads.meet_group()
+        adopt(self._optimizer, self._worker)
+        self._worker.scatter_state()
+        assert isinstance(self._worker.path, PushPath)
+        self._meeting = _Meeting(self._passage, self._worker.path.begin)
+        self._worker.before_commit.append(lambda *_: self._meeting.stepped())
+
+    def learn(self, number: int, data: Any, loss: bool) -> None:
+        """Take a description that is to be run under this number. Raises ConfigError."""
+        if type(number) is not int or number in self._graphs:
+            raise ConfigError("description", number, "has a number that is none, or that another one has")
+        description = Description.from_data(data, self._meet.workers, len(self._states))
+        box = None if loss else Box()
+        most = max(_LEAST_ROOM, room().least() or 0)
+        cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
+        runner = Runner(cut, self._model, self._passage, lambda: 1.0, meeting=self._meeting, generator=self._dice)
+        self._graphs[number] = _Graph(runner, box, description)
+
+    def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
+        """Run a description; one with a loss is a step of training. Returns the output, on the first worker.
+
+        Args:
+            inputs: its arguments, on the first worker. dice: a state of torch's generator, if it draws.
+            settings: the optimizer's, if they are new.
+
+        Raises:
+            ConfigError: arguments of other forms. And whatever torch, or the job, makes of the step.
+        """
+        graph = self._graphs[number]
+        if self._index == self._meet.first:
+            _check(inputs, graph.description)
+        if dice is not None:
+            self._dice.set_state(dice)
+            torch.default_generator.set_state(dice)
+        given = {f"x{k}": tensor for k, tensor in enumerate(inputs)}
+        self._model.train(graph.box is None)
+        if graph.box is not None:
+            with torch.no_grad():
+                graph.runner(**given)
+            content, graph.box.content = graph.box.content, None
+            return content
+        if settings:
+            self._set(OptimizerSpec.from_text(settings))
+        self._optimizer.zero_grad()
+        loss = graph.runner(**given)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def _set(self, spec: OptimizerSpec) -> None:
+        groups = self._optimizer.param_groups
+        if len(spec.groups) != len(groups):
+            raise ConfigError("optimizer.groups", len(spec.groups), f"must be {len(groups)}, as when the session began")
+        for group, settings in zip(groups, spec.groups, strict=True):
+            group.update(settings)
+
+    @property
+    def dice(self) -> torch.Tensor:
+        """The state of the generator that masks are drawn with."""
+        return self._dice.get_state()
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """What this worker holds, by number, as it is now."""
+        found = {}
+        for number, state in enumerate(self._states):
+            if state.worker == self._index:
+                found[number] = getattr(self._model, f"s{number}").detach()
+        return found
+
+    def reason(self, error: BaseException) -> str:
+        """An error in words, with the cause if a server knows it."""
+        if isinstance(error, JobError | PeerLost | WireError) and self._roads is not None:
+            exchange, until = self._roads.exchange, time.monotonic() + _CAUSE_S
+            return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+        return words(error)
+
+    def leave(self, why: str) -> None:
+        """End this part; the servers are told why, and tell the others."""
+        roads, self._roads = self._roads, None
+        if roads is not None:
+            with suppress(WireError, PeerLost):
+                roads.exchange.give_up(why)
+            roads.close(finished=False)
+        if self._store is not None:
+            self._store.close()
+
+
+class _Meeting(Meeting):
+    """A worker would not notice a backward that reaches none of its parameters."""
+
+    def __init__(self, passage: Passage, begins: Callable[[], None]) -> None:
+        super().__init__(passage)
+        self._begins = begins
+
+    def begun(self) -> None:
+        """A backward begins here."""
+        super().begun()
+        self._begins()
+
+
+def words(error: BaseException) -> str:
+    """An error as its author would tell it, with the notes that were put to it."""
+    text = str(error) if isinstance(error, ConfigError | JobError) else f"{type(error).__name__}: {error}"
+    return "; ".join([text, *getattr(error, "__notes__", ())])
+
+
+def _check(inputs: Sequence[torch.Tensor], description: Description) -> None:
+    forms = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in inputs]
+    expected = [(form.dtype, form.sizes) for form in description.inputs]
+    if forms != expected:
+        raise ConfigError("arguments", forms, f"must be {expected}, as described")

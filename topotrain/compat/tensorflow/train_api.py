@@ -1,0 +1,297 @@
+"""TensorFlow 1's words, as `tt.train`: ClusterSpec and Server for between-graph replication.
+
+Rule: they are translated and nothing more. A "ps" task is a server, a "worker" task joins the job (`serving`,
+`joining`); every worker is a group of its own unless all tasks say `sync=True`.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
+
+from topotrain.comm.security.secret import load_secret
+from topotrain.comm.store import StoreError
+from topotrain.comm.store.discovery.static_addresses import StaticStore
+from topotrain.compat.tensorflow.cluster_spec import ClusterSpec, Tasks
+from topotrain.compat.tensorflow.ps_placement import (
+    GreedyLoadBalancingStrategy,
+    ReplicaDeviceSetter,
+    RoundRobinStrategy,
+    byte_size_load_fn,
+)
+from topotrain.compat.tensorflow.session.session_client import TrainOp, minimize
+from topotrain.compat.tensorflow.session.session_server import Residence
+from topotrain.compat.tensorflow.session.session_task import Task
+from topotrain.config.job import Cluster, ConfigError, Job, Road
+from topotrain.config.topology import Address, Role, layout
+from topotrain.launch.by_hand.manual_server import Terms, serve, tell
+from topotrain.launch.by_hand.manual_worker import join, leave
+from topotrain.training import context as process
+from topotrain.training.parameters.flat_parameters import HOME
+
+__all__ = [
+    "ClusterSpec",
+    "GreedyLoadBalancingStrategy",
+    "ReplicaDeviceSetter",
+    "RoundRobinStrategy",
+    "Server",
+    "SyncReplicasOptimizer",
+    "TrainOp",
+    "byte_size",
+    "byte_size_load_fn",
+    "device",
+    "minimize",
+    "replica_device_setter",
+]
+
+byte_size = byte_size_load_fn
+
+COMPARE = 'the ClusterSpec (jobs "ps" and "worker", in this order everywhere) and sync'
+
+
+class Server:
+    """This process's task: `tf.train.Server`.
+
+        cluster = tt.train.ClusterSpec({"ps": ["host:2222"], "worker": ["host:2223", "host:2224"]})
+        server = tt.train.Server(cluster, job_name="worker", task_index=0)
+
+    A "worker" belongs to the job from here on. A "ps" serves in `join()`. Under `topotrain run`, which has placed the
+    process already, nothing changes.
+
+    Args:
+        server_or_cluster_def: a ClusterSpec, or what makes one. It must name every task of the jobs "ps" and "worker".
+        job_name: "ps" or "worker".
+        task_index: number of the task in its job.
+        sync: workers take every step together; the same on all tasks. See `SyncReplicasOptimizer`.
+        session: the cluster is driven by clients (`tt.Session`): every task stays in `join`, for one session after the
+            other; the same on all tasks.
+        workspace: where worker 0 writes the result; "": ./workspace/tensorflow.
+        wait_s: seconds to wait for the other tasks before training starts.
+
+    Raises:
+        ConfigError: there is no such task, or the cluster is none that can be trained on.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ClusterSpec | Mapping[str, Tasks],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        *,
+        sync: bool = False,
+        session: bool = False,
+        workspace: str = "",
+        wait_s: float = 600.0,
+    ) -> None:
+        self.cluster = ClusterSpec(server_or_cluster_def)
+        self.job_name, self.task_index = str(job_name), 0 if task_index is None else task_index
+        self.sync, self.session = sync, session
+        self._ps, workers = (_complete(self.cluster, name) for name in ("ps", "worker"))
+        if sorted(self.cluster.jobs) != ["ps", "worker"]:
+            raise ConfigError("cluster", self.cluster.as_dict(), 'must have the jobs "ps" and "worker", and no other')
+        if job_name not in ("ps", "worker"):
+            raise ConfigError("job_name", job_name, 'must be "ps" or "worker"')
+        if len(set(self._ps)) < len(self._ps):
+            raise ConfigError("cluster['ps']", self._ps, "must be different addresses")
+        if session and len({*self._ps, *workers}) < len(self._ps) + len(workers):
+            raise ConfigError("cluster", self.cluster.as_dict(), "must have an address of its own for every task")
+        for name, value in (("sync", sync), ("session", session)):
+            if not isinstance(value, bool):
+                raise ConfigError(name, value, "must be True or False")
+        if not isinstance(wait_s, int | float) or not wait_s > 0:
+            raise ConfigError("wait_s", wait_s, "must be a number of seconds > 0")
+        here = self._ps if job_name == "ps" else workers
+        if type(self.task_index) is not int or not 0 <= self.task_index < len(here):
+            raise ConfigError("task_index", task_index, f"must be 0 to {len(here) - 1}, the tasks of {job_name!r}")
+        self.address = here[self.task_index]
+        self._job = _job_of(len(self._ps), len(workers), sync, workspace)
+        how = "sync" if sync else "async"
+        apart = f"every worker task needs a task_index of its own; this process has task_index = {self.task_index}"
+        self._terms = Terms(f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task, apart)
+        self._placed = process.placed()
+        if job_name == "worker" and not self._placed and not session:
+            self._join()
+
+    @property
+    def target(self) -> str:
+        """The URL of this task."""
+        return f"tcp://{self.address}"
+
+    @property
+    def server_def(self) -> dict[str, Any]:
+        """The cluster and this task's place in it, as plain data."""
+        return {"cluster": self.cluster.as_dict(), "job_name": self.job_name, "task_index": self.task_index}
+
+    def join(self) -> None:
+        """On a "ps" task: serve until all workers have ended. On a "worker": end this worker's part.
+
+        With `session=True`: be there for clients, until the process is stopped.
+
+        Ctrl-C in a task that only serves ends its process with code 130 (SystemExit).
+
+        Raises:
+            ConfigError: nobody can be let in at this task's address.
+            JobError: the job cannot go on.
+            WireError: the port cannot be used, or another task refuses this one.
+        """
+        if self._placed:
+            return
+        if self.session:
+            with _stopped_by_user(self.job_name, self.task_index):
+                self._reside()
+            return
+        if self.job_name == "worker":
+            here = process.current()
+            if here is not None and here.worker is None and here.tables is None:
+                accepted = "must be True on every task where a worker only joins, and waits for the session of a client"
+                raise ConfigError("session", False, accepted)
+            leave()
+            return
+        me = Address(Role.SERVER, 0, self.task_index)
+        with _stopped_by_user(self.job_name, self.task_index):
+            serve(self._job, [me], StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
+
+    def _reside(self) -> None:
+        me = Task(self.job_name, self.task_index, self.address)
+        try:
+            Residence(self.cluster.as_dict(), me, load_secret(os.environ)).stay()
+        except StoreError as error:
+            raise ConfigError("cluster", self.address, f"cannot be served at: {error}") from None
+
+    def _join(self) -> None:
+        group, index = (0, self.task_index) if self.sync else (self.task_index, 0)
+        me = Address(Role.WORKER, group, index)
+        join(self._job, me, StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
+
+
+@contextmanager
+def _stopped_by_user(job: str, index: int) -> Iterator[None]:
+    """Ctrl-C is how a task is ended that only serves; it says so in a line, and not by a traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        tell(f"/job:{job}/task:{index}: stopped (Ctrl-C)")
+        raise SystemExit(130) from None
+
+
+def _complete(cluster: ClusterSpec, job: str) -> list[str]:
+    """The addresses of all tasks of a job; every task needs to know how many there are."""
+    if job not in cluster.jobs or not cluster.num_tasks(job):
+        raise ConfigError("cluster", cluster.as_dict(), f'must have at least one task of the job "{job}"')
+    tasks = cluster.job_tasks(job)
+    if None in tasks:
+        raise ConfigError(f"cluster[{job!r}]", cluster.as_dict()[job], "must name every task, not some of them")
+    return [str(address) for address in tasks]
+
+
+def _job_of(servers: int, workers: int, sync: bool, workspace: str) -> Job:
+    cluster = Cluster(
+        nworker_groups=1 if sync else workers,
+        nworkers_per_group=workers if sync else 1,
+        nservers_per_group=servers,
+        server_worker_separate=True,
+        road=Road.kTcp,
+        workspace=workspace,
+    )
+    layout(cluster)
+    return Job(name="tensorflow", cluster=cluster)
+
+
+def _task(address: Address) -> str:
+    """TensorFlow's name of a task."""
+    if address.role is Role.SERVER:
+        return f"/job:ps/task:{address.index}"
+    return f"/job:worker/task:{address.group + address.index}"  # one of them is 0
+
+
+def SyncReplicasOptimizer(
+    opt: Optimizer, replicas_to_aggregate: int, total_num_replicas: int | None = None
+) -> Optimizer:
+    """Say that every step adds up the gradients of all workers: `tf.train.SyncReplicasOptimizer`.
+
+    Which steps belong together is decided on the ps tasks, so they have to know: every task gives `sync=True` to
+    `Server`. The optimizer comes back as it is.
+
+    Raises:
+        ConfigError: the job is asynchronous, or not all of its workers are to be added up: there are no backup workers.
+    """
+    here = process.current()
+    if here is None:
+        return opt
+    topology = here.place.topology
+    workers = topology.workers_per_group
+    if topology.worker_groups > 1:
+        raise ConfigError("sync", False, "must be True in tt.train.Server, on every task, for SyncReplicasOptimizer")
+    for name, value in (("replicas_to_aggregate", replicas_to_aggregate), ("total_num_replicas", total_num_replicas)):
+        if value not in (None, workers):
+            raise ConfigError(name, value, f"must be {workers}, the number of workers: each one counts in every step")
+    return opt
+
+
+# --- which ps task has which variable ----------------------------------------------------------------------------
+
+
+def replica_device_setter(
+    ps_tasks: int = 0,
+    ps_device: str = "/job:ps",
+    *,
+    cluster: ClusterSpec | Mapping[str, Tasks] | None = None,
+    ps_strategy: Any = None,
+) -> ReplicaDeviceSetter | None:
+    """What chooses a ps task for every parameter: `tf.train.replica_device_setter`.
+
+        with tt.train.device(tt.train.replica_device_setter(cluster=cluster)):
+            model = Net()
+
+    Without it parameters are cut into equal parts over all ps tasks, which is nearly always the better choice.
+
+    Args:
+        ps_tasks: their number; 0: those of `cluster`. Where there are none, None comes back.
+        ps_device: what the names of places begin with.
+        cluster: a ClusterSpec, or what makes one.
+        ps_strategy: parameter -> number of the task; None: `RoundRobinStrategy`.
+    """
+    if type(ps_tasks) is not int or ps_tasks < 0:
+        raise ConfigError("ps_tasks", ps_tasks, "must be a whole number >= 0")
+    if not isinstance(ps_device, str):
+        raise ConfigError("ps_device", ps_device, 'must be a text such as "/job:ps"')
+    if ps_strategy is not None and not callable(ps_strategy):
+        raise ConfigError("ps_strategy", ps_strategy, "must be a function from a parameter to the number of a ps task")
+    if cluster is not None:
+        spec = ClusterSpec(cluster)
+        name = ps_device.lstrip("/").partition("/")[0].removeprefix("job:")
+        ps_tasks = spec.num_tasks(name) if name in spec.jobs else 0
+    if not ps_tasks:
+        return None
+    return ReplicaDeviceSetter(ps_tasks, ps_device, ps_strategy or RoundRobinStrategy(ps_tasks))
+
+
+@contextmanager
+def device(setter: object) -> Iterator[None]:
+    """Parameters that modules get inside this block have their home where `setter` says (None: anywhere).
+
+    Raises:
+        ConfigError: something else, such as the name of a device.
+    """
+    if setter is None:
+        yield
+        return
+    if not isinstance(setter, ReplicaDeviceSetter):
+        accepted = "must be what tt.train.replica_device_setter gives, or None"
+        if isinstance(setter, str):
+            accepted += f"; a place by its name is tt.device({setter!r})"
+        raise ConfigError("tt.train.device", setter, accepted)
+
+    def place(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not hasattr(parameter, HOME):
+            setter(parameter)
+
+    hook = register_module_parameter_registration_hook(place)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,33 @@
+"""When a job does what it does every so many steps: "every `freq` steps from step `after` on"."""
+
+from dataclasses import dataclass
+
+from topotrain.config.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """Every `freq` steps from step `after` on; freq 0: never."""
+
+    freq: int
+    after: int
+
+    @staticmethod
+    def of(job: Job, what: str) -> "Rhythm":
+        """What the job says about "disp", "test", "validate" or "checkpoint"."""
+        return Rhythm(getattr(job, f"{what}_freq"), getattr(job, f"{what}_after"))
+
+    def due(self, step: int) -> bool:
+        """Whether it is time when `step` steps are done."""
+        return self.freq > 0 and step >= self.after and (step - self.after) % self.freq == 0
+
+    def passed(self, step: int) -> int:
+        """How often it was time from step 1 up to this one: who was busy then sees that something is to be done."""
+        if not self.freq or step < max(1, self.after):
+            return 0
+        return (step - self.after) // self.freq + (self.after > 0)
+
+
+def wants_snapshots(job: Job) -> bool:
+    """Whether the user wants any, by time or by steps."""
+    return job.snapshot_s > 0 or job.checkpoint_freq > 0

@@ -1,0 +1,629 @@
+"""A job in the words of SINGA's configuration: frozen dataclasses, checked once, when they are made.
+
+Rule: a field is named as in `job.proto` (`import` is `import_` here, a Python keyword), has the same default, and its
+type carries its check; what fields forbid together stands in one table, COMBINATIONS. Whoever holds a `Job` need not
+check it again. Whether the counts of a cluster divide each other is the layout's question (topology.py).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Annotated, Any
+
+from topotrain.config.field_checks import INT64, Checked, Combination, filled, number, pattern, whole, whole_or_zero
+from topotrain.config.field_checks import ConfigError as ConfigError  # whoever reads or makes a job needs it
+
+
+class UpdaterType(str, Enum):
+    kSGD = "kSGD"
+    kAdaGrad = "kAdaGrad"
+    kRMSProp = "kRMSProp"
+    kNesterov = "kNesterov"
+    kAdaDelta = "kAdaDelta"
+    kAdam = "kAdam"
+    kAdamMax = "kAdamMax"
+    kUserUpdater = "kUserUpdater"
+
+
+class ChangeMethod(str, Enum):
+    kFixed = "kFixed"
+    kInverseT = "kInverseT"
+    kInverse = "kInverse"
+    kExponential = "kExponential"
+    kLinear = "kLinear"
+    kStep = "kStep"
+    kFixedStep = "kFixedStep"
+    kUserChange = "kUserChange"
+
+
+class Shard(str, Enum):
+    kAuto = "kAuto"
+    kStatic = "kStatic"
+    kLease = "kLease"
+
+
+class Reduce(str, Enum):
+    kMean = "kMean"
+    kSum = "kSum"
+
+
+class Grads(str, Enum):
+    kVisible = "kVisible"
+    kHidden = "kHidden"
+
+
+class Apply(str, Enum):
+    kAtStep = "kAtStep"
+    kOnArrival = "kOnArrival"
+
+
+class Pull(str, Enum):
+    kStep = "kStep"
+    kLazy = "kLazy"
+
+
+class OnFailure(str, Enum):
+    kStop = "kStop"
+    kContinue = "kContinue"
+
+
+class NonFinite(str, Enum):
+    kSkip = "kSkip"
+    kFail = "kFail"
+    kAllow = "kAllow"
+
+
+class Correction(str, Enum):
+    kNone = "kNone"
+    kRate = "kRate"
+    kMomentum = "kMomentum"
+
+
+class Placement(str, Enum):
+    kManual = "kManual"
+    kAuto = "kAuto"
+
+
+class Schedule(str, Enum):
+    kGPipe = "kGPipe"
+    k1F1B = "k1F1B"
+
+
+class Slicing(str, Enum):
+    kElement = "kElement"
+    kTensor = "kTensor"
+
+
+class Agreement(str, Enum):
+    kMaster = "kMaster"
+    kRingAverage = "kRingAverage"
+
+
+class Road(str, Enum):
+    kAuto = "kAuto"
+    kShm = "kShm"
+    kTcp = "kTcp"
+
+
+class FailureDomain(str, Enum):
+    kAuto = "kAuto"
+    kHost = "kHost"
+    kProcess = "kProcess"
+
+
+class Engine(str, Enum):
+    kAuto = "kAuto"
+    kOwn = "kOwn"
+    kGloo = "kGloo"
+    kNccl = "kNccl"
+
+
+class Algorithm(str, Enum):
+    kAuto = "kAuto"
+    kRing = "kRing"
+    kTree = "kTree"
+    kNaive = "kNaive"
+
+
+class Compression(str, Enum):
+    kNone = "kNone"
+    kFp16 = "kFp16"
+    kBf16 = "kBf16"
+    kInt8 = "kInt8"
+    kTopK = "kTopK"
+
+
+Count = Annotated[int, whole(1)]
+Steps = Annotated[int, whole(0)]
+StepsOrAll = Annotated[int, whole(-1)]
+Port = Annotated[int, whole(1, 65535)]
+Seed = Annotated[int, whole(0, INT64)]
+Number = Annotated[float, number("a number", lambda x: True)]
+NotNegative = Annotated[float, number("a number >= 0", lambda x: x >= 0)]
+Positive = Annotated[float, number("a number > 0", lambda x: x > 0)]
+Lease = Annotated[float, number("seconds, 1 to 3600", lambda x: 1 <= x <= 3600)]
+Fraction = Annotated[float, number("a number >= 0 and < 1", lambda x: 0 <= x < 1)]
+Pattern = Annotated[str, pattern]
+Name = Annotated[str, filled]
+Dimension = Annotated[int, whole(-1, 1)]
+Ratio = Annotated[float, number("a number > 0 and <= 1", lambda x: 0 < x <= 1)]
+Connections = Annotated[int, whole(1, 16)]
+Replicas = Annotated[int, whole(1, 2)]
+SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
+
+
+def _shares_values(c: "Cluster") -> bool:
+    """Some worker groups use the same parameter values in memory (`Topology.sharing` says which)."""
+    return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
+
+
+def all_reduces(c: "Cluster") -> bool:
+    """One group of workers, each with a server of the same group beside it: what collectives can run."""
+    counts = (c.nworkers_per_group, c.nworkers_per_procs) == (c.nservers_per_group, c.nservers_per_procs)
+    return c.nworker_groups == c.nserver_groups == 1 and counts and not c.server_worker_separate
+
+
+def _one_unit(c: "Cluster") -> bool:
+    """All workers and all servers live in one unit."""
+    workers = c.nworkers_per_procs >= c.nworker_groups * c.nworkers_per_group
+    servers = c.nservers_per_procs >= c.nserver_groups * c.nservers_per_group
+    return workers and servers and not (c.server_worker_separate and c.nserver_groups)
+
+
+def _apart(c: "Cluster") -> int:
+    """How many worker groups change the same values, each at its own pace."""
+    return c.nworker_groups if c.nserver_groups else 1
+
+
+def _clips(u: "Updater | None") -> bool:
+    return u is not None and (u.clip_norm is not None or u.clip_low < u.clip_high)
+
+
+def _refused_where_split(field: str, refused: Callable[["Job"], object], accepted: str) -> Combination:
+    why = "where one model is split over the workers of a group (partition, placement)"
+    return Combination(field, lambda j: j.splits and refused(j), f"{accepted} {why}", inside="")
+
+
+def _refused_with_backup(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
+    """backup: servers decide step by step whose gradients count, which nobody may have seen or used before."""
+    inside = "cluster" if field.startswith("cluster.") else ""
+    count: Callable[[Any], int] = (lambda c: c.backup) if inside else (lambda j: j.cluster.backup)
+    return Combination(field, lambda b: count(b) and refused(b), f"{accepted} with cluster.backup above 0", inside)
+
+
+_FOREIGN = (Engine.kGloo, Engine.kNccl)
+_OWN = (Algorithm.kRing, Algorithm.kTree, Algorithm.kNaive)
+_FIXED_STEP = "updater.learning_rate.fixedstep_conf"
+_ALONE = "above 1 needs nworkers_per_group = 1"
+_BESIDE = (
+    "needs nworker_groups = nserver_groups = 1, as many servers as workers (per group and per unit) "
+    "and server_worker_separate: false"
+)
+_UNSHARED = "needs share_memory: false, since worker groups of one unit use the same server group"
+
+# Every combination that is refused and that the conf alone shows, also of values that are not available yet. How often
+# a step runs backward (`kOnArrival`: once) and whether a GradScaler has a hand in it (`kOnArrival`, `kHidden`: no)
+# shows only in a running script.
+COMBINATIONS = (
+    Combination(
+        "apply", lambda j: j.apply is Apply.kOnArrival and j.grads is not Grads.kHidden, "needs grads: kHidden"
+    ),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and _clips(j.updater),
+        "needs an updater without clip_norm, clip_low and clip_high",
+    ),
+    Combination("apply", lambda j: j.apply is Apply.kOnArrival and _shares_values(j.cluster), _UNSHARED),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and j.cluster.slicing is Slicing.kTensor,
+        "needs slicing: kElement, since a tensor's parts arrive one after another",
+    ),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
+        "needs n_push = n_fetch = 1",
+    ),
+    Combination(
+        "apply",
+        lambda j: j.apply is Apply.kOnArrival and j.cluster.engine in _FOREIGN,
+        "needs engine kOwn: torch.distributed hands over no bucket before all are added up",
+    ),
+    Combination("pull", lambda j: j.pull is Pull.kLazy and _shares_values(j.cluster), _UNSHARED),
+    Combination(
+        "pull",
+        lambda j: j.pull is Pull.kLazy and max(j.cluster.n_push, j.cluster.n_fetch) > 1,
+        "needs n_push = n_fetch = 1",
+    ),
+    Combination("cluster.n_push", lambda c: c.n_push > 1 and c.nworkers_per_group > 1, _ALONE),
+    Combination("cluster.n_fetch", lambda c: c.n_fetch > 1 and c.nworkers_per_group > 1, _ALONE),
+    Combination(
+        "cluster.shares",
+        lambda c: c.shares and (len(c.shares) != c.nworkers_per_group or not any(c.shares)),
+        "must be one share per worker of a group (nworkers_per_group), not all zero",
+    ),
+    Combination(
+        "cluster.max_staleness",
+        lambda c: c.max_staleness is not None and c.nserver_groups == 0 and c.nworker_groups > 1,
+        "needs a server group: with nserver_groups = 0 no group waits for another",
+    ),
+    Combination("cluster.engine", lambda c: c.engine in _FOREIGN and not all_reduces(c), _BESIDE),
+    Combination(
+        "cluster.engine",
+        lambda c: c.engine in _FOREIGN and c.link is not None,
+        "must be kAuto or kOwn with a link: torch.distributed knows nothing of a network that is pretended",
+    ),
+    Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not all_reduces(c), _BESIDE),
+    Combination(
+        "cluster.algorithm",
+        lambda c: c.algorithm is not Algorithm.kAuto and c.engine in _FOREIGN,
+        "must be kAuto with engine kGloo or kNccl, which choose their own",
+    ),
+    Combination(
+        "cluster.compression",
+        lambda c: c.compression is not Compression.kNone and (c.engine in _FOREIGN or c.algorithm in _OWN),
+        "needs engine and algorithm kAuto (or engine kOwn): what lies between is summed uncompressed",
+    ),
+    Combination(
+        "cluster.compression", lambda c: c.compression is not Compression.kNone and _shares_values(c), _UNSHARED
+    ),
+    Combination(
+        "cluster.road",
+        lambda c: c.road is Road.kShm and c.link is not None and not _one_unit(c),
+        "must be kAuto or kTcp with a link: units are hosts of their own then, and share no memory",
+    ),
+    Combination("updater.clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),
+    Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
+    Combination(f"{_FIXED_STEP}.step", lambda c: list(c.step) != sorted(set(c.step)), "must rise from entry to entry"),
+    Combination(f"{_FIXED_STEP}.step_lr", lambda c: len(c.step_lr) != len(c.step), "must have as many entries as step"),
+    Combination(
+        "partition.location",
+        lambda p: p.location is not None and p.partition_dim != -1,
+        "needs partition_dim: -1, a whole module on one worker",
+    ),
+    Combination(
+        "partition",
+        lambda j: any(p.location is not None and p.location >= j.cluster.nworkers_per_group for p in j.partition),
+        "location must be the number of a worker of a group, below nworkers_per_group",
+    ),
+    Combination(
+        "cluster.backup",
+        lambda c: c.backup and c.backup >= c.nworkers_per_group,
+        "must be less than nworkers_per_group: somebody has to contribute to a step",
+    ),
+    Combination(
+        "cluster.backup",
+        lambda c: c.backup and not c.nworker_groups == c.nserver_groups == 1,
+        "above 0 needs nworker_groups: 1 and nserver_groups: 1, a synchronous group that pushes to servers",
+    ),
+    _refused_with_backup("cluster.engine", lambda c: c.engine in _FOREIGN, "must be kAuto or kOwn"),
+    _refused_with_backup("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto, "must be kAuto"),
+    _refused_with_backup("cluster.compression", lambda c: c.compression is not Compression.kNone, "must be kNone"),
+    _refused_with_backup("grads", lambda j: j.grads is not Grads.kHidden, "must be kHidden"),
+    _refused_with_backup("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
+    _refused_with_backup("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
+    _refused_with_backup("per_worker_batch", lambda j: not j.per_worker_batch, "must be true"),
+    _refused_with_backup("shard", lambda j: j.shard is Shard.kLease, "must be kAuto or kStatic"),
+    _refused_with_backup("partition", lambda j: j.partition, "must not be given"),
+    _refused_with_backup("placement", lambda j: j.placement is Placement.kAuto, "must be kManual"),
+    _refused_with_backup(
+        "updater.clip_norm", lambda j: j.updater is not None and j.updater.clip_norm is not None, "must not be given"
+    ),
+    Combination(
+        "correction",
+        lambda j: j.correction is not Correction.kNone and _apart(j.cluster) == 1,
+        "must be kNone where no two worker groups change the same values: needs nworker_groups above 1, and a server",
+    ),
+    Combination(
+        "correction",
+        lambda j: j.correction is Correction.kRate and j.cluster.nserver_groups > 1,
+        "must be kMomentum or kNone with several server groups: a gradient's age is known within one of them only",
+    ),
+    Combination(
+        "correction",
+        lambda j: j.correction is Correction.kRate and j.apply is Apply.kOnArrival,
+        "must be kMomentum or kNone with apply: kOnArrival: an update is made before its step is known as a whole",
+    ),
+    _refused_where_split("apply", lambda j: j.apply is Apply.kOnArrival, "must be kAtStep"),
+    _refused_where_split("pull", lambda j: j.pull is Pull.kLazy, "must be kStep"),
+    _refused_where_split("cluster.n_push", lambda j: j.cluster.n_push > 1, "must be 1"),
+    _refused_where_split("cluster.n_fetch", lambda j: j.cluster.n_fetch > 1, "must be 1"),
+    _refused_where_split("cluster.engine", lambda j: j.cluster.engine in _FOREIGN, "must be kAuto or kOwn"),
+    _refused_where_split(
+        "cluster.algorithm",
+        lambda j: j.cluster.algorithm is not Algorithm.kAuto,
+        "must be kAuto, straight to each home,",
+    ),
+)
+
+
+def _rows(block: str) -> tuple[Combination, ...]:
+    """What the blocks of this path refuse."""
+    return tuple(row for row in COMBINATIONS if row.block == block)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSProp(Checked):
+    PATH = "updater.rmsprop_conf"
+    rho: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class AdaDelta(Checked):
+    PATH = "updater.adadelta_conf"
+    rho: Fraction = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(Checked):
+    PATH = "updater.adam_conf"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class AdamMax(Checked):
+    PATH = "updater.adammax_conf"
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+
+
+@dataclass(frozen=True, slots=True)
+class FixedStep(Checked):
+    PATH = _FIXED_STEP
+    TABLE = _rows(PATH)
+    step: tuple[Steps, ...] = ()
+    step_lr: tuple[NotNegative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Checked):
+    PATH = "updater.learning_rate.step_conf"
+    change_freq: Count
+    gamma: NotNegative = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Checked):
+    PATH = "updater.learning_rate.linear_conf"
+    final_lr: NotNegative
+    change_freq: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential(Checked):
+    PATH = "updater.learning_rate.exponential_conf"
+    change_freq: Count
+
+
+@dataclass(frozen=True, slots=True)
+class InverseT(Checked):
+    PATH = "updater.learning_rate.inverset_conf"
+    final_lr: Positive
+
+
+@dataclass(frozen=True, slots=True)
+class Inverse(Checked):
+    PATH = "updater.learning_rate.inverse_conf"
+    gamma: NotNegative = 1.0
+    pow: NotNegative = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LRGen(Checked):
+    """A learning-rate schedule; lr_schedules.py computes it."""
+
+    PATH = "updater.learning_rate"
+    type: ChangeMethod = ChangeMethod.kUserChange
+    user_type: str = ""
+    base_lr: NotNegative = 0.01
+    fixedstep_conf: FixedStep | None = None
+    step_conf: Step | None = None
+    linear_conf: Linear | None = None
+    exponential_conf: Exponential | None = None
+    inverse_conf: Inverse | None = None
+    inverset_conf: InverseT | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Param(Checked):
+    """Scales for the parameters whose name the regular expression `match` is found in; the first such block counts."""
+
+    PATH = "updater.param"
+    lr_scale: NotNegative = 1.0
+    wd_scale: NotNegative = 1.0
+    match: Pattern = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Updater(Checked):
+    """The optimizer of a script that passes none; adapter.py builds it."""
+
+    PATH = "updater"
+    TABLE = _rows(PATH)
+    type: UpdaterType = UpdaterType.kUserUpdater
+    user_type: str = ""
+    rmsprop_conf: RMSProp | None = None
+    adadelta_conf: AdaDelta | None = None
+    adam_conf: Adam | None = None
+    adammax_conf: AdamMax | None = None
+    learning_rate: LRGen | None = None
+    momentum: NotNegative = 0.0
+    weight_decay: NotNegative = 0.0
+    delta: Positive = 1e-8
+    clip_low: Number = 0.0
+    clip_high: Number = 0.0
+    clip_norm: Positive | None = None
+    param: tuple[Param, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Partition(Checked):
+    """How the modules are split whose name the regular expression `match` is found in; the first such block counts.
+
+    partition_dim: 0 samples, 1 features, -1 the whole module on one worker of the group: `location`, or any.
+    """
+
+    PATH = "partition"
+    TABLE = _rows(PATH)
+    match: Pattern = ""
+    partition_dim: Dimension = 0
+    location: Steps | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link(Checked):
+    """A network that is pretended between the units: Mbit/s each way per unit, milliseconds one way, share lost."""
+
+    PATH = "cluster.link"
+    bandwidth: Positive | None = None
+    delay: NotNegative = 0.0
+    jitter: NotNegative = 0.0
+    loss: Fraction = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster(Checked):
+    """Where workers and servers stand. Counts are counts; `poll_time` is in milliseconds."""
+
+    PATH = "cluster"
+    TABLE = _rows(PATH)
+    nworker_groups: Count = 1
+    nserver_groups: Steps = 1
+    nworkers_per_group: Count = 1
+    nservers_per_group: Count = 1
+    nworkers_per_procs: Count = 1
+    nservers_per_procs: Count = 1
+    workspace: str = ""
+    server_worker_separate: bool = False
+    sync_freq: Count = 1
+    start_port: Port = 6723
+    share_memory: bool = True
+    poll_time: Count = 100
+    shares: tuple[NotNegative, ...] = ()
+    slicing: Slicing = Slicing.kElement
+    max_staleness: Steps | None = None
+    n_push: Count = 1
+    n_fetch: Count = 1
+    agreement: Agreement = Agreement.kMaster
+    road: Road = Road.kAuto
+    engine: Engine = Engine.kAuto
+    algorithm: Algorithm = Algorithm.kAuto
+    compression: Compression = Compression.kNone
+    compression_ratio: Ratio = 0.01
+    link: Link | None = None
+    connections: Connections = 1
+    slice_bytes: SliceBytes = 0
+    lease_s: Lease = 2.0
+    replicas: Replicas = 1
+    backup: Steps = 0
+    failure_domain: FailureDomain = FailureDomain.kAuto
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Checked):
+    """One training job: `Job(cluster=Cluster(nworkers_per_group=3))` is what a file with that block gives."""
+
+    PATH = ""
+    TABLE = _rows(PATH)
+    name: Name = "job"
+    updater: Updater | None = None
+    cluster: Cluster = field(default_factory=Cluster)
+    train_steps: Steps = 0
+    disp_freq: Steps = 0
+    gpu: tuple[Steps, ...] = ()
+    test_freq: Steps = 0
+    test_steps: StepsOrAll = 0
+    validate_freq: Steps = 0
+    validate_steps: StepsOrAll = 0
+    checkpoint_freq: Steps = 0
+    checkpoint_path: tuple[str, ...] = ()
+    warmup_steps: Steps = 0
+    debug: bool = False
+    checkpoint_after: Steps = 0
+    disp_after: Steps = 0
+    test_after: Steps = 0
+    validate_after: Steps = 0
+    resume: bool = False
+    program: str = ""
+    args: tuple[str, ...] = ()
+    seed: Seed = 0
+    per_worker_batch: bool = False
+    shard: Shard = Shard.kAuto
+    reduce: Reduce = Reduce.kMean
+    grads: Grads = Grads.kVisible
+    apply: Apply = Apply.kAtStep
+    pull: Pull = Pull.kStep
+    import_: str = ""
+    on_failure: OnFailure = OnFailure.kContinue
+    rendezvous: str = ""
+    partition: tuple[Partition, ...] = ()
+    placement: Placement = Placement.kManual
+    microbatches: Count = 1
+    schedule: Schedule = Schedule.kGPipe
+    snapshot_s: NotNegative = 30.0
+    restarts: Steps = 3
+    nonfinite: NonFinite = NonFinite.kSkip
+    start_groups: Steps = 0
+    grace_s: NotNegative = 10.0
+    correction: Correction = Correction.kNone
+
+    @property
+    def splits(self) -> bool:
+        """Each worker group is to share one model among its workers. A script may ask for it, too, by what it tags."""
+        return bool(self.partition) or self.placement is Placement.kAuto
+
+    @property
+    def workspace(self) -> str:
+        """The folder of everything the job writes: `cluster.workspace`, or one named after the job."""
+        return self.cluster.workspace or f"./workspace/{self.name.replace('/', '_')}"
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the fields that decide results; processes of one job must agree on it."""
+        blocks: tuple[Any, ...] = (self, self.cluster)
+        unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}
+        text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+# What a process may be told differently without another result: places, names, display, and what only the script reads.
+_NO_RESULT = frozenset(
+    [
+        "name",
+        "workspace",
+        "start_port",
+        "poll_time",
+        "lease_s",
+        "replicas",
+        "failure_domain",
+        "program",
+        "args",
+        "disp_freq",
+        "disp_after",
+        "debug",
+        "gpu",
+        "link",
+        "rendezvous",
+        "restarts",
+        "start_groups",
+        "snapshot_s",
+        "grace_s",
+    ]
+    + [f"{what}_{how}" for what in ("test", "validate", "checkpoint") for how in ("freq", "steps", "after")]
+)
+
+
+# Fields that count only where they are set: jobs without them keep the digest that they had before there were any.
+_NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "backup", "correction"])
+
+
+def _plain(value: Any, without: frozenset[str]) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(item, without) for item in value]
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name), without) for f in fields(value) if f.name not in without}
+    return value

@@ -1,0 +1,436 @@
+"""Which server is home to which element: parameters -> flat spaces -> slices -> segments -> buckets and pieces.
+
+Rule: a pure function of schema and counts, so every process computes the same map and only its digest travels. A cut
+falls on a multiple of ALIGN elements from a parameter's start, and a kernel works on one segment: only then does a
+vectorized update of a slice give the bits of the update of the whole tensor. Frozen parameters have homes too, since
+a script may thaw them later; an empty parameter has no element and therefore no segment.
+
+Where one model is split over the workers of a group (`split`), a parameter has owners, the workers that hold it. A
+space has parameters of the same owners only, so that a worker needs memory, and messages, for its own spaces alone.
+"""
+
+import heapq
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+from topotrain.config.job import Slicing
+
+T = TypeVar("T")
+
+ALIGN = 64
+"""Elements in one unit of alignment."""
+
+MAX_ELEMENTS = 1 << 40
+"""A schema may come from a peer: no parameter may be larger than this."""
+
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float32", "int32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element of each dtype that a parameter may have."""
+
+
+class SchemaError(ValueError):
+    """A model's parameters, or the text that describes them, cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the schema; tied weights are one parameter, their other names are its `aliases`.
+
+    `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
+    wants it whole on, -1: any. `owners` are the workers of each group that hold it, ascending; empty: all do. Raises
+    SchemaError.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+    home: int = -1
+    owners: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, numbers in (("shape", self.shape), ("stride", self.stride)):
+            if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in numbers):
+                raise SchemaError(f"parameter {self.name!r}: {what} = {numbers}: must be whole numbers >= 0")
+        if len(self.shape) != len(self.stride):
+            raise SchemaError(f"parameter {self.name!r}: stride = {self.stride}: must be as long as {self.shape}")
+        if self.count > MAX_ELEMENTS:
+            raise SchemaError(f"parameter {self.name!r}: shape = {self.shape}: more than {MAX_ELEMENTS} elements")
+        if self.dtype not in ITEM_BYTES:
+            raise SchemaError(f"parameter {self.name!r}: dtype = {self.dtype}: must be one of {', '.join(ITEM_BYTES)}")
+        if type(self.home) is not int or self.home < -1:
+            raise SchemaError(f"parameter {self.name!r}: home = {self.home}: must be a shard's number, or -1 for any")
+        if not all(type(n) is int and n >= 0 for n in self.owners) or list(self.owners) != sorted(set(self.owners)):
+            raise SchemaError(f"parameter {self.name!r}: owners = {self.owners}: must be workers' numbers, ascending")
+
+    @property
+    def count(self) -> int:
+        """Number of elements; 1 for a zero-dimensional parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All parameters of one dtype and the same owners, end to end, each starting at a multiple of ALIGN.
+
+    `length` counts elements, with padding. `owners` as in `Parameter`.
+    """
+
+    index: int
+    dtype: str
+    itemsize: int
+    length: int
+    owners: tuple[int, ...] = ()
+
+    def on(self, worker: int) -> bool:
+        """Whether worker number `worker` of a group holds it."""
+        return not self.owners or worker in self.owners
+
+    @property
+    def speaker(self) -> int:
+        """The worker of a group who says of it what only one has to say."""
+        return self.owners[0] if self.owners else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Slice ∩ parameter, the unit of update: elements [lo, hi) of the space, without padding.
+
+    `parameter` and `space` are indices; `start` is the first element inside the parameter, a multiple of ALIGN.
+    """
+
+    id: int
+    parameter: int
+    shard: int
+    space: int
+    lo: int
+    hi: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bucket ∩ segment: elements [lo, hi) of the space, without padding. `bucket` and `segment` are ids."""
+
+    bucket: int
+    segment: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The unit of every message: elements [lo, hi) of one space, padding included, owned by one shard.
+
+    `master` is the server group that masters it; `pieces` are its parts without the padding, in order.
+    """
+
+    id: int
+    shard: int
+    space: int
+    lo: int
+    hi: int
+    master: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class SliceMap:
+    """The whole map; build it with `cut`. Ids are positions in `segments` and `buckets`, both ordered by shard.
+
+    `offsets[parameter] = (space, first element)`; `ranges[space][shard] = (lo, hi)`, padding included.
+    """
+
+    parameters: tuple[Parameter, ...]
+    spaces: tuple[Space, ...]
+    offsets: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    segments: tuple[Segment, ...]
+    buckets: tuple[Bucket, ...]
+    shards: int
+    groups: int
+    slicing: Slicing
+
+    def buckets_of(self, shard: int) -> tuple[Bucket, ...]:
+        """The buckets of one shard, consecutive ids."""
+        return self._buckets_by_shard[shard]
+
+    def segments_of(self, shard: int) -> tuple[Segment, ...]:
+        """The segments of one shard, consecutive ids."""
+        return self._segments_by_shard[shard]
+
+    def buckets_on(self, worker: int) -> tuple[Bucket, ...]:
+        """The buckets of the spaces that worker number `worker` of a group holds, in order."""
+        return tuple(bucket for bucket in self.buckets if self.spaces[bucket.space].on(worker))
+
+    def segments_of_parameter(self, parameter: int) -> tuple[Segment, ...]:
+        """The segments of parameter number `parameter` in element order: none if it is empty."""
+        return self._segments_by_parameter[parameter]
+
+    def pieces_of(self, segment: int) -> tuple[Piece, ...]:
+        """The pieces of segment `segment` (an id) in element order: the buckets through which it travels."""
+        return self._pieces_by_segment[segment]
+
+    @cached_property
+    def shard_bytes(self) -> tuple[int, ...]:
+        """Bytes of parameters (no padding) that each shard is home to."""
+        sizes = [0] * self.shards
+        for segment in self.segments:
+            sizes[segment.shard] += (segment.hi - segment.lo) * self.spaces[segment.space].itemsize
+        return tuple(sizes)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest shard over the mean, minus one: 0 is perfect, 1 means twice the fair share."""
+        total = sum(self.shard_bytes)
+        return max(self.shard_bytes) * self.shards / total - 1 if total else 0.0
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of schema and cuts: two processes with equal digests agree on every id and boundary."""
+        cuts = [[b.shard, b.space, b.lo, b.hi, b.master] for b in self.buckets]
+        text = json.dumps([ALIGN, self.shards, self.groups, self.slicing.value, self.offsets, self.ranges, cuts])
+        return sha256(f"{describe(self.parameters)}\n{text}".encode()).hexdigest()
+
+    @cached_property
+    def _buckets_by_shard(self) -> tuple[tuple[Bucket, ...], ...]:
+        return _grouped(((bucket.shard, bucket) for bucket in self.buckets), self.shards)
+
+    @cached_property
+    def _segments_by_shard(self) -> tuple[tuple[Segment, ...], ...]:
+        return _grouped(((segment.shard, segment) for segment in self.segments), self.shards)
+
+    @cached_property
+    def _segments_by_parameter(self) -> tuple[tuple[Segment, ...], ...]:
+        by_place = sorted(self.segments, key=lambda segment: segment.lo)
+        return _grouped(((segment.parameter, segment) for segment in by_place), len(self.parameters))
+
+    @cached_property
+    def _pieces_by_segment(self) -> tuple[tuple[Piece, ...], ...]:
+        pieces = ((piece.segment, piece) for bucket in self.buckets for piece in bucket.pieces)
+        return _grouped(pieces, len(self.segments))
+
+
+def cut(
+    parameters: Iterable[Parameter],
+    shards: int,
+    groups: int = 1,
+    slicing: Slicing = Slicing.kElement,
+    bucket_bytes: int = 1 << 20,
+) -> SliceMap:
+    """Cut `parameters` over `shards` servers of each of `groups` server groups, into buckets of <= `bucket_bytes`.
+
+    kElement cuts each space into equal ranges (their lengths differ by at most ALIGN). kTensor keeps tensors whole:
+    largest first to the lightest shard (Graham, 1969), see `imbalance`. A parameter with a `home` is there, and then
+    all tensors stay whole. Raises SchemaError for a name that is used twice and a home that does not exist, ValueError
+    for a count < 1 or a bucket smaller than ALIGN elements.
+    """
+    schema = tuple(parameters)
+    _check_names(schema)
+    _check_counts(schema, shards, groups, bucket_bytes)
+    _check_homes(schema, shards)
+    whole = slicing is Slicing.kTensor or any(parameter.home >= 0 for parameter in schema)
+    homes = _lightest_first(schema, shards) if whole else [0] * len(schema)
+    spaces, offsets = _lay_out(schema, homes)
+    ranges = tuple(
+        _whole(space, schema, offsets, homes, shards) if whole else _even(0, space.length, shards) for space in spaces
+    )
+    segments: list[Segment] = []
+    buckets: list[Bucket] = []
+    placed = [_placed(space, schema, offsets) for space in spaces]
+    for shard in range(shards):
+        for space in spaces:
+            lo, hi = ranges[space.index][shard]
+            mine = _segments(len(segments), shard, space.index, lo, hi, placed[space.index])
+            segments += mine
+            buckets += _buckets(len(buckets), shard, space, _sub_ranges(lo, hi, groups, space, bucket_bytes), mine)
+    return SliceMap(schema, spaces, offsets, ranges, tuple(segments), tuple(buckets), shards, groups, slicing)
+
+
+def describe(parameters: Iterable[Parameter]) -> str:
+    """The schema as one line of JSON, always the same text for the same schema."""
+    return json.dumps([_row(parameter) for parameter in parameters], separators=(",", ":"))
+
+
+def _row(p: Parameter) -> list[Any]:
+    row = [p.name, list(p.shape), list(p.stride), p.dtype, p.trainable, list(p.aliases)]
+    if p.owners:
+        return [*row, p.home, list(p.owners)]
+    return [*row, p.home] if p.home >= 0 else row
+
+
+def parse(text: str) -> tuple[Parameter, ...]:
+    """What `describe` wrote. Raises SchemaError for any other text: a peer's word is checked, not trusted."""
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"schema is not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise SchemaError("schema must be a list of parameters")
+    parameters = tuple(_parameter(number, row) for number, row in enumerate(rows))
+    _check_names(parameters)
+    return parameters
+
+
+def _parameter(number: int, row: Any) -> Parameter:
+    kinds = [str, list, list, str, bool, list]
+    if not isinstance(row, list) or [type(value) for value in row] not in (
+        kinds,
+        [*kinds, int],
+        [*kinds, int, list],
+    ):
+        accepted = "must be [name, shape, stride, dtype, trainable, aliases, home?, owners?]"
+        raise SchemaError(f"schema entry {number}: {accepted}")
+    name, shape, stride, dtype, trainable, aliases, *home = row
+    owners = home.pop() if len(home) > 1 else []
+    if not all(type(alias) is str for alias in aliases):
+        raise SchemaError(f"schema entry {number}: aliases must be names")
+    made = Parameter(name, tuple(shape), tuple(stride), dtype, trainable, tuple(aliases), *home)
+    return replace(made, owners=tuple(owners)) if owners else made
+
+
+def _check_names(parameters: Sequence[Parameter]) -> None:
+    seen: set[str] = set()
+    for name in (name for parameter in parameters for name in (parameter.name, *parameter.aliases)):
+        if name in seen:
+            raise SchemaError(f"parameter name {name!r} is used twice: tied weights are one parameter with aliases")
+        seen.add(name)
+
+
+def _check_counts(parameters: Sequence[Parameter], shards: int, groups: int, bucket_bytes: int) -> None:
+    least = ALIGN * max((ITEM_BYTES[parameter.dtype] for parameter in parameters), default=1)
+    for name, value, minimum in (("shards", shards, 1), ("groups", groups, 1), ("bucket_bytes", bucket_bytes, least)):
+        if value < minimum:
+            raise ValueError(f"{name} = {value}: must be a whole number >= {minimum}")
+
+
+def _check_homes(parameters: Sequence[Parameter], shards: int) -> None:
+    for parameter in parameters:
+        if parameter.home >= shards:
+            accepted = f"must be 0 to {shards - 1}: the job has {shards} server{'s' * (shards > 1)} in a group"
+            raise SchemaError(f"parameter {parameter.name!r}: home = {parameter.home}: {accepted}")
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """[lo, hi), both multiples of ALIGN, cut at multiples of ALIGN into ranges that differ by at most ALIGN."""
+    units = (hi - lo) // ALIGN
+    return tuple(pairwise(lo + ALIGN * (units * k // parts) for k in range(parts + 1)))
+
+
+def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
+    """Shard of each parameter: its home, else the largest (in bytes) first, to the shard that is lightest then."""
+    sizes = [parameter.count * ITEM_BYTES[parameter.dtype] for parameter in parameters]
+    homes = [max(parameter.home, 0) for parameter in parameters]
+    fixed = [0] * shards
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if parameter.home >= 0:
+            fixed[parameter.home] += size
+    loads = [(load, shard) for shard, load in enumerate(fixed)]
+    heapq.heapify(loads)
+    free = [index for index, parameter in enumerate(parameters) if parameter.home < 0]
+    for index in sorted(free, key=lambda i: (-sizes[i], i)):
+        load, homes[index] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[index], homes[index]))
+    return homes
+
+
+def _lay_out(
+    parameters: Sequence[Parameter], homes: Sequence[int]
+) -> tuple[tuple[Space, ...], tuple[tuple[int, int], ...]]:
+    """Spaces in order of first use, and each parameter's (space, offset): by home, then definition."""
+    kinds = list(dict.fromkeys((parameter.dtype, parameter.owners) for parameter in parameters))
+    number = {kind: index for index, kind in enumerate(kinds)}
+    lengths = [0] * len(kinds)
+    offsets = [(0, 0)] * len(parameters)
+    for index in sorted(range(len(parameters)), key=homes.__getitem__):
+        space = number[parameters[index].dtype, parameters[index].owners]
+        offsets[index] = (space, lengths[space])
+        lengths[space] += _padded(parameters[index].count)
+    spaces = (Space(n, dtype, ITEM_BYTES[dtype], lengths[n], owners) for n, (dtype, owners) in enumerate(kinds))
+    return tuple(spaces), tuple(offsets)
+
+
+def _whole(
+    space: Space,
+    parameters: Sequence[Parameter],
+    offsets: Sequence[tuple[int, int]],
+    homes: Sequence[int],
+    shards: int,
+) -> tuple[tuple[int, int], ...]:
+    """Ranges of whole tensors: `_lay_out` has put each shard's tensors side by side."""
+    sizes = [0] * shards
+    for parameter, (where, _), home in zip(parameters, offsets, homes, strict=True):
+        if where == space.index:
+            sizes[home] += _padded(parameter.count)
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def _placed(
+    space: Space, parameters: Sequence[Parameter], offsets: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """(first element, end without padding, parameter) of the parameters that have elements in `space`, in order."""
+    here = (index for index, (where, _) in enumerate(offsets) if where == space.index and parameters[index].count)
+    return sorted((offsets[index][1], offsets[index][1] + parameters[index].count, index) for index in here)
+
+
+def _segments(
+    first: int, shard: int, space: int, lo: int, hi: int, placed: Sequence[tuple[int, int, int]]
+) -> list[Segment]:
+    """The segments of one shard in one space, ids from `first` on."""
+    found: list[Segment] = []
+    at = max(0, bisect_right(placed, lo, key=lambda place: place[0]) - 1)
+    while at < len(placed) and placed[at][0] < hi:
+        begin, end, parameter = placed[at]
+        a, b = max(begin, lo), min(end, hi)
+        if a < b:
+            found.append(Segment(first + len(found), parameter, shard, space, a, b, a - begin))
+        at += 1
+    return found
+
+
+def _sub_ranges(lo: int, hi: int, groups: int, space: Space, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """(lo, hi, master) of the buckets of one shard in one space: equal parts, so that no small rest travels alone."""
+    most = bucket_bytes // (ALIGN * space.itemsize) * ALIGN
+    masters = enumerate(_even(lo, hi, groups))
+    return [(a, b, master) for master, (c, d) in masters if c < d for a, b in _even(c, d, -(-(d - c) // most))]
+
+
+def _buckets(
+    first: int, shard: int, space: Space, bounds: Sequence[tuple[int, int, int]], segments: Sequence[Segment]
+) -> list[Bucket]:
+    """Buckets with their pieces, ids from `first` on; `bounds` and `segments` both ascend."""
+    found: list[Bucket] = []
+    at = 0
+    for number, (lo, hi, master) in enumerate(bounds, first):
+        while segments[at].hi <= lo:
+            at += 1
+        pieces: list[Piece] = []
+        for segment in segments[at : bisect_right(segments, hi - 1, lo=at, key=lambda s: s.lo)]:
+            pieces.append(Piece(number, segment.id, max(lo, segment.lo), min(hi, segment.hi)))
+        found.append(Bucket(number, shard, space.index, lo, hi, master, tuple(pieces)))
+    return found
+
+
+def _grouped(items: Iterable[tuple[int, T]], count: int) -> tuple[tuple[T, ...], ...]:
+    groups: list[list[T]] = [[] for _ in range(count)]
+    for index, item in items:
+        groups[index].append(item)
+    return tuple(tuple(group) for group in groups)

@@ -1,0 +1,428 @@
+"""Who lives where: six counts and two switches of the cluster block place every worker and every server in a unit.
+
+Rule: pure arithmetic, the same on every machine. Workers fill units in order, `nworkers_per_procs` at a time, and so do
+servers; a worker group talks to one server group and to no other. The layout is that of SINGA v0.x; the four named
+frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are four of its points, not four programs.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from topotrain.config.job import Algorithm, Cluster, Compression, ConfigError, Engine, Road, all_reduces
+
+MOST = 1 << 16
+"""Workers, and servers, that one job may have: a slip of the finger shall be an error, not a long wait."""
+
+
+class Role(IntEnum):
+    """What a resident of a unit does."""
+
+    WORKER = 0
+    SERVER = 1
+    SHADOW = 2
+    """The second copy of the server of the same group and index, in another process (`cluster.replicas`)."""
+
+
+class Address(NamedTuple):
+    """One worker or one server: its group, and its place inside that group."""
+
+    role: Role
+    group: int
+    index: int  # type: ignore[assignment]  # tuple.index gives way: nobody searches an address
+
+    def __str__(self) -> str:
+        return f"{self.role.name.lower()} {self.group}/{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One process unit and who lives there, both in layout order; `servers` include implicit homes."""
+
+    rank: int
+    workers: tuple[Address, ...]
+    servers: tuple[Address, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The whole layout. Build it with `layout`; groups, indices and unit ranks count from 0.
+
+    With `nserver_groups = 0` a parameter still needs a home: each worker group then has an *implicit* server group of
+    one server, in the unit of its first worker, and every query below speaks of these effective groups.
+    """
+
+    cluster: Cluster
+    units: tuple[Unit, ...]
+    hosts: tuple[int, ...] = ()  # of each unit, numbers from 0; empty: all stand on one host
+
+    @property
+    def implicit(self) -> bool:
+        """No server was declared; each worker group has a home of its own."""
+        return self.cluster.nserver_groups == 0
+
+    @property
+    def synced(self) -> bool:
+        """Several declared server groups, which have to agree with one another."""
+        return self.cluster.nserver_groups > 1
+
+    @property
+    def worker_groups(self) -> int:
+        """Number of worker groups."""
+        return self.cluster.nworker_groups
+
+    @property
+    def workers_per_group(self) -> int:
+        """Number of workers in each worker group."""
+        return self.cluster.nworkers_per_group
+
+    @property
+    def server_groups(self) -> int:
+        """Effective number of server groups (implicit ones count)."""
+        return self.worker_groups if self.implicit else self.cluster.nserver_groups
+
+    @property
+    def shards(self) -> int:
+        """Effective number of servers in each server group: into so many ranges the parameters are cut."""
+        return 1 if self.implicit else self.cluster.nservers_per_group
+
+    def sees_memory(self, g: int) -> bool:
+        """Whether the workers of group `g` and their servers stand on one host and may use one memory."""
+        cluster = self.cluster
+        if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
+            return False
+        if cluster.backup:  # a worker that is late still reads what the others have left behind
+            return False
+        residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
+        return all(self.together(residents[0], resident) for resident in residents)
+
+    @property
+    def inline(self) -> bool:
+        """Each worker's process is home to the server of the same index, too.
+
+        So in one synchronous group on one host in which every worker has a server beside it: as all walk together,
+        the servers' work is done while the workers wait for it, and needs no process of its own.
+        """
+        return all_reduces(self.cluster) and self.sees_memory(0)
+
+    @property
+    def foreign(self) -> bool:
+        """The workers add up their gradients through torch.distributed, and not through our servers."""
+        return self.cluster.engine in (Engine.kGloo, Engine.kNccl) and self.workers_per_group > 1
+
+    @property
+    def relayed(self) -> bool:
+        """Gradients are added up on their way from server to server, by one of our own algorithms."""
+        return self.cluster.algorithm is not Algorithm.kAuto and self.workers_per_group > 1
+
+    @property
+    def collective(self) -> bool:
+        """Each worker has the group's mean before the servers have: server k is given its part by worker k alone.
+
+        With one worker there is nothing to add up, and engine and algorithm change nothing.
+        """
+        return self.foreign or self.relayed
+
+    def server_group_of(self, g: int) -> int:
+        """The one server group that worker group `g` uses. ValueError if there is no group `g`."""
+        _check("worker group", g, self.worker_groups)
+        return g * self.server_groups // self.worker_groups
+
+    def worker_groups_of(self, sg: int) -> tuple[int, ...]:
+        """The worker groups that use server group `sg`. ValueError if there is no group `sg`."""
+        _check("server group", sg, self.server_groups)
+        share = self.worker_groups // self.server_groups
+        return tuple(range(sg * share, (sg + 1) * share))
+
+    def workers(self, g: int) -> tuple[Address, ...]:
+        """The workers of group `g` in order. ValueError if there is no group `g`."""
+        _check("worker group", g, self.worker_groups)
+        return tuple(Address(Role.WORKER, g, i) for i in range(self.workers_per_group))
+
+    def servers(self, sg: int) -> tuple[Address, ...]:
+        """The servers of group `sg` in shard order. ValueError if there is no group `sg`."""
+        _check("server group", sg, self.server_groups)
+        return tuple(Address(Role.SERVER, sg, k) for k in range(self.shards))
+
+    def unit_of(self, address: Address) -> int:
+        """Rank of the unit where `address` lives. ValueError if nobody of that address exists."""
+        role, group, index = address
+        if role is Role.WORKER:
+            _check("worker group", group, self.worker_groups)
+            _check(f"worker of group {group}", index, self.workers_per_group)
+            return _worker_unit(self.cluster, group, index)
+        _check("server group", group, self.server_groups)
+        _check(f"server of group {group}", index, self.shards)
+        return _server_unit(self.cluster, group, index)
+
+    def host_of(self, address: Address) -> int:
+        """Number of the host where `address` stands. ValueError if nobody of that address exists.
+
+        With `cluster.link` every unit stands for a host of its own.
+        """
+        unit = self.unit_of(address)
+        if self.cluster.link is not None:
+            return unit
+        return self.hosts[unit] if self.hosts else 0
+
+    def together(self, a: Address, b: Address) -> bool:
+        """Whether two residents stand on one host and can share memory."""
+        return self.host_of(a) == self.host_of(b)
+
+    def restarts_with(self, rank: int) -> tuple[int, ...]:
+        """Ranks of the units that have to start again when unit `rank` was lost, in order; `rank` is one of them.
+
+        A worker takes its group along, for the group walks in step; a server takes along its server group, whose shards
+        belong together, and all who have their values from there; a worker group that has its server group to itself
+        takes the servers along, which are in the middle of its step. Another server group has values of its own and
+        goes on. So a synchronous job starts again as a whole, and of Downpour with servers apart one worker group.
+        ValueError if there is no unit `rank`.
+        """
+        _check("unit", rank, len(self.units))
+        found, new = {rank}, [rank]
+        while new:
+            unit = self.units[new.pop()]
+            groups = {worker.group for worker in unit.workers}
+            homes = {server.group for server in unit.servers}
+            homes |= {sg for sg in map(self.server_group_of, groups) if len(self.worker_groups_of(sg)) == 1}
+            groups |= {g for sg in homes for g in self.worker_groups_of(sg)}
+            tied = [*(a for g in groups for a in self.workers(g)), *(a for sg in homes for a in self.servers(sg))]
+            further = {self.unit_of(address) for address in tied} - found
+            found |= further
+            new += further
+        return tuple(sorted(found))
+
+    def regroups(self, g: int) -> bool:
+        """Whether the workers of group `g` can be started again while everybody else stays.
+
+        Not where they add up their gradients among themselves, or share a process with a server. ValueError if there
+        is no group `g`.
+        """
+        _check("worker group", g, self.worker_groups)
+        return not (self.collective or self.inline)
+
+    def sum_tree(self, g: int) -> tuple[tuple[int, ...], ...]:
+        """Worker indices of group `g`, grouped by unit, in order: the canonical order of every sum over the group.
+
+        Sum inside a unit first, then over units: what an in-unit sum over shared memory and one message per unit
+        give anyway, so every road can keep to it and all of them produce the same bits.
+        """
+        by_unit = groupby(self.workers(g), key=self.unit_of)
+        return tuple(tuple(worker.index for worker in members) for _, members in by_unit)
+
+    def sharing(self, unit: int) -> tuple[tuple[Address, ...], ...]:
+        """Sets of workers of `unit` that share parameter values: in-memory Hogwild (Recht et al., 2011).
+
+        A set has workers of at least two worker groups of one server group. Empty with `share_memory: false`.
+        """
+        _check("unit", unit, len(self.units))
+        if not self.cluster.share_memory:
+            return ()
+        by_home = groupby(self.units[unit].workers, key=lambda worker: self.server_group_of(worker.group))
+        sets = (tuple(members) for _, members in by_home)
+        return tuple(members for members in sets if len({worker.group for worker in members}) > 1)
+
+    @property
+    def framework(self) -> str:
+        """The name the literature has for this layout; a layout without one is a hybrid of named ones."""
+        if self.implicit:
+            return _without_servers(self)
+        if self.synced:
+            return _several_server_groups(self)
+        return _synchronous(self) if self.worker_groups == 1 else _asynchronous(self)
+
+    def as_data(self) -> dict[str, Any]:
+        """The layout as plain data (`plan --json`). Declared servers only; a group without one maps to None."""
+        return {
+            "nprocs": len(self.units),
+            "units": [
+                {
+                    "rank": unit.rank,
+                    "workers": [[worker.group, worker.index] for worker in unit.workers],
+                    "servers": [[server.group, server.index] for server in self._declared(unit)],
+                }
+                for unit in self.units
+            ],
+            "server_group_of_worker_group": [
+                None if self.implicit else self.server_group_of(g) for g in range(self.worker_groups)
+            ],
+        }
+
+    def explain(self) -> str:
+        """The layout in words and two tables: who lives in which unit, and which group talks to which."""
+        units = [
+            (str(unit.rank), _names(unit.workers), _names(self._declared(unit)), self._shared(unit))
+            for unit in self.units
+        ]
+        groups = [
+            (str(g), _places(self, self.workers(g)), *self._home(self.server_group_of(g)))
+            for g in range(self.worker_groups)
+        ]
+        return "\n".join(
+            [
+                f"{self.framework}: {self._census()}",
+                "",
+                *_table(("unit", "workers", "servers", "sharing values"), units),
+                "",
+                *_table(("worker group", "lives in", "uses server group", "which lives in"), groups),
+            ]
+        )
+
+    def _declared(self, unit: Unit) -> tuple[Address, ...]:
+        return () if self.implicit else unit.servers
+
+    def _shared(self, unit: Unit) -> str:
+        return " + ".join(f"({_names(members)})" for members in self.sharing(unit.rank))
+
+    def _home(self, sg: int) -> tuple[str, str]:
+        return ("none", "") if self.implicit else (str(sg), _places(self, self.servers(sg)))
+
+    def _census(self) -> str:
+        workers = f"{_count(self.worker_groups, 'worker group')} of {_count(self.workers_per_group, 'worker')}"
+        servers = f"{_count(self.server_groups, 'server group')} of {_count(self.shards, 'server')}"
+        return ", ".join((_count(len(self.units), "unit"), workers, "no servers" if self.implicit else servers))
+
+
+def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
+    """Place every worker and server of `cluster`. Raises ConfigError where the counts do not fit together.
+
+    hosts: the number of the host on which each unit stands, by rank, known once all units have met. Empty: one host.
+    Raises ValueError if they are not as many as the units.
+    """
+    validate(cluster)
+    worker_units, server_units = _unit_counts(cluster)
+    total = worker_units + server_units if cluster.server_worker_separate else max(worker_units, server_units)
+    workers: list[list[Address]] = [[] for _ in range(total)]
+    servers: list[list[Address]] = [[] for _ in range(total)]
+    for g, i in _pairs(cluster.nworker_groups, cluster.nworkers_per_group):
+        workers[_worker_unit(cluster, g, i)].append(Address(Role.WORKER, g, i))
+    implicit = (cluster.nworker_groups, 1)
+    declared = (cluster.nserver_groups, cluster.nservers_per_group)
+    for g, k in _pairs(*(declared if cluster.nserver_groups else implicit)):
+        servers[_server_unit(cluster, g, k)].append(Address(Role.SERVER, g, k))
+    units = (Unit(rank, tuple(w), tuple(s)) for rank, (w, s) in enumerate(zip(workers, servers, strict=True)))
+    if hosts and len(hosts) != total:
+        raise ValueError(f"{len(hosts)} hosts for {total} units")
+    return Topology(cluster, tuple(units), tuple(hosts))
+
+
+def validate(cluster: Cluster) -> None:
+    """Raise ConfigError for a count of `cluster` that does not fit the others; job.py has checked each by itself."""
+    groups, homes = cluster.nworker_groups, cluster.nserver_groups
+    _fill_units("worker", groups, cluster.nworkers_per_group, cluster.nworkers_per_procs)
+    if homes == 0:
+        return
+    if groups % homes:
+        choices = ", ".join(map(str, [0, *_divisors(groups)]))
+        even = f"every server group serves equally many of the nworker_groups = {groups}"
+        raise ConfigError("cluster.nserver_groups", homes, f"must be one of {choices}, so that {even}")
+    _fill_units("server", homes, cluster.nservers_per_group, cluster.nservers_per_procs)
+
+
+def _fill_units(role: str, groups: int, per_group: int, per_unit: int) -> None:
+    """Units must be full, and each must hold either whole groups or an equal part of one group."""
+    if groups * per_group > MOST:
+        accepted = f"must be at most {MOST // groups} with n{role}_groups = {groups}: a job has up to {MOST} {role}s"
+        raise ConfigError(f"cluster.n{role}s_per_group", per_group, accepted)
+    fits = [p for p in _divisors(groups * per_group) if per_group % p == 0 or p % per_group == 0]
+    if per_unit not in fits:
+        choices = ", ".join(map(str, fits))
+        counts = f"n{role}_groups = {groups} and n{role}s_per_group = {per_group}"
+        why = f"with {counts} any other count leaves a unit part empty or lets it straddle two groups"
+        accepted = f"must be one of {choices}: {why}"
+        raise ConfigError(f"cluster.n{role}s_per_procs", per_unit, accepted)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _pairs(groups: int, members: int) -> Iterator[tuple[int, int]]:
+    return ((g, i) for g in range(groups) for i in range(members))
+
+
+def _unit_counts(cluster: Cluster) -> tuple[int, int]:
+    """How many units the workers fill, and how many the declared servers."""
+    worker_units = cluster.nworker_groups * cluster.nworkers_per_group // cluster.nworkers_per_procs
+    server_units = cluster.nserver_groups * cluster.nservers_per_group // cluster.nservers_per_procs
+    return worker_units, server_units
+
+
+def _worker_unit(cluster: Cluster, g: int, i: int) -> int:
+    return (g * cluster.nworkers_per_group + i) // cluster.nworkers_per_procs
+
+
+def _server_unit(cluster: Cluster, g: int, k: int) -> int:
+    if cluster.nserver_groups == 0:
+        return _worker_unit(cluster, g, 0)
+    first = _unit_counts(cluster)[0] if cluster.server_worker_separate else 0
+    return first + (g * cluster.nservers_per_group + k) // cluster.nservers_per_procs
+
+
+def _check(what: str, value: int, count: int) -> None:
+    if not 0 <= value < count:
+        raise ValueError(f"{what} {value} does not exist: this layout has 0 to {count - 1}")
+
+
+def _without_servers(t: Topology) -> str:
+    if t.worker_groups > 1:
+        return "independent groups without servers (group 0 is saved)"
+    return "AllReduce without servers (synchronous)" if t.workers_per_group > 1 else "one worker without servers"
+
+
+def _synchronous(t: Topology) -> str:
+    """One worker group, one server group."""
+    if t.cluster.server_worker_separate:
+        return "Sandblaster (synchronous)"
+    if t.workers_per_group == 1 and t.shards == 1:
+        return "one worker and its server"
+    if len(t.units) == 1:
+        return "in-memory Sandblaster (synchronous)"
+    if all(len(unit.workers) == len(unit.servers) for unit in t.units):
+        return "AllReduce (synchronous)"
+    return "Sandblaster with co-located servers (synchronous)"
+
+
+def _asynchronous(t: Topology) -> str:
+    """Several worker groups, one server group."""
+    separate = t.cluster.server_worker_separate
+    shared = [unit for unit in t.units if t.sharing(unit.rank)]
+    if not shared:
+        return "Downpour (asynchronous)" if separate else "Downpour with co-located servers (asynchronous)"
+    if not separate and len(t.units) == 1:
+        return "in-memory Hogwild (asynchronous)"
+    if sum(1 for unit in t.units if unit.workers) == 1:
+        return "in-memory Hogwild with servers in units of their own (asynchronous)"
+    return "hybrid: Downpour between units, in-memory Hogwild inside them (asynchronous)"
+
+
+def _several_server_groups(t: Topology) -> str:
+    if t.server_groups == t.worker_groups:
+        apart = " with servers in units of their own" if t.cluster.server_worker_separate else ""
+        return f"Distributed Hogwild{apart} (asynchronous)"
+    shared = any(t.sharing(unit.rank) for unit in t.units)
+    inside = "in-memory Hogwild" if shared else "Downpour"
+    return f"hybrid: Distributed Hogwild between server groups, {inside} around each of them (asynchronous)"
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def _names(addresses: Iterable[Address]) -> str:
+    return " ".join(f"{address.group}/{address.index}" for address in addresses)
+
+
+def _places(t: Topology, addresses: Iterable[Address]) -> str:
+    ranks = list(dict.fromkeys(t.unit_of(address) for address in addresses))
+    return f"unit {ranks[0]}" if len(ranks) == 1 else f"units {ranks[0]}-{ranks[-1]}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a left-aligned table; a column in which no row has anything is left out."""
+    keep = [c for c in range(len(head)) if any(row[c] for row in rows)]
+    widths = {c: max(len(line[c]) for line in (head, *rows)) for c in keep}
+    rule = ["-" * widths.get(c, 0) for c in range(len(head))]
+    return ["  ".join(line[c].ljust(widths[c]) for c in keep).rstrip() for line in (head, rule, *rows)]

@@ -1,0 +1,1 @@
+"""The parameter server as a pure state machine: messages in, messages out."""

@@ -1,0 +1,586 @@
+"""The update rule on one slice: any torch.optim through one adapter, fused where that kernel is right (`kernels`).
+
+Rule: nothing of an optimizer travels but its name and its hyper-parameters, as JSON. A server makes the same class over
+views of its own values and steps it in place. What an element-wise optimizer does to a slice that is cut at multiples
+of 64 elements from a parameter's start is, bit for bit, what it does to the whole (tested for ELEMENTWISE); the others
+need whole tensors (`slicing: kTensor`) or are refused by name.
+"""
+
+import importlib
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from topotrain.config.async_momentum import Corrector
+from topotrain.config.job import AdaDelta, Adam, AdamMax, ConfigError, Slicing, Updater, UpdaterType
+from topotrain.core.optim import kernel_choice, lr_schedules
+from topotrain.core.optim.kernel_choice import OWN_ERRORS
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+)
+WHOLE = ("Adafactor", "Muon")  # they look at rows, columns or the matrix
+REFUSED = {"LBFGS": "it evaluates the whole loss again and again", "SparseAdam": "it needs sparse gradients"}
+
+_TORCH = "torch.optim."
+_BOOKKEEPING = ("params", "param_names")
+_DEVICE_ONLY = ("capturable",)  # of the script's own device; where the update is computed it has no meaning
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+class UnsupportedOptimizer(ConfigError):
+    """An optimizer that a server cannot run on its part of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer without its tensors.
+
+    `name` is "torch.optim.Adam" or "module:Class". `groups` are the hyper-parameters of each parameter group;
+    `assignment[i]` is the group of parameter i, -1 if it is not optimized.
+    """
+
+    name: str
+    groups: tuple[dict[str, Any], ...]
+    assignment: tuple[int, ...]
+
+    def to_text(self) -> str:
+        """JSON, the same text for the same spec."""
+        return _ENCODER.encode({"name": self.name, "groups": self.groups, "assignment": self.assignment})
+
+    @staticmethod
+    def from_text(text: str) -> "OptimizerSpec":
+        """Raises ConfigError for a text that `to_text` cannot have written."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("optimizer", text[:80], f"must be JSON: {error}") from None
+        if not isinstance(data, dict) or data.keys() != {"name", "groups", "assignment"}:
+            raise ConfigError("optimizer", text[:80], "must have name, groups and assignment")
+        name, groups, assignment = data["name"], _groups(data["groups"]), data["assignment"]
+        if not isinstance(name, str) or not re.fullmatch(r"torch\.optim\.\w+|[\w.]+:[\w.]+", name):
+            raise ConfigError("optimizer.name", name, "must be torch.optim.Class or module:Class")
+        if not isinstance(assignment, list) or not all(type(g) is int and -1 <= g < len(groups) for g in assignment):
+            raise ConfigError("optimizer.assignment", assignment, "must be a list of group indices, or -1 for no group")
+        return OptimizerSpec(name, groups, tuple(assignment))
+
+
+def describe(
+    optimizer: Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    slicing: Slicing = Slicing.kElement,
+    import_module: str = "",
+    aside: Sequence[torch.nn.Parameter] = (),
+) -> OptimizerSpec:
+    """What a server must know to run `optimizer` over `parameters` (the map's, in its order), and not over `aside`.
+
+    Raises UnsupportedOptimizer for a class that cannot be run on slices, or that `import_module` does not hold, and
+    ConfigError if the optimizer holds a tensor that is no parameter.
+    """
+    # One that is for sparse gradients alone has nothing to do here, and no name that a server would take.
+    name = _name(type(optimizer), slicing, import_module) if parameters or not aside else _TORCH + "SGD"
+    index = {id(p): i for i, p in enumerate(parameters)}
+    others = set(map(id, aside))
+    assignment = [-1] * len(parameters)
+    for number, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if id(tensor) in others:
+                continue
+            if id(tensor) not in index:
+                raise ConfigError(
+                    "optimizer", tuple(tensor.shape), f"group {number} holds a tensor that is no parameter of the model"
+                )
+            assignment[index[id(tensor)]] = number
+    return OptimizerSpec(name, _groups(json.loads(hyper(optimizer))), tuple(assignment))
+
+
+def _name(cls: type, slicing: Slicing, import_module: str) -> str:
+    name = cls.__qualname__
+    if cls is getattr(torch.optim, name, None):
+        if name in WHOLE and slicing is not Slicing.kTensor:
+            raise UnsupportedOptimizer("optimizer", name, "needs whole tensors: cluster { slicing: kTensor }")
+        if name not in ELEMENTWISE + WHOLE:
+            why = f"{REFUSED[name]}; " if name in REFUSED else ""
+            raise UnsupportedOptimizer(
+                "optimizer", name, f"{why}must be one of {', '.join(ELEMENTWISE)}, or {' or '.join(WHOLE)} with kTensor"
+            )
+        return _TORCH + name
+    if import_module and _find(importlib.import_module(import_module), name) is cls:
+        return f"{import_module}:{name}"
+    raise UnsupportedOptimizer(
+        "optimizer",
+        f"{cls.__module__}.{name}",
+        "servers never receive code: put the class into a module and name that module in the job's `import`"
+        + (f" (now {import_module!r}, which has no such class)" if import_module else ""),
+    )
+
+
+def _find(module: object, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
+def _class(name: str, import_module: str) -> type[Optimizer]:
+    """The class of a spec's name: from the list above, or from the job's own module; nothing else is imported."""
+    short = name.removeprefix(_TORCH)
+    if name.startswith(_TORCH):
+        found = getattr(torch.optim, short, None) if short in ELEMENTWISE + WHOLE else None
+    else:
+        module, _, short = name.partition(":")
+        if not import_module or module != import_module:
+            raise UnsupportedOptimizer("optimizer", name, f"must be of the job's `import`, which is {import_module!r}")
+        found = _find(importlib.import_module(module), short)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UnsupportedOptimizer("optimizer", name, "must be an optimizer class that this process has")
+    return found
+
+
+# ---- hyper-parameters ------------------------------------------------------------------------------------------------
+
+
+def hyper(optimizer: Optimizer) -> bytes:
+    """The hyper-parameters of all groups as canonical JSON: equal values, equal bytes.
+
+    A tensor of one element (a learning rate) counts as its number. What a scheduler keeps in a group travels too if it
+    is plain and is left out otherwise. Raises UnsupportedOptimizer if one of the class's own settings is not plain.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        plain = {}
+        for name, value in group.items():
+            if name in _BOOKKEEPING or name in _DEVICE_ONLY:
+                continue
+            try:
+                plain[name] = _plain(value)
+            except TypeError:
+                if name in optimizer.defaults:
+                    raise UnsupportedOptimizer(
+                        f"optimizer.{name}", value, "must be a number, text, bool, None or a flat list of these"
+                    ) from None
+        groups.append(plain)
+    return _ENCODER.encode(groups).encode()
+
+
+class Hyper:
+    """`hyper(optimizer)` at every step, encoded only when something has changed.
+
+    As long as all settings are immutable it compares values; a tensor or a list may change in place, so with one of
+    these in a group nothing is remembered.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: list[tuple[Callable[[Any], Any], int, Any]] = []  # of each group: its settings, entries, values
+        self._text = b""
+
+    def __call__(self) -> bytes:
+        """The text, as `hyper` gives it. Raises UnsupportedOptimizer."""
+        groups = self._optimizer.param_groups
+        if not self._known or len(groups) != len(self._known) or not self._same(groups):
+            self._text = hyper(self._optimizer)
+            self._known = _snapshot(groups)
+        return self._text
+
+    def _same(self, groups: Sequence[dict[str, Any]]) -> bool:
+        try:
+            for group, (settings, entries, values) in zip(groups, self._known, strict=True):
+                if len(group) != entries or settings(group) != values:
+                    return False
+        except (KeyError, ValueError, TypeError, RuntimeError):  # a name is gone, or a value is an array now
+            return False
+        return True
+
+
+def _snapshot(groups: Sequence[dict[str, Any]]) -> list[tuple[Callable[[Any], Any], int, Any]]:
+    """What `Hyper` compares with; empty if a setting could change in place."""
+    known: list[tuple[Callable[[Any], Any], int, Any]] = []
+    for group in groups:
+        names = [name for name in group if name not in _BOOKKEEPING]
+        if not names or not all(_frozen(group[name]) for name in names):
+            return []
+        settings = itemgetter(*names)
+        known.append((settings, len(group), settings(group)))
+    return known
+
+
+def _frozen(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(type(item) is not tuple and _frozen(item) for item in value)
+    return value is None or type(value) in (float, int, bool, str)
+
+
+def _plain(value: Any, deep: bool = False) -> Any:
+    kind = type(value)
+    if kind is float or kind is bool or kind is int or kind is str or value is None:
+        return value
+    if not deep and (kind is tuple or kind is list):
+        return [_plain(item, deep=True) for item in value]
+    if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1:  # a tensor or a NumPy number
+        return value.item()
+    if isinstance(value, float | int | str):
+        return {float: float, int: int, str: str}[next(k for k in (float, int, str) if isinstance(value, k))](value)
+    raise TypeError(kind)
+
+
+def _groups(data: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(data, list) or not all(isinstance(group, dict) for group in data):
+        raise ConfigError("optimizer.groups", data, "must be a list of groups of hyper-parameters")
+    return tuple({name: _setting(name, value) for name, value in group.items()} for group in data)
+
+
+def _setting(name: str, value: Any) -> Any:
+    if isinstance(value, list):  # torch has tuples there: betas, etas, step_sizes
+        return tuple(_setting(name, item) if not isinstance(item, list) else _setting(name, {}) for item in value)
+    if isinstance(value, dict) or name in _BOOKKEEPING:
+        raise ConfigError(
+            f"optimizer.groups.{name}", value, "must be a number, text, bool, null or a flat list of these"
+        )
+    return value
+
+
+# ---- on a slice ------------------------------------------------------------------------------------------------------
+
+
+class SliceUpdate:
+    """One optimizer over the segments that one owner holds; state lives here and nowhere else.
+
+    `segments` are (key, index of the parameter, value): the value is a view of the owner's memory, 1-D for a slice, of
+    the parameter's shape for a whole tensor. Keys are the owner's own, unique. `clip` are the bounds of every element
+    of a gradient (SINGA's clip_low and clip_high); `correct` changes hyper-parameters. Not thread-safe: an owner steps
+    one update at a time.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        segments: Sequence[tuple[int, int, torch.Tensor]],
+        import_module: str = "",
+        clip: tuple[float, float] | None = None,
+        correct: Corrector | None = None,
+    ) -> None:
+        self._correct = correct or Corrector()
+        self._rates: list[float] = []  # the learning rate of each group, before it is corrected
+        self._scale = 1.0
+        cls = _class(spec.name, import_module)
+        self._values: dict[int, torch.Tensor] = {}
+        self._count = len(spec.groups)
+        self._clip = clip
+        members: dict[int, list[torch.Tensor]] = {}
+        for key, parameter, value in segments:
+            if key in self._values:
+                raise ValueError(f"segment key {key} is used twice")
+            self._values[key] = value.detach()  # the same memory, without autograd's history
+            if (group := spec.assignment[parameter]) >= 0:
+                members.setdefault(group, []).append(self._values[key])
+        self._numbers = sorted(members)  # torch's groups are the spec's, without those that have nothing here
+        self._kinds = [kernel_choice.kinds(members[n]) for n in self._numbers]
+        self._optimizer = _make(cls, [{**spec.groups[n], "params": members[n]} for n in self._numbers])
+        self._hyper = b""
+
+    def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
+        """One step, in place. `hyper` is what `hyper(optimizer)` gave; a key without gradient, or with None, is skipped
+        (Adam on None is not Adam on zero). Gradients are read only, and not kept. `staleness`: how many updates are in
+        the values that were not in those that the gradients were computed from.
+
+        Raises KeyError for a key that is not held here, ConfigError for hyper-parameters of another optimizer.
+        """
+        if self._optimizer is None:
+            return
+        if hyper != self._hyper:
+            self._set(hyper)
+        self._correct_rate(self._correct.rate(staleness))
+        try:
+            for key, grad in grads.items():
+                value = self._values[key]
+                value.grad = None if grad is None else self._clipped(grad).view_as(value)
+            self._stepped(self._optimizer)
+        finally:
+            for value in self._values.values():
+                value.grad = None
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        try:
+            self._step(optimizer)
+        except OWN_ERRORS as error:
+            raise ConfigError("optimizer", type(optimizer).__name__, f"cannot go on: {error!r}") from error
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """torch's fused SGD fails when some momentum buffers exist and some do not: then those without go first."""
+        late = list(_without_momentum(optimizer))
+        if late:
+            first = {id(value) for value in late}
+            waiting = [(value, value.grad) for value in self._values.values() if id(value) not in first]
+            for value, _ in waiting:
+                value.grad = None
+            optimizer.step()
+            for value in late:
+                value.grad = None
+            for value, grad in waiting:
+                value.grad = grad
+        optimizer.step()
+
+    def _clipped(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad if self._clip is None else grad.clamp(*self._clip)
+
+    def _set(self, hyper: bytes) -> None:
+        groups = _groups(json.loads(hyper))
+        if len(groups) != self._count or self._optimizer is None:
+            raise ConfigError("optimizer.groups", len(groups), f"must be {self._count} groups, as when the job began")
+        for group, number, kinds in zip(self._optimizer.param_groups, self._numbers, self._kinds, strict=True):
+            group.update(groups[number])
+            group.update(kernel_choice.choose(type(self._optimizer), group, kinds))
+            if self._correct.less_momentum and "momentum" in group:
+                group["momentum"] = self._correct.momentum(group["momentum"])
+        self._rates = [group["lr"] for group in self._optimizer.param_groups] if self._correct.by_staleness else []
+        self._scale = 1.0
+        self._hyper = hyper
+
+    def _correct_rate(self, scale: float) -> None:
+        if self._optimizer is not None and self._rates and scale != self._scale:
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * scale
+            self._scale = scale
+
+    def optimizes(self, key: int) -> bool:
+        """Whether a segment has state."""
+        value = self._values[key]
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return any(member is value for group in groups for member in group["params"])
+
+    def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
+        """(key, name, value): the optimizer's own tensors, of the segment's shape or 0-D, and plain numbers."""
+        states = self._optimizer.state if self._optimizer is not None else {}
+        for key, value in self._values.items():
+            for name, item in states.get(value, {}).items():
+                if item is None:
+                    continue
+                if not isinstance(item, torch.Tensor | float | int):
+                    raise UnsupportedOptimizer(f"optimizer.state.{name}", item, "must be a tensor or a number")
+                yield key, name, item
+
+    def load_state(self, key: int, name: str, value: torch.Tensor | float) -> None:
+        """Put back what `state` gave; every name of a key, or none. Tensors are copied."""
+        place = self._values[key]
+        if self._optimizer is None:
+            raise KeyError(key)
+        if isinstance(value, torch.Tensor):
+            if value.shape not in (place.shape, torch.Size(())) and value.numel() == place.numel():
+                value = value.view_as(place)
+            value = value.detach().clone()
+        self._optimizer.state[place][name] = value
+
+
+class HyperCheck:
+    """Whether hyper-parameters are such as the optimizer of a spec goes on with: asked before any value has changed.
+
+    Args:
+        spec: the optimizer; its groups are what it was made with.
+        import_module: as for `SliceUpdate`.
+    """
+
+    def __init__(self, spec: OptimizerSpec, import_module: str = "") -> None:
+        self._spec, self._import = spec, import_module
+        self._good: tuple[dict[str, Any], ...] = spec.groups
+
+    def check(self, hyper: bytes) -> None:
+        """Raises ConfigError for what is no such text, other groups, and settings that the class itself refuses."""
+        try:
+            groups = _groups(json.loads(hyper))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError("optimizer.groups", None, f"must be JSON of hyper-parameters: {error}") from None
+        if len(groups) != len(self._spec.groups):
+            raise ConfigError(
+                "optimizer.groups", len(groups), f"must be {len(self._spec.groups)} groups, as when the job began"
+            )
+        for group, made_with, good in zip(groups, self._spec.groups, self._good, strict=True):
+            self._check(group, made_with, good)
+        self._good = groups
+
+    def _check(self, group: dict[str, Any], made_with: dict[str, Any], good: dict[str, Any]) -> None:
+        for name, value in group.items():
+            if not _alike(value, made_with.get(name, value)):
+                raise ConfigError(f"optimizer.groups.{name}", value, f"must be such as {made_with[name]!r}")
+        if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes the rate alone
+            check_settings(_class(self._spec.name, self._import), made_with | group)
+
+
+def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for settings that the class refuses: asked by making one, over a parameter of one element."""
+    try:
+        _constructed(cls, [{**settings, "params": [torch.zeros(1)]}])
+    except OWN_ERRORS as error:
+        raise ConfigError("optimizer", cls.__name__, f"does not take these settings: {error}") from None
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Of one kind: numbers (finite where the other is), bools or None, texts, lists of these."""
+    if isinstance(value, tuple) or isinstance(other, tuple):
+        same = isinstance(value, tuple) and isinstance(other, tuple) and len(value) == len(other)
+        return same and all(map(_alike, value, other))
+    if isinstance(other, float | int) and not isinstance(other, bool):
+        number = isinstance(value, float | int) and not isinstance(value, bool)
+        return number and (math.isfinite(value) or not math.isfinite(other))
+    if isinstance(other, str):
+        return isinstance(value, str)
+    return value is None or isinstance(value, bool | float | int)
+
+
+def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Of fused SGD with momentum: values that get their first gradient now, while others of their group are past it."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"]:
+            here = [value for value in group["params"] if value.grad is not None]
+            new = [value for value in here if optimizer.state[value].get("momentum_buffer") is None]
+            if len(new) < len(here):
+                yield from new
+
+
+def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
+    """None if there is nothing to optimize here, which torch has no optimizer for."""
+    if not groups:
+        return None
+    for group in groups:
+        group.update(kernel_choice.choose(cls, group, kernel_choice.kinds(group["params"])))
+    return _constructed(cls, groups)
+
+
+def _constructed(cls: Any, groups: list[dict[str, Any]]) -> Optimizer:
+    # Some settings act in the constructor only (Adagrad's initial_accumulator_value), so it gets them all.
+    known = inspect.signature(cls).parameters
+    settings = {name: value for name, value in groups[0].items() if name in known and name != "params"}
+    made: Optimizer = cls(groups, **settings)
+    return made
+
+
+def remake(spec: OptimizerSpec, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+    """The optimizer that `describe` has described, over these parameters; one of torch's own classes.
+
+    Raises:
+        UnsupportedOptimizer: it is none of those.
+        ConfigError: settings that its class does not take, or an assignment of other parameters.
+    """
+    if len(spec.assignment) != len(parameters) or not any(group >= 0 for group in spec.assignment):
+        raise ConfigError("optimizer.assignment", len(spec.assignment), f"must be of {len(parameters)} parameters")
+    members: list[list[torch.nn.Parameter]] = [[] for _ in spec.groups]
+    for parameter, group in zip(parameters, spec.assignment, strict=True):
+        if group >= 0:
+            members[group].append(parameter)
+    try:
+        return _constructed(
+            _class(spec.name, ""), [{**s, "params": m} for s, m in zip(spec.groups, members, strict=True)]
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError("optimizer", spec.name, f"cannot be made: {error}") from None
+
+
+# ---- the updater block -----------------------------------------------------------------------------------------------
+
+
+def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
+    """The optimizer of an updater block, at the learning rate of step 0; `set_lr` moves it on.
+
+    The rules are torch's: Adam and AdaMax correct their bias (Kingma and Ba, 2015), momentum multiplies the sum of
+    gradients and not of steps, `delta` is added to the root. Parameters with equal scales form one group, which keeps
+    its `lr_scale`. Raises ConfigError for a type or schedule of the user's own, and for a block that is missing.
+    """
+    scaled: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
+    for name, parameter in named_parameters:
+        scale = next(((p.lr_scale, p.wd_scale) for p in updater.param if re.search(p.match, name)), (1.0, 1.0))
+        scaled.setdefault(scale, []).append((name, parameter))
+    cls, settings = _rule(updater)
+    rate = lr_schedules.lr(updater, 0)
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [parameter for _, parameter in members],
+            "lr": rate * lr_scale,
+            "weight_decay": updater.weight_decay * wd_scale,
+            "lr_scale": lr_scale,
+        }
+        for (lr_scale, wd_scale), members in scaled.items()
+    ]
+    return cls(groups, lr=rate, **settings)  # type: ignore[call-arg]
+
+
+def set_lr(optimizer: Optimizer, updater: Updater, step: int) -> None:
+    """Give every group of a built optimizer the learning rate of `step`, counted from 0."""
+    rate = lr_schedules.lr(updater, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
+def follow_schedule(optimizer: Optimizer, updater: Updater, done: int = 0) -> Callable[..., None]:
+    """Set the learning rate of the step after `done` others; what is returned sets the next one's, after each step."""
+    steps = count(done + 1)
+
+    def after_step(*_: Any) -> None:
+        set_lr(optimizer, updater, next(steps))
+
+    set_lr(optimizer, updater, done)
+    return after_step
+
+
+def clip_bounds(updater: Updater | None) -> tuple[float, float] | None:
+    """Of every element of a gradient (clip_low and clip_high); None where the block sets none."""
+    if updater is None or updater.clip_low >= updater.clip_high:
+        return None
+    return updater.clip_low, updater.clip_high
+
+
+def clip(updater: Updater, parameters: Iterable[torch.Tensor]) -> None:
+    """Clip whole gradients in place as the servers of a job clip their parts: the global norm, then every element."""
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    if updater.clip_norm:
+        torch.nn.utils.clip_grad_norm_(found, updater.clip_norm)
+    bounds = clip_bounds(updater)
+    if bounds is not None:
+        for parameter in found:
+            assert parameter.grad is not None
+            parameter.grad.clamp_(*bounds)
+
+
+def _rule(updater: Updater) -> tuple[type[Optimizer], dict[str, Any]]:
+    match updater.type:
+        case UpdaterType.kSGD:
+            return torch.optim.SGD, {"momentum": updater.momentum}
+        case UpdaterType.kNesterov:
+            if updater.momentum == 0:
+                raise ConfigError("updater.momentum", updater.momentum, "must be > 0 for kNesterov")
+            return torch.optim.SGD, {"momentum": updater.momentum, "nesterov": True}
+        case UpdaterType.kAdaGrad:
+            return torch.optim.Adagrad, {"eps": updater.delta}
+        case UpdaterType.kRMSProp:
+            if updater.rmsprop_conf is None:
+                raise ConfigError("updater.rmsprop_conf", None, "is required by kRMSProp, such as { rho: 0.9 }")
+            return torch.optim.RMSprop, {"alpha": updater.rmsprop_conf.rho, "eps": updater.delta}
+        case UpdaterType.kAdaDelta:
+            return torch.optim.Adadelta, {"rho": (updater.adadelta_conf or AdaDelta()).rho, "eps": updater.delta}
+        case UpdaterType.kAdam:
+            adam = updater.adam_conf or Adam()
+            return torch.optim.Adam, {"betas": (adam.beta1, adam.beta2), "eps": updater.delta}
+        case UpdaterType.kAdamMax:
+            adamax = updater.adammax_conf or AdamMax()
+            return torch.optim.Adamax, {"betas": (adamax.beta1, adamax.beta2), "eps": updater.delta}
+    accepted = ", ".join(t.value for t in UpdaterType if t is not UpdaterType.kUserUpdater)
+    raise ConfigError("updater.type", updater.type, f"must be one of {accepted}; or pass prepare() an optimizer")

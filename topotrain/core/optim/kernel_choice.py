@@ -1,0 +1,167 @@
+"""Which of torch's optimizer kernels are taken: those that have been seen to compute what torch's plain loop computes.
+
+Rule: a kernel that runs without an error has proved nothing. torch 2.13's fused SGD, for one, leaves bfloat16 and
+float16 as they are wherever its vectorized part is at work. So a fused kernel first takes a few steps beside the plain
+loop (`foreach=False, fused=False`): in this process, for this class, these options, this dtype and this device.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from topotrain.config.job import ConfigError
+
+OWN_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, AssertionError)
+"""What an optimizer raises that does not like its settings, or its state."""
+
+SIZES = (1, 63, 64, 65, 4099)
+"""Elements of the tensors that are stepped: what vectors hold, what is left after them, and several threads' parts."""
+
+STEPS = 3
+
+TOLERANCE = 4
+"""How far two kernels may be apart, in units of the dtype's epsilon at the largest magnitude of a tensor.
+
+They round in different places. In float32 the last bits differ. In bfloat16 and float16 the plain loop rounds after
+every operation and a fused kernel once. Three steps of torch's right kernels end less than 2 such units apart.
+"""
+
+_PLAIN = {"foreach": False, "fused": False}
+_FUSED = {"foreach": False, "fused": True}
+
+# An option that is not 0 is tried at this value: a weight decay of 1e-4 could not be seen in bfloat16, and a schedule
+# that moves a momentum needs no new trial.
+_TRIED_AT: Mapping[str, float] = {"weight_decay": 0.25, "lr_decay": 0.25, "momentum": 0.9, "dampening": 0.5}
+_BETAS = (0.9, 0.99)
+_RATE = 0.5  # also for a rate of 0, with which a warm-up begins
+
+
+Kind = tuple[torch.dtype, str]  # and the device's type
+
+
+class Verdict(Enum):
+    """What a trial has shown of a fused kernel."""
+
+    RIGHT = auto()
+    WRONG = auto()
+    UNSEEN = auto()  # there is no such kernel, or steps with these options are too small to be seen in the dtype
+
+
+def kinds(params: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
+    """The dtypes and devices of these parameters, each once."""
+    return tuple({(value.dtype, value.device.type): None for value in params})
+
+
+def choose(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> dict[str, bool | None]:
+    """The kernel of a parameter group whose script has named none: fused if that is right, else torch's own choice.
+
+    Empty where the script has named one. Raises ConfigError for fused=True where that kernel is wrong.
+    """
+    if group.get("fused"):
+        check_named(cls, group, kinds)
+    if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
+        return {}
+    right = not group.get("differentiable") and all(verdict(cls, group, *kind) is Verdict.RIGHT for kind in kinds)
+    return {"fused": right or None}
+
+
+def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> None:
+    """Raises ConfigError where fused=True and that kernel has been seen to be wrong on this machine."""
+    for dtype, device in kinds if group.get("fused") else ():
+        if verdict(cls, group, dtype, device) is Verdict.WRONG:
+            where = f"in {str(dtype).removeprefix('torch.')} on this machine (torch {torch.__version__}, {device})"
+            wrong = f"{where} the fused kernel of {cls.__name__} does not compute what torch's plain loop computes"
+            raise ConfigError("optimizer.fused", True, f"must be left out or False: {wrong}")
+
+
+def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> Verdict:
+    """Of the fused kernel of a class with a group's options; tried once per process."""
+    known = _options(cls)
+    settings = tuple((name, _tried(name, value)) for name, value in sorted(group.items()) if name in known)
+    try:
+        return _try(cls, settings, dtype, device)
+    except TypeError:  # a setting that cannot be a key: of a class of the user's own
+        return Verdict.UNSEEN
+
+
+@lru_cache(maxsize=64)
+def _options(cls: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters) - {"params", *_PLAIN}
+
+
+def _tried(name: str, value: Any) -> Any:
+    if name == "lr":
+        return _RATE
+    if name == "betas" and isinstance(value, tuple | list) and len(value) == len(_BETAS):
+        return tuple(tried if beta else 0.0 for beta, tried in zip(value, _BETAS, strict=True))
+    return _TRIED_AT[name] if name in _TRIED_AT and value else value
+
+
+@lru_cache(maxsize=256)
+def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: str) -> Verdict:
+    try:
+        plain = _Trial(cls, dict(settings) | _PLAIN, dtype, device)
+        fused = _Trial(cls, dict(settings) | _FUSED, dtype, device)
+        for _ in range(STEPS):
+            plain.step()
+            fused.step()
+        if not plain.agrees(fused):
+            return Verdict.WRONG
+        return Verdict.RIGHT if plain.moved() else Verdict.UNSEEN
+    except (*OWN_ERRORS, NotImplementedError):
+        return Verdict.UNSEEN
+
+
+class _Trial:
+    """An optimizer over some small tensors. It draws from a generator of its own, so no script's numbers change.
+
+    All magnitudes are near 1 and the rate is large, so that a step is much more than the shortest dtype's rounding.
+    Each element moves away from 0: nothing cancels, and errors stay as small as the dtype says.
+    """
+
+    def __init__(self, cls: Any, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+        self._chance = torch.Generator().manual_seed(1)
+        self._dtype, self._device = dtype, device
+        self._signs = [torch.rand(size, generator=self._chance).sub(0.5).sign() for size in SIZES]
+        self._uphill = 1.0 if settings.get("maximize") else -1.0
+        self._begin = [self._near_one(sign) for sign in self._signs]
+        self._values = [value.clone() for value in self._begin]
+        self._optimizer: Optimizer = cls(self._values, **settings)
+
+    def _near_one(self, signs: torch.Tensor) -> torch.Tensor:
+        return (signs * (torch.rand(len(signs), generator=self._chance) + 0.5)).to(self._device, self._dtype)
+
+    def step(self) -> None:
+        for value, signs in zip(self._values, self._signs, strict=True):
+            value.grad = self._near_one(signs).mul_(self._uphill)
+        self._optimizer.step()
+
+    def moved(self) -> bool:
+        """Whether every element has changed by more than two kernels may be apart."""
+        pairs = zip(self._begin, self._values, strict=True)
+        return all(bool(((a - b).abs() > 2 * _allowed(b)).all()) for a, b in pairs)
+
+    def agrees(self, other: "_Trial") -> bool:
+        """Whether values and state are the same up to rounding."""
+        for mine, theirs in zip(self._values, other._values, strict=True):
+            left, right = self._optimizer.state[mine], other._optimizer.state[theirs]
+            if not _close(mine, theirs) or not all(_close(left.get(n), right.get(n)) for n in {*left, *right}):
+                return False
+        return True
+
+
+def _allowed(like: torch.Tensor) -> float:
+    return float(like.abs().max()) * TOLERANCE * torch.finfo(like.dtype).eps
+
+
+def _close(left: Any, right: Any) -> bool:
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return bool(left == right)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return bool(((left - right).abs() <= _allowed(left)).all())  # False also for what is not a number

@@ -1,0 +1,148 @@
+"""What an optimizer holds of each parameter, as plain data, and the files in which values and state stand.
+
+Rule: pure, without torch. State is found, not assumed: a server says what its optimizer holds at that moment (one that
+has seen no gradient holds nothing), and all servers of a parameter must say the same. Numbers (a step count) stand in
+the table itself, tensors in the file of the optimizer's state.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from topotrain.config.sharding import Parameter
+from topotrain.extensions.checkpointing.safetensors_layout import NAMES, FlatFile, Told, lay_out
+
+ELEMENTS, WHOLE, NUMBER = "elements", "whole", "number"
+PLAIN = ("float", "int", "bool")
+"""Kinds of numbers that are no tensors."""
+
+_MOST_DIMENSIONS = 64
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+class StateError(ValueError):
+    """What servers say of an optimizer's state does not fit together, or is no such text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One entry of a parameter's state.
+
+    ELEMENTS: a tensor of the parameter's shape, of this dtype. WHOLE: one of another `shape`. NUMBER: `value`; `dtype`
+    is that of a tensor without dimensions, or one of PLAIN.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    value: float | int = 0
+
+    def as_data(self) -> list[Any]:
+        """For JSON."""
+        return [self.kind, self.dtype, list(self.shape), self.value]
+
+
+State = Mapping[str, Held]
+Table = Mapping[int, State]
+"""Index of a parameter -> its entries by name; parameters without state are left out."""
+
+
+def to_rows(table: Table) -> list[Any]:
+    """The table for JSON. Parameters with equal state, which as a rule are all of them, share a row."""
+    by_state: dict[str, list[int]] = {}
+    for index in sorted(table):
+        data = {name: held.as_data() for name, held in table[index].items()}
+        by_state.setdefault(_JSON.encode(data), []).append(index)
+    return [[_runs(indices), json.loads(text)] for text, indices in by_state.items()]
+
+
+def from_rows(rows: Any, parameters: Sequence[Parameter]) -> dict[int, State]:
+    """The inverse. Raises StateError for what `to_rows` cannot have made for these parameters."""
+    if not isinstance(rows, list):
+        raise StateError("the state of the optimizer must be a list of rows")
+    table: dict[int, State] = {}
+    for row in rows:
+        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[1], dict)):
+            raise StateError(f"no row of an optimizer's state: {str(row)[:80]}")
+        state = {name: _held(name, data) for name, data in row[1].items()}
+        for index in _indices(row[0], len(parameters)):
+            if index in table:
+                raise StateError(f"two rows about parameter {parameters[index].name}")
+            table[index] = state
+    return table
+
+
+def merge(tables: Iterable[Table], parameters: Sequence[Parameter]) -> dict[int, State]:
+    """What all servers hold together. Raises StateError where two differ about a parameter that both have a part of."""
+    merged: dict[int, State] = {}
+    for table in tables:
+        for index, state in table.items():
+            if merged.setdefault(index, state) != state:
+                name = parameters[index].name
+                raise StateError(f"the servers hold different state of {name}: {merged[index]} and {state}")
+    return merged
+
+
+def model_file(parameters: Sequence[Parameter]) -> FlatFile:
+    """Where the values stand. Raises ValueError as `lay_out`."""
+    tied = {p.name: list(p.aliases) for p in parameters if p.aliases}
+    told = (Told(p.name, p.dtype, p.shape, p.stride) for p in parameters)
+    return lay_out(told, {"format": "pt", "tied": json.dumps(tied)})
+
+
+def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
+    """Where the tensors of the optimizer's state stand, each under `entry_name`. Raises ValueError as `lay_out`."""
+    told = []
+    for index in sorted(table):
+        parameter = parameters[index]
+        for name, held in sorted(table[index].items()):
+            if held.kind == ELEMENTS:
+                told.append(Told(entry_name(parameter, name), held.dtype, parameter.shape, parameter.stride))
+            elif held.kind == WHOLE:
+                stride = tuple(accumulate(reversed(held.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
+                told.append(Told(entry_name(parameter, name), held.dtype, held.shape, stride[: len(held.shape)]))
+    return lay_out(told, {"format": "pt"})
+
+
+def entry_name(parameter: Parameter, name: str) -> str:
+    """What a tensor of the optimizer's state is called in the file."""
+    return f"{parameter.name}/{name}"
+
+
+def _runs(indices: Sequence[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1][1] = index + 1
+        else:
+            runs.append([index, index + 1])
+    return runs
+
+
+def _indices(runs: Any, count: int) -> Iterable[int]:
+    if not isinstance(runs, list):
+        raise StateError("a row of an optimizer's state names no parameters")
+    for run in runs:
+        if not (isinstance(run, list) and len(run) == 2 and all(type(n) is int for n in run)):
+            raise StateError(f"no run of parameters: {str(run)[:80]}")
+        if not 0 <= run[0] < run[1] <= count:
+            raise StateError(f"parameters {run[0]} to {run[1]} of {count}")
+        yield from range(run[0], run[1])
+
+
+def _held(name: str, data: Any) -> Held:
+    wrong = StateError(f"no entry of an optimizer's state: {name[:80]!r} = {str(data)[:80]}")
+    if not (isinstance(data, list) and len(data) == 4) or "/" in name:
+        raise wrong
+    kind, dtype, shape, value = data
+    if kind not in (ELEMENTS, WHOLE, NUMBER) or type(dtype) is not str or type(value) not in (int, float, bool):
+        raise wrong
+    if dtype not in NAMES and not (kind == NUMBER and dtype in PLAIN):
+        raise wrong
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise wrong
+    if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
+        raise wrong
+    return Held(kind, dtype, tuple(shape), value)

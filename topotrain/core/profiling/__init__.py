@@ -1,0 +1,1 @@
+"""Spans: what a process did in a step, and when."""

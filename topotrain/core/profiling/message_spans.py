@@ -1,0 +1,48 @@
+"""What a server tells of a message that it handles or sends: the span's name, and which step and bucket it is of."""
+
+from contextlib import AbstractContextManager
+
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.profiling.spans import SILENT, Recorder
+
+_HANDLED: dict[type[m.Message], str] = {
+    **dict.fromkeys((m.Push, m.BackwardEnd, m.Edit, m.Hop), "reduce"),
+    m.Commit: "commit",
+    m.Staged: "decide",
+    m.Apply: "apply",
+    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), "agree"),
+}
+_SENT: dict[type[m.Message], str] = {
+    m.Values: "pull",
+    m.Mean: "reduce (send)",
+    m.Reduced: "reduce (send)",
+    m.Hop: "reduce (send)",
+    m.Applied: "apply (send)",
+}
+
+
+def handling(spans: Recorder, sender: Address, message: m.Message) -> AbstractContextManager[object]:
+    """The span in which a server deals with a message."""
+    if spans is SILENT:
+        return spans.span("")
+    return spans.span(_HANDLED.get(type(message), "handle"), **_numbers(sender, message))
+
+
+def sending(spans: Recorder, to: Address, message: m.Message) -> AbstractContextManager[object]:
+    """The span in which a server sends one."""
+    if spans is SILENT:
+        return spans.span("")
+    return spans.span(_SENT.get(type(message), "send"), **_numbers(to, message))
+
+
+def _numbers(peer: Address, message: m.Message) -> dict[str, int]:
+    """Steps count from 1, as users count them. A decision is about a group, whoever tells it."""
+    numbers = {name: getattr(message, name) for name in ("ordinal", "round", "bucket") if hasattr(message, name)}
+    if hasattr(message, "step"):
+        numbers["step"] = message.step + 1
+    if isinstance(message, m.Apply | m.Staged):
+        numbers["group"] = message.group
+    elif peer.role is Role.WORKER:
+        numbers |= {"group": peer.group, "index": peer.index}
+    return numbers

@@ -1,0 +1,241 @@
+"""Who may say what to whom, and within which bounds: looked at before anything that a peer says is acted upon.
+
+Rule: a member of the job is believed to be in the job, and nothing else. What a correct peer never says is a
+ProtocolError, which ends that peer's connection and leaves everybody else alone. The table here knows addresses and
+numbers; what depends on the model (sizes, bitmaps, which buckets) is checked where the model is known.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from math import inf
+from operator import attrgetter
+from typing import Any
+
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core import protocol as m
+
+MOST = 1 << 62
+"""Numbers stay below this, so that a few additions do not leave the 64 bits in which they travel."""
+MOST_EPOCHS = 1 << 31  # an epoch and a lease share one number of a data stream
+MOST_SAMPLES = 1 << 53  # weights are counts, and doubles count exactly up to here
+MAX_KEY = 200  # characters of the name of an entry of optimizer state
+
+_Rule = Callable[[Any], bool]
+_Entry = tuple[Collection[Address], _Rule]
+
+TABLE_WORDS = (
+    *(m.TableOpen, m.TablePush, m.TableStep, m.TablePull, m.TableGive, m.TableRule),
+    *(m.TableAsk, m.TableBarrier, m.TableList, m.TablesBye),
+)
+
+
+class Manners:
+    """What one resident is told, and by whom.
+
+    Args:
+        me: the resident.
+        topology: the job's layout.
+        shared: the roads show memory.
+    """
+
+    def __init__(self, me: Address, topology: Topology, shared: bool = True) -> None:
+        self._me = me
+        may = _server_hears(me, topology, shared) if me.role is Role.SERVER else _worker_hears(me, topology)
+        groups = frozenset(range(topology.worker_groups))
+        if me.role is Role.SERVER and not _is_desk(me):
+            groups = frozenset(topology.worker_groups_of(me.group))
+        self._table: Mapping[type[m.Message], _Entry] = {
+            kind: (
+                senders,
+                _with_group(_RULES.get(kind, _anything), groups)
+                if kind in _ABOUT_GROUPS
+                else _RULES.get(kind, _anything),
+            )
+            for kind, senders in may.items()
+            if senders
+        }
+
+    def check(self, sender: Address, message: m.Message) -> None:
+        """Raises ProtocolError for what this sender never says here, or not with these numbers."""
+        senders, holds = self._table.get(type(message), _NONE)
+        if sender not in senders:
+            raise m.ProtocolError(f"{self._me} takes no {type(message).__name__} from {sender}")
+        if not holds(message):
+            raise m.ProtocolError(f"{sender} says what cannot be: {repr(message)[:200]}")
+
+
+def check_bits(bits: bytes, count: int, what: str) -> None:
+    """Raises ProtocolError for a bitmap that is none over `count` items; an empty one has none of them."""
+    if bits and (len(bits) != (count + 7) // 8 or (count % 8 and bits[-1] >> count % 8)):
+        raise m.ProtocolError(f"{what}: a bitmap of {len(bits)} bytes over {count} items")
+
+
+# --- who -----------------------------------------------------------------------------------------------------------
+
+
+def _is_desk(me: Address) -> bool:
+    return me == (Role.SERVER, 0, 0)
+
+
+def _server_hears(me: Address, topology: Topology, shared: bool) -> Mapping[type[m.Message], Collection[Address]]:
+    def when(condition: bool, senders: frozenset[Address]) -> frozenset[Address]:
+        return senders if condition else frozenset()
+
+    leads, desk = me.index == 0, _is_desk(me)
+    members = frozenset(w for group in topology.worker_groups_of(me.group) for w in topology.workers(group))
+    everybody = frozenset(w for group in range(topology.worker_groups) for w in topology.workers(group))
+    main = frozenset({Address(Role.WORKER, 0, 0)})
+    twins = frozenset(
+        Address(Role.SERVER, group, me.index) for group in range(topology.server_groups) if group != me.group
+    )
+    first_twin = frozenset({Address(Role.SERVER, 0, me.index)} if me.group else ())
+    coordinators = frozenset(
+        Address(Role.SERVER, group, 0) for group in range(topology.server_groups) if group != me.group
+    )
+    shards = frozenset(topology.servers(me.group)) - {me}
+    coordinator = frozenset({Address(Role.SERVER, me.group, 0)})
+    return {
+        m.SchemaPart: members | when(me.group == 0, twins),
+        m.Window: when(shared, members | when(not leads, coordinator)),
+        m.Init: frozenset(topology.workers(0)) if me.group == 0 else first_twin,
+        m.Fail: members | twins,
+        **dict.fromkeys((m.Fetch, m.Push, m.Rates, m.BackwardEnd, m.Edit, m.Commit, m.Finish, m.LeftEarly), members),
+        **dict.fromkeys((m.StateAsk, m.StatePart), members),
+        **dict.fromkeys((m.Rest, m.AppliedAsk), when(leads, members)),
+        m.CatchUp: when(leads and topology.cluster.backup > 0, members),
+        **dict.fromkeys((m.Staged, m.AskApply), when(leads, shards)),
+        m.Apply: when(not leads, coordinator),
+        m.Return: everybody if desk else members,
+        m.AskReturn: when(leads, shards) | when(desk, coordinators),
+        m.StreamsAt: coordinators if desk else when(leads, frozenset({Address(Role.SERVER, 0, 0)})),
+        **dict.fromkeys(
+            (m.Delta, m.Master, m.RingOffer, m.RingReply, m.Drained, m.Remainder), when(topology.synced, twins)
+        ),
+        m.Final: when(topology.synced and me.group == 0, twins),
+        m.FinalAsk: when(me.group == 0, main),
+        m.BufferAsk: when(desk, main),
+        **dict.fromkeys(
+            (m.BufferPut, m.LeaseAsk, m.LeaseFree, m.DrawAsk, m.Deposit, m.DepositAsk), when(desk, everybody)
+        ),
+        m.DrawPut: when(desk, main),
+        **dict.fromkeys((m.SnapshotAsk, m.Leave, m.Away), when(leads, frozenset({me}))),  # its own host, in its name
+        m.SnapshotPart: frozenset({me}) | (shards | when(desk, coordinators) | first_twin if leads else coordinator),
+        m.Hop: when(topology.relayed, shards),
+        **dict.fromkeys(TABLE_WORDS, everybody),
+    }
+
+
+def _worker_hears(me: Address, topology: Topology) -> Mapping[type[m.Message], Collection[Address]]:
+    servers = frozenset(topology.servers(topology.server_group_of(me.group)))
+    first = frozenset({topology.servers(topology.server_group_of(me.group))[0]})
+    desk = frozenset({Address(Role.SERVER, 0, 0)})
+    others = frozenset(topology.workers(me.group)) - {me}
+    return {
+        **dict.fromkeys((m.Values, m.Mean, m.Reduced, m.Applied, m.StatePart, *m.TABLE_ANSWERS), servers),
+        **dict.fromkeys((m.Window, m.Rest, m.AppliedAt), first),
+        m.Late: first if topology.cluster.backup else frozenset(),
+        m.CaughtUp: servers if topology.cluster.backup else frozenset(),
+        **dict.fromkeys((m.Fail, m.Return), servers | desk),
+        **dict.fromkeys((m.Lease, m.DrawPut, m.Deposit, m.BufferPut), desk),
+        **dict.fromkeys((m.Activation, m.Greeting), others),
+    }
+
+
+# --- what ----------------------------------------------------------------------------------------------------------
+
+
+def _anything(message: m.Message) -> bool:
+    return True
+
+
+_NONE: _Entry = ((), _anything)
+
+
+def _with_group(rule: _Rule, groups: Collection[int]) -> _Rule:
+    return lambda message: message.group in groups and rule(message)
+
+
+def _in_bounds(*names: str, below: int = MOST, least: int = 0) -> _Rule:
+    get = attrgetter(*names)
+    if len(names) == 1:
+        return lambda message: bool(least <= get(message) < below)  # type: ignore[operator]
+
+    def rule(message: m.Message) -> bool:
+        numbers: tuple[int, ...] = get(message)
+        return bool(least <= min(numbers) and max(numbers) < below)
+
+    return rule
+
+
+def _commit(message: m.Commit) -> bool:
+    clips = message.clip_norm > 0
+    return (
+        0 <= message.step < MOST
+        and 0 <= message.backwards < MOST_EPOCHS
+        and 0 <= message.weight <= MOST_SAMPLES
+        and 0 < message.inv_scale < inf
+        and (message.clip_norm == 0 or clips)  # not, that is, when it is no number
+        and (not clips or message.clip_type > 0)
+        and 0 <= message.exits < MOST
+        and len(message.marks) % 3 == 0
+        and (not message.marks or (min(message.marks) >= 0 and max(message.marks) < MOST))
+    )
+
+
+_LEASES = _in_bounds("epoch", "ordinal", below=MOST_EPOCHS)
+
+_ABOUT_GROUPS = (m.Staged, m.Apply, m.AskReturn, m.StreamsAt, m.Leave, m.Away)
+"""Their field `group` must be one that the receiver knows."""
+
+_RULES: Mapping[type[m.Message], _Rule] = {
+    m.SchemaPart: lambda s: 0 <= s.part < s.parts and len(s.text) <= m.MAX_TEXT // 4,
+    m.Fetch: _in_bounds("round"),
+    m.Push: lambda p: 0 <= p.weight <= MOST_SAMPLES and p.ordinal >= 0,
+    m.BackwardEnd: lambda b: 0 <= b.weight <= MOST_SAMPLES and b.ordinal >= 0 and 0 <= b.exits < MOST,
+    m.Commit: _commit,
+    m.Finish: _in_bounds("steps"),
+    m.LeftEarly: _in_bounds("exits", "step", "backwards"),
+    m.Rest: _LEASES,
+    m.AppliedAsk: _in_bounds("stream", least=-1),
+    m.Staged: _in_bounds("step", "applied", "incarnation"),
+    m.Apply: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 7,
+    m.AskApply: _in_bounds("index"),
+    m.Late: _in_bounds("step"),
+    m.CatchUp: lambda c: 0 <= c.round < MOST and -1 <= c.through < MOST_EPOCHS and (c.round or c.through >= 0),
+    m.CaughtUp: _in_bounds("round", "step", "version"),
+    m.Return: _in_bounds("incarnation", below=MOST_EPOCHS),
+    m.AskReturn: lambda a: 0 <= a.incarnation < MOST_EPOCHS and -1 <= a.index < MOST_EPOCHS,
+    m.Away: _in_bounds("incarnation", below=MOST_EPOCHS),
+    m.StreamsAt: lambda s: (
+        0 <= s.incarnation < MOST_EPOCHS and 0 <= s.part < s.parts < MOST_EPOCHS and len(s.counts) % 2 == 0
+    ),
+    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), _in_bounds("sync")),
+    m.FinalAsk: _in_bounds("round", least=-MOST),
+    m.BufferPut: _in_bounds("index", least=-1),
+    m.LeaseAsk: lambda a: _LEASES(a) and -1 <= a.total < MOST and 0 <= a.passed <= a.ordinal,
+    m.LeaseFree: lambda f: _LEASES(f) and 0 <= f.first < MOST,
+    m.DrawPut: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
+    m.DrawAsk: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
+    m.StateAsk: _in_bounds("round"),
+    m.StatePart: lambda s: -MOST < s.round < MOST and len(s.key) <= MAX_KEY,
+    m.Deposit: _in_bounds("group", "index", "part", "parts", "nbytes"),
+    m.SnapshotPart: _in_bounds("number", "stage", "part", "parts"),
+    m.Hop: lambda h: (
+        -1 <= h.ordinal < MOST
+        and 0 <= h.step < MOST
+        and 0 <= h.weight < inf
+        and 0 <= h.each < inf
+        and 0 <= h.count < MOST
+        and -1 <= h.version < MOST
+    ),
+    **dict.fromkeys((m.TableStep,), _in_bounds("number", "step")),
+    m.TableOpen: _in_bounds("number", "table"),
+    m.TablePush: _in_bounds("number", "table", "turn"),
+    m.TablePull: _in_bounds("number", "table", "round", "seen"),
+    m.TableGive: _in_bounds("number", "table"),
+    m.TableRule: _in_bounds("number", "table", "since"),
+    m.TableAsk: _in_bounds("number", "table", "round"),
+    m.TableBarrier: lambda b: 0 <= b.number < MOST and -MOST < b.round < MOST,
+    m.TablesBye: _in_bounds("number"),
+    m.TableList: _in_bounds("number", "table", "round", "first"),
+    m.Values: lambda v: v.bucket >= -1,
+}

@@ -1,0 +1,1 @@
+"""A server: staging, the decision of a step, the update, and replies to pulls."""

@@ -1,0 +1,380 @@
+"""Whom a gradient waits for and whom a reader waits for.
+
+One number says it all: `max_staleness` bounds how far a worker group's clock may lead the slowest live group's when it
+starts a step. 0 is bulk-synchronous (a barrier; the groups' updates one after another in group order), k is stale
+synchronous parallel (Ho et al., 2013), unset is fully asynchronous (Downpour: Dean et al., 2012).
+
+A step is applied on all shards of a server group or on none. Shards report that a step is staged; shard 0 decides and
+numbers its decisions; every shard applies them in the order of their numbers. The list of decisions is the whole
+truth: a shard that missed one asks for it by number and never guesses (two-phase commit, Gray 1978; applying one log
+in order everywhere is state-machine replication, Schneider 1990).
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from topotrain.core.protocol import Apply, ProtocolError, Staged
+from topotrain.core.server.commit_agreement import StepError
+
+
+class Clocks:
+    """The clock of each worker group of one server group: how many steps it has committed.
+
+    Args:
+        groups: the worker groups.
+        max_staleness: largest lead at the start of a step, or None for no bound.
+    """
+
+    def __init__(self, groups: Iterable[int], max_staleness: int | None) -> None:
+        self._clock = dict.fromkeys(groups, 0)
+        self._bound = max_staleness
+        self._away: set[int] = set()
+
+    def tick(self, group: int) -> None:
+        """The group committed a step."""
+        self._clock[group] += 1
+
+    def set_all(self, clock: int) -> None:
+        """All groups stand at the same point (after warm-up)."""
+        self._clock = dict.fromkeys(self._clock, clock)
+
+    def go_on(self, clocks: Mapping[int, int]) -> None:
+        """Stand where the groups of an earlier start stood; if there were others, all where its slowest stood."""
+        least = min(clocks.values(), default=0)
+        same = clocks.keys() == self._clock.keys()
+        self._clock = dict(clocks) if same else dict.fromkeys(self._clock, least)
+
+    def leave(self, group: int) -> None:
+        """The group ended, or does not run yet: nobody waits for it."""
+        self._away.add(group)
+
+    def join(self, group: int, clock: int | None = None) -> None:
+        """The group runs (again): it counts as live, and stands at its entry, or at the given clock."""
+        if group in self._away:
+            self._clock[group] = self.entry(group) if clock is None else clock
+            self._away.discard(group)
+
+    def entry(self, group: int) -> int:
+        """Where a group that was away would stand: where the slowest of the others stands, or further."""
+        others = [self._clock[g] for g in self.live() if g != group]
+        return max([self._clock[group], *([min(others)] if others else [])])
+
+    def clock(self, group: int) -> int:
+        """Committed steps of a group."""
+        return self._clock[group]
+
+    def live(self) -> list[int]:
+        """The groups that others may have to wait for."""
+        return [g for g in self._clock if g not in self._away]
+
+    def lead(self, group: int) -> int:
+        """How far the group is ahead of the slowest live one (0 when it is the slowest)."""
+        clocks = [self._clock[g] for g in self.live()]
+        return max(0, self._clock[group] - min(clocks)) if clocks else 0
+
+    def may_start(self, group: int) -> bool:
+        """Whether the group may start its next step now."""
+        return self._bound is None or self.lead(group) <= self._bound
+
+    def may_decide(self, group: int) -> bool:
+        """With a bound of 0 the updates of one clock are applied in group order."""
+        if self._bound != 0:
+            return True
+        return all(self._clock[g] > self._clock[group] for g in self.live() if g < group)
+
+
+RESTS, IS_BACK, RESTARTS, SNAPSHOT, AWAY, SHOWS, REPLACED = 1, 2, 3, 4, 5, 6, 7  # Apply.change
+
+MOST_DECISIONS = 1 << 16  # that some shard has not said it has applied: steps are decided one by one
+_MOST_EXITS = 1 << 14
+
+
+@dataclass(slots=True)
+class _Vote:
+    shards: set[int]
+    finite: bool = True
+    power: float = 0.0
+    refused: dict[int, int] = field(default_factory=dict)  # worker -> parameter
+    members: dict[int, frozenset[int]] = field(default_factory=dict)  # shard -> whose contributions it has
+
+    @property
+    def common(self) -> frozenset[int]:
+        """Whose contributions all shards have that have said so."""
+        return frozenset.intersection(*self.members.values()) if self.members else frozenset()
+
+
+class DecisionLog:
+    """Shard 0's record of what the shards of its server group apply, and in which order.
+
+    Args:
+        shards: number of shards.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
+        self._votes: dict[tuple[int, int], _Vote] = {}
+        self._log: dict[int, Apply] = {}
+        self._decided: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
+        self._replaced: dict[tuple[int, int], tuple[int, int]] = {}  # (group, worker) -> incarnation, decision
+        self._applied = [0] * shards
+        self._next = 0
+
+    def staged(self, shard: int, message: Staged) -> None:
+        """A shard has everything for a step. Said again, it changes nothing."""
+        self._applied[shard] = max(self._applied[shard], message.applied)
+        self._trim()
+        if message.incarnation != self._incarnations.get(message.group, 0):
+            return  # said before the shard had carried the restart out: its gradients are forgotten by now
+        if message.step < self._decided.get(message.group, 0):
+            return
+        vote = self._votes.setdefault((message.group, message.step), _Vote(set()))
+        if shard in vote.shards and not message.members:
+            return
+        vote.shards.add(shard)
+        if message.members:
+            members = frozenset(worker for worker in message.members if self._holds(message, worker))
+            vote.members[shard] = vote.members.get(shard, frozenset()).union(members)
+        vote.finite = vote.finite and message.finite
+        vote.power = max(vote.power, message.power) if message.infinity else vote.power + message.power
+        for worker, parameter in pairs(message.refused):
+            if self._holds(message, worker):
+                vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
+
+    def _holds(self, message: Staged, worker: int) -> bool:
+        """Whether the shard had forgotten what the worker's former process has said, when it said this."""
+        _, decision = self._replaced.get((message.group, worker), (0, -1))
+        return message.applied > decision
+
+    @property
+    def undecided(self) -> int:
+        """Steps that some shard has staged, and of which nothing is decided."""
+        return len(self._votes)
+
+    def ready(self, enough: Callable[[Collection[int]], bool] = lambda _: True) -> list[tuple[int, int]]:
+        """(group, step) pairs that all shards have staged, in group order.
+
+        enough: with backup workers, whether contributions of these of them make a step.
+        """
+        staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
+        return sorted(key for key, vote in staged.items() if not vote.members or enough(vote.common))
+
+    def decide(self, group: int, step: int) -> Apply:
+        """Record the decision to apply a ready step. It stands from here on."""
+        vote = self._votes.pop((group, step))
+        members = tuple(sorted(vote.common))
+        counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
+        refused = tuple(number for pair in sorted(counts.items()) for number in pair)
+        apply = Apply(self._next, group, step, not vote.finite, vote.power, refused=refused, members=members)
+        self._log[self._next] = apply
+        self._next += 1
+        self._decided[group] = step + 1
+        return apply
+
+    def decree(self, group: int, step: int, change: int, members: tuple[int, ...] = ()) -> Apply:
+        """Record that a group rests, is back or is started again, or what else is no step (see Apply.change).
+
+        Raises:
+            ProtocolError: so much has been decreed that no step can have been decided in between.
+        """
+        if len(self._log) >= MOST_DECISIONS:
+            raise ProtocolError(f"{len(self._log)} changes of group {group} and others without a step")
+        apply = Apply(self._next, group, step, False, 0.0, change, members=members)
+        self._log[self._next] = apply
+        self._next += 1
+        return apply
+
+    def since(self, index: int) -> list[Apply]:
+        """All decisions from a number on."""
+        return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
+
+    def restart(self, group: int, incarnation: int) -> Apply | None:
+        """Record that a group is started again; what was not decided of it is applied nowhere. None: known already."""
+        if not self.adopt(group, incarnation):
+            return None
+        self._votes = {key: vote for key, vote in self._votes.items() if key[0] != group}
+        self._decided.pop(group, None)
+        return self.decree(group, incarnation, RESTARTS)
+
+    def replace(self, group: int, worker: int, incarnation: int) -> Apply | None:
+        """Record that one worker has another process; what was not decided of it counts not. None: known already."""
+        if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
+            return None
+        self._replaced[group, worker] = incarnation, self._next
+        for vote in (vote for key, vote in self._votes.items() if key[0] == group):
+            vote.members = {shard: members - {worker} for shard, members in vote.members.items()}
+            vote.refused.pop(worker, None)
+        return self.decree(group, incarnation, REPLACED, (worker,))
+
+    def adopt(self, group: int, incarnation: int) -> bool:
+        """Votes of this incarnation of a group count from here on, and no earlier ones. False: known already."""
+        new = incarnation > self._incarnations.get(group, 0)
+        if new:
+            self._incarnations[group] = incarnation
+        return new
+
+    def _trim(self) -> None:
+        """Decisions that every shard has applied will not be asked for again."""
+        for index in [i for i in self._log if i < min(self._applied)]:
+            del self._log[index]
+
+
+class ApplyOrder:
+    """One shard's place in the list of decisions: early ones wait in a drawer."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._early: dict[int, Apply] = {}
+
+    def arrive(self, apply: Apply) -> list[Apply]:
+        """A decision came; returns those that may be applied now, in order."""
+        if apply.index < self.next:
+            return []
+        self._early[apply.index] = apply
+        now = []
+        while self.next in self._early:
+            now.append(self._early.pop(self.next))
+            self.next += 1
+        return now
+
+
+class Exits:
+    """Whether the workers of a synchronous group leave loops over the data early together, or not at all.
+
+    A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward
+    of it); one that works at, or past, the place where another has left, and has not made that exit, was left alone.
+    """
+
+    def __init__(self, workers: int) -> None:
+        """`workers`: how many the group has."""
+        self._workers = workers
+        self._made: dict[int, dict[int, tuple[int, float]]] = {}
+        self._works: dict[int, tuple[int, tuple[int, float]]] = {}
+
+    def left(self, worker: int, exits: int, place: tuple[int, float]) -> None:
+        """A worker left a loop, for the `exits`-th time. Raises StepError if another went on there."""
+        made = self._made.setdefault(worker, {})
+        if len(made) >= _MOST_EXITS:
+            raise StepError(f"worker {worker} left {len(made)} loops that others of its group have not left")
+        made[exits] = place
+        for other in self._works:
+            self._compare(worker, other)
+
+    def works(self, worker: int, exits: int, place: tuple[int, float]) -> None:
+        """A worker works here. Raises StepError if another had left before."""
+        before = self._works.get(worker, (exits, place))
+        self._works[worker] = max(before, (exits, place))
+        if exits > before[0] and len(self._works) == self._workers:
+            self._forget(min(made for made, _ in self._works.values()))
+        for other in self._made:
+            self._compare(other, worker)
+
+    def _forget(self, exits: int) -> None:
+        """So many exits everybody has made: only the next one is compared with anything."""
+        for worker, made in self._made.items():
+            self._made[worker] = {number: place for number, place in made.items() if number > exits}
+
+    def _compare(self, leaver: int, other: int) -> None:
+        exits, place = self._works[other]
+        exit_place = self._made[leaver].get(exits + 1)
+        if exit_place is not None and place >= exit_place:
+            raise StepError(
+                f"worker {leaver} of the group left the loop over its data early, after {exit_place[0]} steps, while "
+                f"worker {other} goes on; all workers of a synchronous group must leave together, or none"
+            )
+
+
+STATIC = 0x8000_0000  # marks a data stream that is no lease
+EVERYTHING = 1 << 62  # of a stream that is forgotten
+
+
+class Streams:
+    """Exactly-once identity of pushes: one counter per data stream.
+
+    A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.
+
+    A lease is one worker group's, any other stream is that of the reader whose number it has. Of each reader the
+    streams of two epochs are kept: it reads one epoch after the other, and a fresh process of it begins in the epoch
+    that the former one was in, or in the one before. All that came before that is known.
+
+    Args:
+        first: all epochs before this one are read already.
+        listed: counts are wanted (`counts`) of all epochs that are not closed; otherwise every reader is by itself.
+    """
+
+    def __init__(self, first: int = 0, listed: bool = False) -> None:
+        self._last: dict[int, dict[int, int]] = {}
+        self._first = first
+        self._reads: dict[int, int] = {}  # reader -> the last epoch of which something of it is applied
+        self._forgotten: dict[int, int] = {}  # reader -> of epochs before this one nothing is kept
+        self._closed = 0 if listed else EVERYTHING
+
+    def verdict(self, marks: tuple[int, ...], group: int = 0) -> str:
+        """ "new" to apply, "known" if all of it has been applied before.
+
+        Raises ValueError for a gap or for marks of which only a part is known: that push cannot be counted.
+        """
+        states = set()
+        for stream, first, last in _triples(marks):
+            done = self.count(stream, group) - 1
+            if first == done + 1 and last >= first:
+                states.add("new")
+            elif last <= done:
+                states.add("known")
+            else:
+                raise ValueError(
+                    f"batches {first} to {last} of stream {stream:#x} do not continue it: {done} was the last"
+                )
+        if len(states) > 1:
+            raise ValueError("a push of which a part was applied before")
+        return states.pop() if states else "new"
+
+    def record(self, marks: tuple[int, ...], group: int = 0) -> None:
+        """These batches are applied."""
+        for stream, _, last in _triples(marks):
+            reader = _reader(stream, group)
+            self._last.setdefault(reader, {})[stream] = last
+            self._reads[reader] = max(stream >> 32, self._reads.get(reader, 0))
+        for reader in {_reader(stream, group) for stream in marks[::3]}:
+            self._forget(reader)
+
+    def close(self, epoch: int) -> None:
+        """Counts of epochs before this one are not wanted any more."""
+        if epoch > self._closed:
+            self._closed = epoch
+            for reader in self._reads:
+                self._forget(reader)
+
+    def _forget(self, reader: int) -> None:
+        before = min(self._reads[reader] - 1, self._closed)
+        if before > self._forgotten.get(reader, 0):
+            self._forgotten[reader] = before
+            self._last[reader] = {s: last for s, last in self._last[reader].items() if s >> 32 >= before}
+
+    def count(self, stream: int, group: int = 0) -> int:
+        """How many batches of a stream are applied; of one that is forgotten, EVERYTHING that there was."""
+        reader = _reader(stream, group)
+        if stream >> 32 < self._forgotten.get(reader, 0):
+            return EVERYTHING
+        return self._last.get(reader, {}).get(stream, -1) + 1
+
+    def counts(self) -> dict[int, int]:
+        """The same of every stream that has any, and is not forgotten."""
+        return {stream: last + 1 for known in self._last.values() for stream, last in known.items()}
+
+    def reads(self, reader: int) -> int:
+        """The last epoch of which something of a reader is applied: it has no use for those before."""
+        return max(self._first, self._reads.get(reader, 0))
+
+
+def _reader(stream: int, group: int) -> int:
+    return stream & ~STATIC & 0xFFFF_FFFF if stream & STATIC else group
+
+
+def pairs(flat: tuple[int, ...]) -> list[tuple[int, int]]:
+    """What `refused` of a message says: (worker, parameter)."""
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _triples(marks: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    return [(marks[i], marks[i + 1], marks[i + 2]) for i in range(0, len(marks), 3)]

@@ -1,0 +1,307 @@
+"""How server groups agree on a bucket of parameters.
+
+`MasterAgreement`: each bucket has one master group. Another group sends what it added since the last time, the master
+adds it to its own value and replies with that; meanwhile training goes on, and what was added in between is kept:
+    send:  delta = cur - snap, sent = cur        reply m:  cur += m - sent, snap = m
+Every local update thus reaches the master exactly once, however long the reply takes (SINGA's Distributed Hogwild, with
+the updates between request and reply no longer lost).
+
+`RingAgreement`: a group offers its value to its right neighbor, which moves to the average and replies with what the
+offerer has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise
+averaging: Boyd et al., Randomized gossip algorithms, 2006). The neighbor remembers its reply: an offer said twice
+changes nothing.
+
+One object per server. It owns no values: it is shown the bucket's current tensor and changes that in place.
+
+What an exchange brings is how far the groups were apart: it is counted in updates, and measured by one pass over the
+bucket's difference and one over its values (`Distance`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from topotrain.config.sharding import Bucket
+from topotrain.core.protocol import Delta, Master, Message, RingOffer, RingReply
+
+View = Callable[[int], torch.Tensor]
+Out = list[tuple[int, Message]]  # (server group, message)
+
+
+@dataclass(slots=True)
+class Distance:
+    """What all exchanges so far have brought to this server: how far it was from the other server groups.
+
+    updates: those of other groups that it did not have, over all exchanges; most: by one of them. moved, values: sums
+    of squares of what was added, and of the values it was added to.
+    """
+
+    exchanges: int = 0
+    updates: int = 0
+    most: int = 0
+    moved: float = 0.0
+    values: float = 0.0
+
+    def add(self, updates: int, difference: torch.Tensor, value: torch.Tensor) -> None:
+        """Count one exchange of a bucket."""
+        self.exchanges += 1
+        self.updates += updates
+        self.most = max(self.most, updates)
+        self.moved += _square(difference)
+        self.values += _square(value)
+
+    @property
+    def mean(self) -> float:
+        """Updates that an exchange brings."""
+        return self.updates / self.exchanges if self.exchanges else 0.0
+
+    @property
+    def share(self) -> float:
+        """The norm of what an exchange adds over that of the values, both root mean squares over all exchanges."""
+        return math.sqrt(self.moved / self.values) if self.values > 0 else 0.0
+
+
+def _square(tensor: torch.Tensor) -> float:
+    """Of the norm; a half-precision number has no room for it."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return float(torch.dot(tensor, tensor))
+    return float(torch.linalg.vector_norm(tensor if tensor.itemsize > 2 else tensor.float())) ** 2
+
+
+class Agreement(Protocol):
+    """What a server asks of its neighbors."""
+
+    @property
+    def distance(self) -> Distance:
+        """How far the others were away when they were heard."""
+        ...
+
+    def begin(self) -> None:
+        """All groups start from the values that are now in place."""
+        ...
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        """One more local update of these buckets was applied."""
+        ...
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        """A message of another server group."""
+        ...
+
+    def taken(self, group: int, bucket: int) -> int:
+        """The last exchange of a group that is in a bucket which this one masters; 0: none."""
+        ...
+
+    def drain(self) -> Out:
+        """No more local updates will come: send what is left."""
+        ...
+
+    def drained(self) -> bool:
+        """After drain(): nothing of this server is under way any more."""
+        ...
+
+
+class Alone:
+    """A single server group, or groups that go their own ways: nothing to agree."""
+
+    def __init__(self) -> None:
+        self.distance = Distance()
+
+    def begin(self) -> None:
+        pass
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        return []
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        return []
+
+    def taken(self, group: int, bucket: int) -> int:
+        return 0
+
+    def drain(self) -> Out:
+        return []
+
+    def drained(self) -> bool:
+        return True
+
+
+class MasterAgreement:
+    """Exchange of differences with each bucket's master group.
+
+    Args:
+        group: this server's group.
+        buckets: this shard's buckets.
+        view: view(bucket id) -> current values, 1-D.
+        sync_freq: local updates of a bucket between two exchanges.
+    """
+
+    def __init__(self, group: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
+        self._masters = {b.id: b.master for b in buckets if b.master != group}
+        self._view = view
+        self._freq = sync_freq
+        self._snap: dict[int, torch.Tensor] = {}
+        self._sent: dict[int, torch.Tensor] = {}
+        self._updates = dict.fromkeys(self._masters, 0)
+        self._round = dict.fromkeys(self._masters, 0)
+        self._waiting: set[int] = set()
+        self._taken: dict[tuple[int, int], int] = {}
+        self._made = dict.fromkeys((b.id for b in buckets if b.master == group), 0)  # updates of all groups
+        self._made_by: dict[tuple[int, int], int] = {}  # those of one of them
+        self._seen = dict.fromkeys(self._masters, 0)  # updates of others
+        self.distance = Distance()
+        self._draining = False
+
+    def begin(self) -> None:
+        self._snap = {bucket: self._view(bucket).clone() for bucket in self._masters}
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        out: Out = []
+        for bucket in buckets:
+            if bucket in self._made:
+                self._made[bucket] += 1
+            elif bucket in self._masters:
+                self._updates[bucket] += 1
+                if self._updates[bucket] >= self._freq and bucket not in self._waiting:
+                    out.append(self._send(bucket))
+        return out
+
+    def _send(self, bucket: int) -> tuple[int, Message]:
+        current = self._view(bucket)
+        self._sent[bucket] = current.clone()
+        self._round[bucket] += 1
+        updates, self._updates[bucket] = self._updates[bucket], 0
+        self._waiting.add(bucket)
+        added = current - self._snap[bucket]
+        return self._masters[bucket], Delta(bucket, self._round[bucket], updates=updates, body=added)
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        if isinstance(message, Delta):
+            return self._take(group, message, body)
+        if isinstance(message, Master):
+            return self._merge(message, body)
+        return []
+
+    def _take(self, group: int, message: Delta, body: torch.Tensor) -> Out:
+        key = (group, message.bucket)
+        if message.sync == self._taken.get(key, 0) + 1:
+            value = self._view(message.bucket)
+            value.add_(body)
+            self._taken[key] = message.sync
+            self._made[message.bucket] = self._made.get(message.bucket, 0) + message.updates
+            self._made_by[key] = self._made_by.get(key, 0) + message.updates
+            self.distance.add(message.updates, body, value)
+        elif message.sync > self._taken.get(key, 0):
+            return []  # an earlier one is still under way; it will be sent again
+        others = self._made.get(message.bucket, 0) - self._made_by.get(key, 0)
+        return [(group, Master(message.bucket, message.sync, others, body=self._view(message.bucket).clone()))]
+
+    def _merge(self, message: Master, body: torch.Tensor) -> Out:
+        bucket = message.bucket
+        if bucket not in self._waiting or message.sync != self._round[bucket]:
+            return []
+        missed = body - self._sent.pop(bucket)
+        self._view(bucket).add_(missed)
+        self.distance.add(message.updates - self._seen[bucket], missed, body)
+        self._seen[bucket] = message.updates
+        self._snap[bucket].copy_(body)
+        self._waiting.discard(bucket)
+        if self._updates[bucket] and (self._draining or self._updates[bucket] >= self._freq):
+            return [self._send(bucket)]
+        return []
+
+    def taken(self, group: int, bucket: int) -> int:
+        return self._taken.get((group, bucket), 0)
+
+    def remainders(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Of each bucket that another group masters: (master, bucket, last exchange, what was added since that)."""
+        for bucket, master in self._masters.items():
+            current = self._view(bucket)
+            since = self._sent[bucket] if bucket in self._waiting else self._snap[bucket]
+            if not self._updates[bucket]:  # nothing; at the end of a job a master's final value may have come instead
+                since = current
+            yield master, bucket, self._round[bucket], current - since
+
+    def drain(self) -> Out:
+        self._draining = True
+        return [self._send(b) for b in self._masters if self._updates[b] and b not in self._waiting]
+
+    def drained(self) -> bool:
+        return self._draining and not self._waiting and not any(self._updates.values())
+
+
+class RingAgreement:
+    """Pairwise averaging with the right neighbor in the ring of server groups.
+
+    Args:
+        group, groups: this server's group, and how many there are (>= 2).
+        buckets, view, sync_freq: as for MasterAgreement.
+    """
+
+    def __init__(self, group: int, groups: int, buckets: Sequence[Bucket], view: View, sync_freq: int) -> None:
+        self._right = (group + 1) % groups
+        self._buckets = [b.id for b in buckets]
+        self._view = view
+        self._freq = sync_freq
+        self._updates = dict.fromkeys(self._buckets, 0)
+        self._round = dict.fromkeys(self._buckets, 0)
+        self._waiting: set[int] = set()
+        self._answers: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._made = dict.fromkeys(self._buckets, 0)
+        self._seen = dict.fromkeys(self._buckets, 0)  # updates of the right neighbor
+        self.distance = Distance()
+        self._draining = False
+
+    def begin(self) -> None:
+        pass
+
+    def updated(self, buckets: Sequence[int]) -> Out:
+        out: Out = []
+        for bucket in buckets:
+            self._made[bucket] += 1
+            self._updates[bucket] += 1
+            if self._updates[bucket] >= self._freq and bucket not in self._waiting:
+                self._updates[bucket] = 0
+                self._round[bucket] += 1
+                self._waiting.add(bucket)
+                out.append((self._right, RingOffer(bucket, self._round[bucket], body=self._view(bucket).clone())))
+        return out
+
+    def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
+        if isinstance(message, RingOffer):
+            return self._average(group, message, body)
+        awaited = isinstance(message, RingReply) and message.sync == self._round[message.bucket]
+        if isinstance(message, RingReply) and awaited and message.bucket in self._waiting:
+            self._waiting.discard(message.bucket)
+            value = self._view(message.bucket)
+            value.add_(body)
+            # Both move by half of what lay between them.
+            self.distance.add(message.updates - self._seen[message.bucket], 2 * body, value)
+            self._seen[message.bucket] = message.updates
+        return []
+
+    def _average(self, group: int, message: RingOffer, body: torch.Tensor) -> Out:
+        key = (group, message.bucket)
+        number, answer = self._answers.get(key, (0, body))
+        if message.sync > number:
+            current = self._view(message.bucket)
+            answer = (current - body).mul_(0.5)
+            current.sub_(answer)
+            self._answers[key] = (message.sync, answer)
+        elif message.sync < number:
+            return []
+        made = self._made.get(message.bucket, 0)
+        return [(group, RingReply(message.bucket, message.sync, made, body=answer))]
+
+    def taken(self, group: int, bucket: int) -> int:
+        return 0
+
+    def drain(self) -> Out:
+        self._draining = True
+        return []
+
+    def drained(self) -> bool:
+        return self._draining and not self._waiting

@@ -1,0 +1,424 @@
+"""One shard of a model as its server holds it: values, what the groups have staged, the update, and their arithmetic.
+
+It is made when the first worker has said which model the job trains. Nothing here decides when something happens:
+`server` does.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from topotrain.config.async_momentum import Corrector, corrector, groups_apart
+from topotrain.config.job import Agreement as AgreementKind
+from topotrain.config.job import Apply, Grads, Job, NonFinite, Reduce, Slicing
+from topotrain.config.sharding import Bucket, Piece, SliceMap
+from topotrain.config.topology import Address, Topology
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
+from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
+from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.group_sync import Agreement, Alone, MasterAgreement, RingAgreement
+from topotrain.core.server.nonfinite import NOBODY
+from topotrain.extensions.collectives.precomputed_gradients import Given
+from topotrain.extensions.compression.codecs import all_finite
+from topotrain.extensions.compression.message_filter import ServerEncoding
+
+Arrived = Callable[[int, Bucket, int, torch.Tensor], None]
+
+_MOST_ENTRIES = 32  # of a parameter's state
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece's elements lie inside the value of an optimizer's entry: [lo, hi)."""
+
+    piece: Piece
+    lo: int
+    hi: int
+
+
+class Unit:
+    """What is updated at once: one bucket, or the whole shard where tensors are kept whole.
+
+    A bucket of its own stays in the processor's cache between the sum, the update and the road. Element-wise
+    optimizers give the same bits either way.
+    """
+
+    def __init__(
+        self, buckets: tuple[Bucket, ...], places: dict[int, list[Place]], update: SliceUpdate, whole: bool
+    ) -> None:
+        self.buckets = buckets
+        self.places = places
+        self.update = update
+        self.whole = whole
+
+
+class OptimizerState:
+    """The optimizer's state as messages: told entry by entry and piece by piece, and loaded the same way."""
+
+    def __init__(self, slice_map: SliceMap, flats: FlatBuffers, units: Sequence[Unit]) -> None:
+        self._map = slice_map
+        self._flats = flats
+        self._units = units
+        self._home = {p.piece: (u, key, p) for u in units for key, places in u.places.items() for p in places}
+        self._loading: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._names: dict[int, set[str]] = {}
+
+    def tell(self, number: int, worker: int) -> Iterator[m.Message]:
+        """Every entry of what a worker of this index holds, in answer to its request `number`.
+
+        The last part says how many there were.
+        """
+        parts = 0
+        for unit in self._units:
+            for key, name, value in unit.update.state():
+                if not self._map.spaces[self._map.segments[key].space].on(worker):
+                    continue
+                whole = isinstance(value, torch.Tensor) and value.dim() > 0
+                if isinstance(value, torch.Tensor) and whole and value.numel() != unit.places[key][-1].hi:
+                    yield m.Fail(f"optimizer state {name!r} is not element-wise and cannot be gathered")
+                    return
+                for place in unit.places[key]:
+                    parts += 1
+                    yield self._part(number, place, name, value, whole)
+        yield m.StatePart(number, -1, -1, float(parts), "")
+
+    def _part(self, number: int, place: Place, name: str, value: torch.Tensor | float, whole: bool) -> m.StatePart:
+        bucket = self._map.buckets[place.piece.bucket]
+        index = bucket.pieces.index(place.piece)
+        if not isinstance(value, torch.Tensor) or not whole:
+            return m.StatePart(number, bucket.id, index, float(value), name)
+        flat = value if value.dim() == 1 else value.as_strided((value.numel(),), (1,))
+        body = flat[place.lo : place.hi].to(self._flats.view("values", bucket).dtype)
+        return m.StatePart(number, bucket.id, index, 0.0, name, body=body)
+
+    def load(self, part: m.StatePart) -> None:
+        """Take one part; an entry counts when its last piece is here."""
+        bucket = self._map.buckets[part.bucket]
+        unit, key, place = self._home[bucket.pieces[part.piece]]
+        names = self._names.setdefault(key, set())
+        names.add(part.key)
+        if len(names) > _MOST_ENTRIES or not unit.update.optimizes(key):
+            raise m.ProtocolError(f"state {part.key!r} of a parameter that has none such")
+        if part.body is None:
+            unit.update.load_state(key, part.key, torch.tensor(part.number, dtype=torch.float32))
+            return
+        piece = place.piece
+        like = self._flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+        places = unit.places[key]
+        entry = (unit.buckets[0].id, key, part.key)
+        held = self._loading.get(entry)
+        if held is None:
+            held = self._loading[entry] = torch.empty(places[-1].hi, dtype=like.dtype)
+        held[place.lo : place.hi] = typed(part.body, like)
+        if place is places[-1]:
+            loaded = self._loading.pop(entry)
+            if unit.whole:
+                described = self._map.parameters[self._map.segments[key].parameter]
+                loaded = loaded.as_strided(described.shape, described.stride)
+            unit.update.load_state(key, part.key, loaded)
+
+
+@dataclass(slots=True)
+class Model:
+    """What a server knows once it knows the model. `staging` is by worker group."""
+
+    schema: Schema
+    map: SliceMap
+    buckets: tuple[Bucket, ...]
+    flats: FlatBuffers
+    units: tuple[Unit, ...]
+    staging: dict[int, Staging]
+    agreement: Agreement
+    state: OptimizerState
+    encoding: ServerEncoding
+    hyper: HyperCheck
+    on_arrival: bool = False
+    checked: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces the shard's buckets have."""
+        return sum(len(bucket.pieces) for bucket in self.buckets)
+
+    def bucket(self, number: int) -> Bucket:
+        """A bucket of this shard. Raises ProtocolError for another's."""
+        return _bucket(self.buckets, number)
+
+    def piece(self, number: int, piece: int) -> Piece:
+        """A piece of a bucket of this shard. Raises ProtocolError if there is none."""
+        pieces = self.bucket(number).pieces
+        if not 0 <= piece < len(pieces):
+            raise m.ProtocolError(f"piece {piece} of bucket {number}, which has {len(pieces)}")
+        return pieces[piece]
+
+    def values(self, number: int) -> torch.Tensor:
+        """The current values of a bucket: the one place where a parameter changes."""
+        return self.flats.view("values", self.bucket(number))
+
+    def body(self, message: m.Message) -> torch.Tensor:
+        """The body of a message about a bucket, as elements. Raises ProtocolError if it is none, or of another size."""
+        if message.body is None:
+            raise m.ProtocolError(f"{type(message).__name__} without a body")
+        return typed(message.body, self.values(getattr(message, "bucket", -1)))
+
+    def gradients(self, group: int) -> list[torch.Tensor]:
+        """The staged step's gradient, one 1-D tensor per segment that has one."""
+        staging = self.staging[group]
+        found: dict[int, torch.Tensor] = {}
+        for bucket in self.buckets:
+            present = staging.present(bucket)
+            for i, piece in enumerate(bucket.pieces):
+                if present >> i & 1 and piece.segment not in found:
+                    found[piece.segment] = staging.segment(self.map.segments[piece.segment])
+        return list(found.values())
+
+    def touched(self, group: int) -> list[int]:
+        """The buckets in which the staged step has a gradient."""
+        return [bucket.id for bucket in self.buckets if self.staging[group].present(bucket)]
+
+    def vote(self, group: int, applied: int, incarnation: int = 0) -> m.Staged:
+        """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
+        staging = self.staging[group]
+        if staging.backup:
+            refused, members = self._refused(staging) if self.checked else (), tuple(sorted(staging.complete))
+            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
+        commit = staging.commits[0]
+        refused = self._refused(staging) if self.checked and not commit.check_finite else ()
+        if refused and not self._may_go_on(staging, refused):
+            return m.Staged(group, staging.step, False, 0.0, False, applied, incarnation, refused)
+        if not (commit.check_finite or commit.clip_norm > 0):
+            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation, refused)
+        staging.sum_all()
+        there = self.gradients(group)
+        finite = not commit.check_finite or all(all_finite(gradient.reshape(-1)) for gradient in there)
+        power, infinity = 0.0, commit.clip_type == float("inf")
+        if commit.clip_norm > 0:
+            norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in there]
+            power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
+        return m.Staged(group, staging.step, finite, power, infinity, applied, incarnation)
+
+    def _refused(self, staging: Staging) -> tuple[int, ...]:
+        """Under a GradScaler an overflow is nobody's fault; else this is in `message.Staged.refused`."""
+        found = sorted(staging.spoilers().items())
+        return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
+
+    def _may_go_on(self, staging: Staging, refused: tuple[int, ...]) -> bool:
+        """Whether a step may be applied without those workers: their part is in no mean yet, and in no norm."""
+        if self.on_arrival:
+            return True
+        return not staging.visible and NOBODY not in refused[::2] and staging.commits[0].clip_norm <= 0
+
+    def refuse(self, group: int, workers: Collection[int]) -> bool:
+        """These workers' gradients of the group's staged step count for nothing; False: so does the step."""
+        return self.on_arrival or self.staging[group].refuse(workers)
+
+    def parameter(self, number: int) -> str:
+        """The name of a parameter."""
+        return self.schema.parameters[number].name if number >= 0 else ""
+
+    def apply(self, group: int, hyper: bytes, commit: m.Commit, norm: float, staleness: int = 0) -> Iterator[Bucket]:
+        """Update the values with the group's staged step, unit by unit; yields each bucket once it is new.
+
+        staleness: versions since the group was shown values.
+        """
+        factor = step_factor(commit, norm)
+        if self.on_arrival:  # the values are new already, and have been shown
+            return
+        for unit in self.units:
+            if unit.whole:
+                self.staging[group].sum_all()
+            self.update(unit, group, hyper, factor, staleness)
+            yield from unit.buckets
+
+    def update(self, unit: Unit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
+        """One unit's values take the group's gradient times `factor`, which itself stays as it is."""
+        staging = self.staging[group]
+        grads: dict[int, torch.Tensor | None] = {}
+        for bucket in unit.buckets:
+            present = staging.present(bucket)
+            gradient = staging.gradient(bucket) if present else None
+            for i, piece in enumerate(bucket.pieces):
+                key = piece.segment
+                if not present >> i & 1 or gradient is None:
+                    grads.setdefault(key, None)
+                elif not unit.whole:
+                    grads[key] = self._scaled(gradient[piece.lo - bucket.lo : piece.hi - bucket.lo], factor)
+                elif grads.get(key) is None:
+                    grads[key] = self._scaled(staging.segment(self.map.segments[key]), factor)
+        if any(gradient is not None for gradient in grads.values()):
+            unit.update.apply(hyper, grads, staleness)
+
+    def update_now(self, bucket: Bucket, present: int, gradient: torch.Tensor, hyper: bytes) -> None:
+        """One bucket's values take a gradient that has just arrived."""
+        grads: dict[int, torch.Tensor | None] = {
+            piece.segment: gradient[piece.lo - bucket.lo : piece.hi - bucket.lo]
+            for i, piece in enumerate(bucket.pieces)
+            if present >> i & 1
+        }
+        if grads:
+            self.units[bucket.id - self.buckets[0].id].update.apply(hyper, grads)
+
+    @staticmethod
+    def _scaled(gradient: torch.Tensor, factor: float) -> torch.Tensor:
+        return gradient if factor == 1.0 else gradient * factor
+
+
+def norm_of(gradient: torch.Tensor, kind: float) -> float:
+    """Of short floats in float32: in float16 a norm above 65504 would be infinite, and clipping would leave zeros."""
+    wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    return float(torch.linalg.vector_norm(gradient, kind, dtype=wide))
+
+
+def global_norm(power: float, commit: m.Commit) -> float:
+    """The norm over all shards from their combined powers; -1 where the step does not clip."""
+    if commit.clip_norm <= 0:
+        return -1.0
+    return power if commit.clip_type == float("inf") else to_power(power, 1.0 / commit.clip_type)
+
+
+def to_power(number: float, exponent: float) -> float:
+    """As torch has it: what is too large for a double is infinite, and no error."""
+    try:
+        return float(number**exponent)
+    except OverflowError:
+        return float("inf")
+
+
+def step_factor(commit: m.Commit, norm: float) -> float:
+    """What a step's gradients are multiplied by; norm: the global one."""
+    factor = commit.inv_scale
+    if 0 < commit.clip_norm < norm:
+        factor *= commit.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ has it
+    return factor
+
+
+def open_model(
+    me: Address,
+    job: Job,
+    topology: Topology,
+    schema: Schema,
+    slice_map: SliceMap,
+    allocate: Allocate,
+    windows: Mapping[tuple[str, int], torch.Tensor],
+    shared: bool,
+    arrived: Arrived,
+) -> Model:
+    """Make the shard of server `me`; `windows` are its parts of parameter buffers, by name and space.
+
+    arrived: with `apply: kOnArrival`, told (worker group, bucket, pieces, mean) of each mean when it is there.
+
+    Raises what the optimizer's class raises for settings that it does not take.
+    """
+    job = effective(job, schema.parameters)
+    flats = FlatBuffers(slice_map, me.index, allocate)
+    for (name, space), flat in windows.items():
+        flats.put(name, space, flat)
+    buckets = slice_map.buckets_of(me.index)
+    correct = corrector(job, groups_apart(topology))
+    units = _units(job, schema, slice_map, buckets, flats, correct)
+    encoding = ServerEncoding(job.cluster, slice_map, me.index, flats)
+    staging = {}
+    for group in topology.worker_groups_of(me.group):
+        reader = me.index % topology.workers_per_group if shared and topology.sees_memory(group) else None
+        staging[group] = _staging(job, topology, group, buckets, flats, reader, arrived, encoding)
+    agreement = _agreement(me.group, job, topology, buckets, flats)
+    state = OptimizerState(slice_map, flats, units)
+    on_arrival = job.apply is Apply.kOnArrival
+    hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
+    checked = job.nonfinite is not NonFinite.kAllow
+    home = (schema, slice_map, buckets, flats, units, staging, agreement)
+    return Model(*home, state, encoding, hyper, on_arrival, checked)
+
+
+def _units(
+    job: Job,
+    schema: Schema,
+    slice_map: SliceMap,
+    buckets: tuple[Bucket, ...],
+    flats: FlatBuffers,
+    correct: Corrector,
+) -> tuple[Unit, ...]:
+    whole = slice_map.slicing is Slicing.kTensor
+    parts = [buckets] if whole else [(bucket,) for bucket in buckets]
+    spec = OptimizerSpec.from_text(schema.optimizer)
+    return tuple(_unit(job, spec, slice_map, part, flats, whole, correct) for part in parts)
+
+
+def _unit(
+    job: Job,
+    spec: OptimizerSpec,
+    slice_map: SliceMap,
+    buckets: tuple[Bucket, ...],
+    flats: FlatBuffers,
+    whole: bool,
+    correct: Corrector,
+) -> Unit:
+    """Keys are segment ids: a bucket has at most one piece of a segment."""
+    places: dict[int, list[Place]] = {}
+    values: dict[int, torch.Tensor] = {}
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            segment = slice_map.segments[piece.segment]
+            start = segment.lo if whole else piece.lo
+            places.setdefault(segment.id, []).append(Place(piece, piece.lo - start, piece.hi - start))
+            if whole:
+                values[segment.id] = flats.segment("values", segment)
+            else:
+                values[segment.id] = flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
+    rows = [(key, slice_map.segments[key].parameter, value) for key, value in values.items()]
+    update = SliceUpdate(spec, rows, job.import_, clip_bounds(job.updater), correct)
+    return Unit(buckets, places, update, whole)
+
+
+def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
+    if not buckets or not buckets[0].id <= number <= buckets[-1].id:
+        raise m.ProtocolError(f"bucket {number} is not mine")
+    return buckets[number - buckets[0].id]
+
+
+def _staging(
+    job: Job,
+    topology: Topology,
+    group: int,
+    buckets: tuple[Bucket, ...],
+    flats: FlatBuffers,
+    reader: int | None,
+    arrived: Arrived,
+    encoding: ServerEncoding,
+) -> Staging:
+    on_arrival = job.apply is Apply.kOnArrival
+    workers = topology.workers_per_group
+    staging: Callable[..., Staging] = Staging
+    if topology.collective:
+        hidden = job.grads is Grads.kHidden  # no worker sees a mean that it could hand in
+        staging = partial(Given, totals=hidden and topology.relayed, foreign=topology.foreign)
+    return staging(
+        workers,
+        topology.sum_tree(group),
+        buckets,
+        lambda name, bucket: flats.view(f"{name} {group}", bucket),
+        lambda name, segment: flats.segment(f"{name} {group}", segment),
+        visible=on_arrival or (job.grads is Grads.kVisible and workers > 1),
+        divide=job.reduce is Reduce.kMean,
+        reader=None if on_arrival else reader,
+        arrived=partial(arrived, group) if on_arrival else None,
+        told=partial(encoding.mean, group),
+        checked=job.nonfinite is not NonFinite.kAllow,
+        sees=reader is not None,
+        backup=job.cluster.backup > 0,
+    )
+
+
+def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Agreement:
+    def view(number: int) -> torch.Tensor:
+        return flats.view("values", _bucket(buckets, number))
+
+    cluster = job.cluster
+    if not topology.synced:
+        return Alone()
+    if cluster.agreement is AgreementKind.kRingAverage:
+        return RingAgreement(group, topology.server_groups, buckets, view, cluster.sync_freq)
+    return MasterAgreement(group, buckets, view, cluster.sync_freq)

@@ -1,0 +1,217 @@
+"""Who waits for values, and which values each worker group is shown.
+
+A reply waits until its group may go on (`consistency.Clocks`). All workers of a group are shown one and the same
+moment, however far apart they are served: where values change between two of its steps, from a snapshot. Workers
+that live in a parameter buffer of their host find the values there (see `windows`), and are told so. A worker is sent
+the buckets that it holds, which in a job whose model is not split are all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address, Role
+from topotrain.core.model.shared_windows import VALUES
+from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
+from topotrain.core.server.parameter_shard import Model
+from topotrain.extensions.backup_workers.quorum import values_round
+
+_MOST_HELD = 64  # replies to one worker
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A reply that waits for its moment; `round` as in message.Values."""
+
+    worker: Address
+    round: int
+    applied: Applied | None
+    fetch: bool
+
+
+class Readers:
+    """The readers of one server.
+
+    Args:
+        groups: the worker groups that use it.
+        workers: how many each has.
+        private: one group alone changes the values, by its own steps: it can be shown the values themselves.
+        buffers: group -> name of the parameter buffer that its workers live in; others are sent their values.
+        lazy: the workers wait for each bucket by itself.
+        apart: a worker may still read one moment when the others have made the next.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[int],
+        workers: int,
+        private: bool,
+        buffers: Mapping[int, str],
+        lazy: bool = False,
+        apart: bool = False,
+    ) -> None:
+        self._apart = apart
+        self._copies: dict[int, tuple[int, torch.Tensor]] = {}  # bucket -> its values at a version
+        self._lazy = lazy
+        self._workers = workers
+        self._everybody = tuple(range(workers))
+        self._private = private
+        self._buffers = buffers
+        self.pulled = dict.fromkeys(groups, 0)  # version that each group was shown last
+        self.asked: set[int] = set()  # groups that have asked for values
+        self._fetched: dict[Address, tuple[int, int]] = {}  # round of the last Fetch, and the group's step then
+        self._shown: dict[int, int] = {}
+        self._streamed: dict[int, tuple[int, set[int]]] = {}  # group -> the step and buckets that it was sent early
+        self._fixed: dict[int, int] = {}  # group -> the step of which `pulled` is the version already
+        self._held: list[_Held] = []
+
+    def fetch(self, worker: Address, message: Fetch, step: int) -> None:
+        """A worker asks for values while its group is in `step`."""
+        now = (message.round, step)
+        before = self._fetched.get(worker, now)
+        if message.round < before[0] or (message.round == before[0] and now != before):
+            return  # said twice, and answered long ago: another moment's values would falsify the staleness
+        self._check_held(worker)
+        self._fetched[worker] = now
+        self.asked.add(worker.group)
+        self._held.append(_Held(worker, -1 - message.round, None, True))
+
+    def reply(self, worker: Address, applied: Applied, fetch: bool) -> None:
+        """A worker's step is applied; it wants values, too, with `fetch`."""
+        self._held.append(_Held(worker, applied.step, applied, fetch))
+
+    def repeat(self, worker: Address, applied: Applied, fetch: bool) -> None:
+        """A worker says again what is applied already; values only if they are still those of that step."""
+        self._check_held(worker)
+        self.reply(worker, applied, fetch and (self._apart or self._shown.get(worker.group) == applied.step))
+
+    def _check_held(self, worker: Address) -> None:
+        """A worker waits for what it asks for; only a road that says things twice makes two questions of one."""
+        if sum(held.worker == worker for held in self._held) >= _MOST_HELD:
+            raise ProtocolError(f"{worker} asks on and on for values that it has to wait for")
+
+    def forget(self, group: int) -> None:
+        """The group's workers are gone; those who come after them number their questions from the start."""
+        self._held = [held for held in self._held if held.worker.group != group]
+        self._fetched = {worker: asked for worker, asked in self._fetched.items() if worker.group != group}
+        for known in (self._shown, self._streamed, self._fixed):
+            known.pop(group, None)
+
+    def forget_one(self, worker: Address) -> None:
+        """The same of one worker, whose group is still there."""
+        self._held = [held for held in self._held if held.worker != worker]
+        self._fetched.pop(worker, None)
+
+    def release(self, model: Model, version: int, may_read: Callable[[int], bool]) -> Iterator[tuple[Address, Message]]:
+        """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""
+        waiting, self._held = self._held, []
+        for held in waiting:
+            if not may_read(held.worker.group) or not self._all_wait(held, waiting):
+                self._held.append(held)
+                continue
+            if held.fetch:
+                yield from self._values(model, held, version)
+            if held.applied is not None:
+                yield held.worker, held.applied
+
+    def stream(
+        self, model: Model, group: int, bucket: Bucket, step: int, version: int
+    ) -> Iterator[tuple[Address, Message]]:
+        """A bucket is new in the middle of the group's step: its workers may have it before the others."""
+        if group in self._buffers and not self._lazy:
+            return
+        known, buckets = self._streamed.get(group, (-1, set()))
+        if known != step:
+            self._streamed[group] = (step, buckets := set())
+            if not model.on_arrival:  # else the step counts as read when it is applied as a whole
+                self._fixed[group], self.pulled[group] = step, version
+        buckets.add(bucket.id)
+        if group in self._buffers:
+            self._fill(model, self._buffers[group], bucket)
+            for index in self._owners(model, bucket):
+                yield Address(Role.WORKER, group, index), Values(step, bucket.id, version)
+            return
+        model.encoding.show(group, bucket, model.values(bucket.id), anew=False)
+        values = self._message(model, group, bucket, step, version, new=True)
+        for index in self._owners(model, bucket):
+            yield Address(Role.WORKER, group, index), values
+
+    def _owners(self, model: Model, bucket: Bucket) -> Sequence[int]:
+        """The workers of a group that hold a bucket."""
+        return model.map.spaces[bucket.space].owners or self._everybody
+
+    def _all_wait(self, held: _Held, waiting: Sequence[_Held]) -> bool:
+        """A parameter buffer may be written only while all workers of the group wait."""
+        group = held.worker.group
+        if not held.fetch or group not in self._buffers or self._shown.get(group) == held.round:
+            return True
+        return len({h.worker for h in waiting if h.worker.group == group and h.round == held.round}) == self._workers
+
+    def _values(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+        group = held.worker.group
+        if group in self._buffers:
+            yield from self._in_buffer(model, held, version)
+            return
+        new = self._shows_now(held, version)
+        step, early = self._streamed.get(group, (-1, set()))
+        for bucket in model.buckets:
+            if step == held.round and bucket.id in early:
+                continue
+            if new:
+                model.encoding.show(group, bucket, model.values(bucket.id), anew=held.applied is None)
+            # The first of a group has everything shown, for the others too: their moment is this one.
+            values = self._message(model, group, bucket, held.round, self.pulled[group], new)
+            if held.worker.index in self._owners(model, bucket):
+                yield held.worker, values
+
+    def _message(self, model: Model, group: int, bucket: Bucket, number: int, version: int, new: bool) -> Values:
+        """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""
+        difference = model.encoding.difference(group, bucket)
+        if difference is not None:
+            return Values(number, bucket.id, version, coded=True, body=difference)
+        if self._apart:
+            return Values(number, bucket.id, version, body=self._copy(model, bucket, version))
+        body = model.flats.view(VALUES if self._private else f"out {group}", bucket)
+        if new and not self._private:
+            body.copy_(model.values(bucket.id))
+        return Values(number, bucket.id, version, body=body)
+
+    def _copy(self, model: Model, bucket: Bucket, version: int) -> torch.Tensor:
+        """A bucket's values at this version, the present one or that which was asked for last."""
+        known = self._copies.get(bucket.id)
+        if known is None or known[0] != version:
+            known = self._copies[bucket.id] = version, model.values(bucket.id).clone()
+        return known[1]
+
+    def show(self, model: Model, worker: int, number: int, version: int) -> Iterator[Message]:
+        """The values as they are, for a worker that catches up (`number` as in message.CatchUp)."""
+        for bucket in model.buckets:
+            if worker in self._owners(model, bucket):
+                body = self._copy(model, bucket, version)
+                yield Values(values_round(number), bucket.id, version, body=body)
+
+    def _shows_now(self, held: _Held, version: int) -> bool:
+        """Whether this is the first of its group to be shown this moment."""
+        group = held.worker.group
+        if self._shown.get(group) == held.round:
+            return False
+        self._shown[group] = held.round
+        if self._fixed.get(group) != held.round:
+            self.pulled[group] = version
+        return True
+
+    def _in_buffer(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+        name = self._buffers[held.worker.group]
+        step, early = self._streamed.get(held.worker.group, (-1, set()))
+        if self._shows_now(held, version):
+            for bucket in model.buckets:
+                if step != held.round or bucket.id not in early:
+                    self._fill(model, name, bucket)
+        if held.applied is None or self._lazy:  # else who waits for a step is told by what became of it
+            yield held.worker, Values(held.round, -1, version)
+
+    def _fill(self, model: Model, name: str, bucket: Bucket) -> None:
+        if name != VALUES:
+            model.flats.view(name, bucket).copy_(model.values(bucket.id))

@@ -1,0 +1,177 @@
+"""How a job ends on the servers: everybody drains, the masters hand their values to server group 0, worker (0,0) reads.
+
+The result of a job is the master view after the drain. A server that has applied its last update says Drained to the
+same shard of the other groups, but only when all it sent was answered, so nothing is under way once all have said it.
+Then each master's value of a bucket is final and goes to server group 0 (with ring averaging every group's value goes
+there and the mean is final). The model's buffers (BatchNorm statistics) take the same road: worker 0 of each group
+leaves them at server (0,0), or the first worker that has them, and worker (0,0) collects them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from topotrain.config.job import Agreement
+from topotrain.config.sharding import Bucket
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import Schema
+
+Out = list[tuple[Address, m.Message]]
+View = Callable[[Bucket], torch.Tensor]
+
+_MOST_ASKS = 64
+
+
+class Ending:
+    """The end, as one server sees it.
+
+    Args:
+        me: the server.
+        topology: the layout.
+    """
+
+    def __init__(self, me: Address, topology: Topology) -> None:
+        self._me = me
+        self._groups = set(range(topology.server_groups)) if topology.synced else {me.group}
+        self._worker_groups = set(range(topology.worker_groups))
+        self._ring = topology.cluster.agreement is Agreement.kRingAverage
+        self._drained: set[int] = set()
+        self._handed_on = False
+        self._finals: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._final = False
+        self._asks: list[tuple[Address, m.Message]] = []
+        self._answered: set[type[m.Message]] = set()
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._buffers_here: set[tuple[int, int]] = set()
+        self._buffers_from: set[int] = set()
+        self._buffers_each = 0
+        self._away: set[int] = set()
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to be said or asked here."""
+        if self._me.group != 0:
+            return self._handed_on
+        wanted = {m.FinalAsk, m.BufferAsk} if self._me.index == 0 else {m.FinalAsk}
+        return wanted <= self._answered
+
+    def drained(self, buckets: Sequence[Bucket], view: View) -> Out:
+        """This server has applied its last update and is drained."""
+        if self._me.group in self._drained:
+            return self._advance(buckets, view)
+        self._drained.add(self._me.group)
+        others = sorted(self._groups - {self._me.group})
+        out: Out = [(Address(Role.SERVER, group, self._me.index), m.Drained()) for group in others]
+        return out + self._advance(buckets, view)
+
+    def take(
+        self, sender: Address, message: m.Message, body: torch.Tensor | None, buckets: Sequence[Bucket], view: View
+    ) -> Out:
+        """A message of the end: Drained, Final, FinalAsk, BufferPut or BufferAsk."""
+        if isinstance(message, m.Drained):
+            self._drained.add(sender.group)
+        elif isinstance(message, m.Final) and body is not None:
+            self._keep_final(sender.group, message.bucket, body, buckets, view)
+        elif isinstance(message, m.BufferPut):
+            self._keep_buffer(message, body)
+        else:
+            if len(self._asks) >= _MOST_ASKS:
+                raise m.ProtocolError(f"{sender} asks on and on for what the end has not brought yet")
+            self._asks.append((sender, message))
+        return self._advance(buckets, view)
+
+    def expect_buffers(self, count: int) -> None:
+        """So many buffers has the model."""
+        self._buffers_each = count
+
+    def forget(self, group: int, ended: bool) -> None:
+        """The workers of a group are gone: others will ask what they have asked, when they can take the answer.
+
+        ended: their scripts had ended. Else others will say what they have said, too.
+        """
+        self._asks = [(sender, ask) for sender, ask in self._asks if sender.group != group]
+        if not ended:
+            self._buffers_from.discard(group)
+            self._buffers_here = {key for key in self._buffers_here if key[0] != group}
+
+    def away(self, group: int) -> None:
+        """The workers of a group have left the job: nobody waits for theirs."""
+        self._away.add(group)
+
+    def back(self, group: int) -> None:
+        """They have come back."""
+        self._away.discard(group)
+
+    def buffer_place(self, message: m.BufferPut, schema: Schema) -> torch.Tensor:
+        """Memory for a model buffer of a group."""
+        if not 0 <= message.index < len(schema.buffers) or message.group not in self._worker_groups:
+            raise m.ProtocolError(f"model buffer {message.index} of group {message.group}")
+        key = (message.group, message.index)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(schema.buffers[message.index].nbytes, dtype=torch.uint8)
+        return self._buffers[key]
+
+    def _keep_buffer(self, message: m.BufferPut, body: torch.Tensor | None) -> None:
+        if message.index < 0:
+            self._buffers_from.add(message.group)
+        elif body is not None:
+            self._buffers[(message.group, message.index)] = body
+            self._buffers_here.add((message.group, message.index))
+
+    def _keep_final(self, group: int, number: int, body: torch.Tensor, buckets: Sequence[Bucket], view: View) -> None:
+        bucket = buckets[number - buckets[0].id]
+        if self._ring:
+            self._finals[(group, number)] = body.clone()
+        elif (group, number) not in self._finals:
+            view(bucket).copy_(body)
+            self._finals[(group, number)] = None
+
+    def _advance(self, buckets: Sequence[Bucket], view: View) -> Out:
+        out: Out = []
+        if self._drained == self._groups and not self._handed_on:
+            self._handed_on = True
+            out += self._hand_on(buckets, view)
+        if self._handed_on and self._me.group == 0 and not self._final:
+            self._final = self._complete(buckets, view)
+        for sender, ask in list(self._asks):
+            answer = self._answer(sender, ask, buckets, view)
+            if answer is not None:
+                self._asks.remove((sender, ask))
+                self._answered.add(type(ask))
+                out += answer
+        return out
+
+    def _hand_on(self, buckets: Sequence[Bucket], view: View) -> Out:
+        if self._me.group == 0:
+            return []
+        home = Address(Role.SERVER, 0, self._me.index)
+        mine = [b for b in buckets if self._ring or b.master == self._me.group]
+        return [(home, m.Final(b.id, body=view(b))) for b in mine] if len(self._groups) > 1 else []
+
+    def _complete(self, buckets: Sequence[Bucket], view: View) -> bool:
+        others = sorted(self._groups - {0})
+        if not self._ring:
+            return all((b.master, b.id) in self._finals for b in buckets if b.master != 0)
+        if not all((group, b.id) in self._finals for b in buckets for group in others):
+            return False
+        for bucket in buckets:
+            values = view(bucket)
+            for group in others:
+                theirs = self._finals[(group, bucket.id)]
+                assert theirs is not None
+                values.add_(theirs)
+            values.div_(len(self._groups))
+        return True
+
+    def _answer(self, to: Address, ask: m.Message, buckets: Sequence[Bucket], view: View) -> Out | None:
+        if isinstance(ask, m.FinalAsk):
+            if not self._final:
+                return None
+            return [(to, m.Values(ask.round, b.id, -1, body=view(b))) for b in buckets]
+        there = self._worker_groups - self._away
+        wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
+        if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):
+            return None
+        found: Out = [(to, m.BufferPut(*key, body=self._buffers[key])) for key in wanted]
+        return [*found, (to, m.BufferPut(len(there), -1))]

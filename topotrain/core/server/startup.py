@@ -1,0 +1,142 @@
+"""How a server comes to its model: described by workers, cut like everybody's, in memory that others may see.
+
+Rule: the first description counts, and every other must be the same. Where workers and servers share memory, the first
+server of a group gives the buffers out, and the model is made when they are here.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from topotrain.config.job import Job
+from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core import protocol as m
+from topotrain.core.model import shared_windows
+from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
+from topotrain.core.server.parameter_shard import Model, open_model
+
+
+class Opening:
+    """Of one shard.
+
+    Args:
+        me, job, topology, allocate, shared: as for `server.Server`.
+        arrived: told of each mean that is there (see `model.open_model`).
+        send: called with what is to be said.
+    """
+
+    def __init__(
+        self,
+        me: Address,
+        job: Job,
+        topology: Topology,
+        allocate: Allocate,
+        shared: bool,
+        arrived: Callable[[int, Bucket, int, torch.Tensor], None],
+        send: Callable[[Address, m.Message], None],
+    ) -> None:
+        self._me, self._job, self._topology, self._allocate = me, job, topology, allocate
+        self._shared, self._arrived, self._send = shared, arrived, send
+        self.buffers = shared_windows.buffers_of(topology, me.group) if shared else {}
+        self.schema: Schema | None = None
+        self._map: SliceMap | None = None
+        self._windows: shared_windows.Flats = {}
+        self._whole: shared_windows.Flats = {}
+        self._early: list[m.Window] = []
+        self._who_first = ""
+        self._parts: dict[Address, SchemaParts] = {}
+
+    def part(self, sender: Address, message: m.SchemaPart) -> Schema | None:
+        """Take a part of a description; the whole, once it is here. Raises ProtocolError."""
+        schema = self._parts.setdefault(sender, SchemaParts()).take(message)
+        if schema is not None:
+            del self._parts[sender]
+        return schema
+
+    def forget(self, workers: Iterable[Address]) -> None:
+        """They are gone, with what they had not said to the end."""
+        for worker in workers:
+            self._parts.pop(worker, None)
+
+    def describe(self, sender: Address, schema: Schema) -> bool:
+        """Take a description; whether the model may be complete now. Raises ProtocolError for one that cannot be."""
+        first = self.schema is None
+        if first or self._map is None:
+            try:
+                self._map = slice_map_for(schema.parameters, self._topology)
+            except ValueError as error:  # the worker has cut the same before it said so
+                raise m.ProtocolError(f"a model that cannot be: {error}") from error
+            self.schema, self._who_first = schema, self._who(sender)
+            self._look_through()
+        # A worker of ours has called on all of our servers; another group may know the model before they are there.
+        if self._me.index == 0 and self.buffers and not self._whole and sender.role is Role.WORKER:
+            self._give_out(self._map)
+            return True
+        return first
+
+    def difference(self, sender: Address, schema: Schema) -> str:
+        """Between the first description and this one, in words; "": there is none."""
+        assert self.schema is not None
+        return difference(self.schema, schema, self._who_first, self._who(sender))
+
+    def _who(self, sender: Address) -> str:
+        if sender.role is Role.SERVER:  # another server group says which model its workers have
+            return str(self._topology.workers(self._topology.worker_groups_of(sender.group)[0])[0])
+        return str(sender)
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def _give_out(self, slice_map: SliceMap) -> None:
+        self._whole = shared_windows.make(slice_map, self._topology, self._me.group, self._allocate)
+        self._windows = shared_windows.part(self._whole, slice_map, 0)
+        for server in self._topology.servers(self._me.group)[1:]:
+            for (name, space), flat in shared_windows.part(self._whole, slice_map, server.index).items():
+                self._send(server, m.Window(name, space, body=flat))
+
+    def show(self, worker: Address) -> None:
+        """By the first server: show a worker the buffers that it lives in."""
+        assert self._map is not None
+        if self._me.index != 0 or worker.group not in self.buffers:
+            return
+        for (name, space), flat in self._whole.items():
+            if name == self.buffers[worker.group] and self._map.spaces[space].on(worker.index):
+                self._send(worker, m.Window(name, space, body=flat))
+
+    def window(self, message: m.Window) -> None:
+        """The first server shows ours of a buffer."""
+        self._early.append(message)
+        self._look_through()
+
+    def _look_through(self) -> None:
+        if self._map is not None:
+            for message in self._early:
+                self._windows[message.name, message.space] = shared_windows.seen(message, self._map, self._me.index)
+            self._early = []
+
+    # --- the model -----------------------------------------------------------------------------------------------
+
+    @property
+    def early(self) -> bool:
+        """Whether memory was shown to us before anybody had described the model."""
+        return bool(self._early)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is here that a model is made of."""
+        if self._map is None:
+            return False
+        where = (self._topology, self._map, self._me.group, self._me.index)
+        return not self.buffers or self._windows.keys() >= shared_windows.expected(*where)
+
+    def open(self) -> Model:
+        """Make the model; raises whatever an optimizer's constructor may."""
+        assert self.schema is not None
+        assert self._map is not None
+        where = (self._me, self._job, self._topology, self.schema, self._map)
+        return open_model(*where, self._allocate, self._windows, self._shared, self._arrived)
+
+    def mold(self, schema: Schema) -> Model:
+        """The model of another copy of this server. Raises ValueError."""
+        self.schema, self._map = schema, slice_map_for(schema.parameters, self._topology)
+        return self.open()

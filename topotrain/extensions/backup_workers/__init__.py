@@ -1,0 +1,1 @@
+"""Backup workers: a step is committed without the slowest of a group."""

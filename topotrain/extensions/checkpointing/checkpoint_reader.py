@@ -1,0 +1,342 @@
+"""Snapshots on disk, and how one is read: `latest` finds the newest that is whole.
+
+    WORKSPACE/manifests/000012/model.safetensors      parameters, which plain PyTorch loads
+                               optimizer.safetensors  state of the optimizer: "parameter/entry"
+                               workers.safetensors    what workers left for those who go on in their place
+                               tables-0.safetensors   rows of tables, where there are any (`tablefile`)
+                               manifest.json          written last: without it there is no snapshot
+
+Rule: what is read is right or it is refused. manifest.json carries its own hash, and of every byte of the other files
+a checksum; headers are not parsed but compared with what they must be; no length that a file tells reaches an
+allocator before the file is known to be as large. Nothing here imports torch before it is asked for values: a launcher
+reads manifests, too.
+"""
+
+import ctypes
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from topotrain.config.job import ConfigError
+from topotrain.config.private_files import open_for_reading, read_bytes
+from topotrain.config.sharding import Parameter, parse
+from topotrain.config.topology import Address, Role
+from topotrain.core.optim.state_table import Table, from_rows, model_file, state_file
+from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, Told, lay_out
+from topotrain.extensions.tables.table_file_layout import KeptTable, entry_of, file_of, tables_file
+from topotrain.training.data.batch_ranges import Runs, merged
+
+if TYPE_CHECKING:
+    import torch
+
+FOLDER = "manifests"
+ASIDE = "manifests.previous"
+MANIFEST = "manifest.json"
+MODEL, STATE, WORKERS = "model.safetensors", "optimizer.safetensors", "workers.safetensors"
+FILES = (MODEL, STATE, WORKERS)
+"""Those that every snapshot has."""
+FORMAT, WITH_TABLES = 1, 2
+"""Of a manifest; who knows only the first must not take one with tables for whole."""
+_MOST_MANIFEST = 1 << 28
+_CHUNK = 4 << 20
+_WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+def latest(workspace: Path | str, told: Callable[[str], None] = lambda _: None) -> "Manifest | None":
+    """The newest snapshot of a workspace that is whole, with all checksums compared; None where there is none.
+
+    told: hears of a newer one that is damaged, in words for the user.
+
+    Raises:
+        ConfigError: there are snapshots, and none can be read.
+    """
+    folder = Path(workspace) / FOLDER
+    damaged: list[str] = []
+    for number in reversed(numbers(folder)):
+        try:
+            found = Manifest.open(folder / name_of(number))
+            found.verify()
+        except ConfigError as error:
+            damaged.append(f"{name_of(number)} {error.accepted}")
+            continue
+        for text in damaged:
+            told(f"snapshot {text}; the job goes on from {name_of(number)}")
+        return found
+    if damaged:
+        raise ConfigError("resume", str(folder), "no snapshot in it can be read: " + "; ".join(damaged))
+    return None
+
+
+def numbers(folder: Path, whole: bool = True) -> list[int]:
+    """The snapshots in a folder, oldest first; not `whole`: also what has no manifest yet, or will never have one."""
+    try:
+        found = [entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name.isdecimal()]
+    except OSError:
+        return []
+    return sorted(int(name) for name in found if not whole or (folder / name / MANIFEST).exists())
+
+
+def name_of(number: int) -> str:
+    """What the folder of a snapshot is called."""
+    return f"{number:06d}"
+
+
+def hashed(data: Mapping[str, Any]) -> str:
+    """The hash that stands in manifest.json beside this data."""
+    return sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def workers_file(sizes: Mapping[Address, int]) -> FlatFile:
+    """Where what so many bytes of each worker are stands."""
+    told = (Told(str(worker), "uint8", (size,), (1,)) for worker, size in sorted(sizes.items()))
+    return lay_out(told, {"format": "pt"})
+
+
+class Manifest:
+    """One snapshot. Make it with `open`; values are read when they are asked for.
+
+    Attributes:
+        path: its folder.
+        number: of the snapshots of a job, from 1.
+        job, conf: the job's name, and its file as text.
+        version, clocks: of the values, and of each worker group.
+        parameters, optimizer, table: the model, `update.OptimizerSpec.to_text`, and what the optimizer held.
+        tables: what each server had of the tables that scripts had opened.
+        first_epoch: of the first batch that is not in the values; None: nobody has read further yet.
+        closed: all epochs before this one are in the values.
+        samples: of each worker, how many of its samples are in the values; of older snapshots nothing is known.
+    """
+
+    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
+        """Raises one of _WRONG for data that no writer made."""
+        self.path = path
+        self.number = int(data["number"])
+        self.job, self.conf = str(data["job"]), str(data["conf"])
+        self.version = int(data["version"])
+        self.clocks: Mapping[int, int] = {int(group): int(clock) for group, clock in data["clocks"]}
+        self._steps = {int(group): int(steps) for group, steps in data["steps"]}
+        first = data["first_epoch"]
+        self.first_epoch = None if first is None else int(first)
+        self.closed = int(data.get("closed", 0))
+        self.samples: Mapping[Address, int] = {
+            Address(Role.WORKER, int(g), int(i)): int(count) for g, i, count in data.get("samples", ())
+        }
+        self._runs: dict[int, Runs] = {
+            int(epoch): merged((int(lo), int(hi)) for lo, hi in runs) for epoch, runs in data["epochs"]
+        }
+        parameters, _, optimizer, _ = json.loads(data["model"])
+        self.parameters: tuple[Parameter, ...] = parse(parameters)
+        self.optimizer = str(optimizer)
+        self.table: Table = from_rows(data["optimizer"], self.parameters)
+        self._sizes = {Address(Role.WORKER, int(g), int(i)): int(size) for g, i, size in data["workers"]}
+        self.tables = tuple(tuple(map(KeptTable.from_data, kept)) for kept in data.get("tables", ()))
+        self.files: Mapping[str, FlatFile] = {
+            MODEL: model_file(self.parameters),
+            STATE: state_file(self.parameters, self.table),
+            WORKERS: workers_file(self._sizes),
+            **{file_of(shard): tables_file(kept) for shard, kept in enumerate(self.tables)},
+        }
+        self._sums = {name: _Sums(layout, data["files"][name]) for name, layout in self.files.items()}
+
+    @staticmethod
+    def open(path: Path | str) -> "Manifest":
+        """Read manifest.json, and compare the sizes and headers of the other files with what they must be.
+
+        Raises:
+            ConfigError: it is damaged, or is not there.
+        """
+        path = Path(path)
+        try:
+            text = read_bytes(path / MANIFEST, _MOST_MANIFEST + 1)
+        except OSError as error:
+            raise _damaged(path, f"has no readable {MANIFEST} ({error.strerror})") from None
+        try:
+            data: dict[str, Any] = json.loads(text) if len(text) <= _MOST_MANIFEST else {}
+            told = data.pop("sha256")
+            if told != hashed(data):
+                raise ValueError("its hash is another")
+            if data["format"] not in (FORMAT, WITH_TABLES):
+                raise _damaged(path, f"is of format {data['format']}, must be {FORMAT} or {WITH_TABLES}")
+            made = Manifest(path, data)
+        except ConfigError:
+            raise
+        except _WRONG as error:
+            raise _damaged(path, f"has a damaged {MANIFEST} ({_short(error)})") from None
+        for name in made.files:
+            made._check_header(name)
+        return made
+
+    def _check_header(self, name: str) -> None:
+        with self._opened(name) as fd:
+            layout = self.files[name]
+            if os.fstat(fd).st_size != layout.size:
+                raise _damaged(self.path, f"has {os.fstat(fd).st_size} bytes of {name}, not {layout.size}")
+            header = bytearray(len(layout.header))
+            self._fill(fd, name, memoryview(header), 0)
+            if header != layout.header:
+                raise _damaged(self.path, f"has another header in {name}")
+
+    def verify(self) -> None:
+        """Compare every byte with its checksum. Raises ConfigError."""
+        buffer = memoryview(bytearray(_CHUNK))
+        for name in self.files:
+            with self._opened(name) as fd:
+                for first, last, told in self._sums[name].ranges:
+                    found = 0
+                    for at in range(first, last, _CHUNK):
+                        part = buffer[: min(_CHUNK, last - at)]
+                        self._fill(fd, name, part, at)
+                        found = zlib.crc32(part, found)
+                    if found != told:
+                        raise _damaged(self.path, f"has damaged bytes {first} to {last} of {name}")
+            for tensor, lo, hi, told in self._sums[name].scattered:
+                if zlib.crc32(self._in_memory_order(name, tensor)[lo:hi]) != told:
+                    raise _damaged(self.path, f"has damaged elements of {tensor} in {name}")
+
+    # --- what is in it -------------------------------------------------------------------------------------------
+
+    @property
+    def epochs(self) -> Sequence[int]:
+        """Epochs of which batches are in the values, but for those that had been over for long."""
+        return tuple(self._runs)
+
+    def runs(self, epoch: int) -> Runs:
+        """Runs [first, last) of an epoch's batches that are in the values, as the loader numbers them at first."""
+        return self._runs.get(epoch, ())
+
+    def steps(self, group: int) -> int:
+        """Steps that a worker group had done; of a group that there was not, what the groups had done on average."""
+        return self._steps.get(group, sum(self._steps.values()) // max(1, len(self._steps)))
+
+    @property
+    def workers(self) -> Sequence[tuple[int, int]]:
+        """(group, index) of the workers that left their state."""
+        return tuple((worker.group, worker.index) for worker in sorted(self._sizes))
+
+    def worker(self, group: int, index: int) -> bytes | None:
+        """What a worker left; None: nothing. Raises ConfigError."""
+        who = Address(Role.WORKER, group, index)
+        if who not in self._sizes:
+            return None
+        entry = self.files[WORKERS].entries[str(who)]
+        data = bytearray(self._sizes[who])
+        with self._opened(WORKERS) as fd:
+            self._fill(fd, WORKERS, memoryview(data), entry.begin)
+        return bytes(data)
+
+    def values(self, name: str, lo: int, out: "torch.Tensor") -> None:
+        """Elements of a parameter, from `lo` on as they lie in memory, into a 1-D tensor. Raises ConfigError."""
+        self._read(MODEL, name, lo, out)
+
+    def state(self, parameter: str, entry: str, lo: int, out: "torch.Tensor") -> None:
+        """The same of a tensor of the optimizer's state."""
+        self._read(STATE, f"{parameter}/{entry}", lo, out)
+
+    def rows(self, shard: int, table: str, column: str, lo: int, out: "torch.Tensor") -> None:
+        """The same of what a server had of a table: its ids, values, or a column of state. Raises ConfigError."""
+        self._read(file_of(shard), entry_of(table, column), lo, out)
+
+    def _read(self, file: str, name: str, lo: int, out: "torch.Tensor") -> None:
+        entry = self.files[file].entries.get(name)
+        if entry is None:
+            raise _damaged(self.path, f"has no {name} in {file}")
+        if str(out.dtype).removeprefix("torch.") != entry.told.dtype or not 0 <= lo <= entry.count - out.numel():
+            raise _damaged(self.path, f"has {entry.count} elements of {entry.told.dtype} of {name}")
+        if not entry.ordered:
+            first, last = lo * entry.itemsize, (lo + out.numel()) * entry.itemsize
+            bytes_of(out)[:] = self._in_memory_order(file, name)[first:last]
+            return
+        with self._opened(file) as fd:
+            self._fill(fd, file, bytes_of(out), entry.begin + lo * entry.itemsize)
+
+    def _in_memory_order(self, file: str, name: str) -> bytes:
+        """The bytes of a tensor as they lay in memory, where that is not the file's order."""
+        import torch
+
+        entry = self.files[file].entries[name]
+        rows = torch.empty(entry.told.shape, dtype=getattr(torch, entry.told.dtype))
+        with self._opened(file) as fd:
+            self._fill(fd, file, bytes_of(rows), entry.begin)
+        flat = torch.empty(entry.count, dtype=rows.dtype)
+        flat.as_strided(entry.told.shape, entry.told.stride).copy_(rows)
+        return bytes(bytes_of(flat))
+
+    def _opened(self, name: str) -> "_Opened":
+        return _Opened(self.path, name)
+
+    def _fill(self, fd: int, name: str, target: memoryview, at: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(fd, [target[done:]], at + done)
+            except OSError as error:
+                raise _damaged(self.path, f"has an unreadable {name} ({error.strerror})") from None
+            if count == 0:
+                raise _damaged(self.path, f"has a {name} that is cut short")
+            done += count
+
+
+class _Opened:
+    """A file of a snapshot, open for reading as long as the block lasts."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    def __enter__(self) -> int:
+        try:
+            self._fd = open_for_reading(self._path / self._name)
+        except OSError as error:
+            raise _damaged(self._path, f"has no readable {self._name} ({error.strerror})") from None
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+class _Sums:
+    """The checksums of one file: `ranges` of its bytes, and of tensors whose elements are scattered in it.
+
+    Together they cover all that is behind the header, once. Raises ValueError where they do not.
+    """
+
+    def __init__(self, layout: FlatFile, data: Mapping[str, Any]) -> None:
+        self.ranges = sorted((int(first), int(last), int(told)) for first, last, told in data["ranges"])
+        self.scattered = [(str(name), int(lo), int(hi), int(told)) for name, lo, hi, told in data["scattered"]]
+        pieces = [(first, last) for first, last, _ in self.ranges]
+        for name, run in self._by_tensor(layout):
+            if run != ((0, layout.entries[name].count * layout.entries[name].itemsize),):
+                raise ValueError(f"not every element of {name} has a checksum")
+            pieces.append((layout.entries[name].begin, layout.entries[name].end))
+        if sum(last - first for first, last in pieces) != layout.size - len(layout.header):
+            raise ValueError("checksums of other bytes than there are")
+        body = ((len(layout.header), layout.size),) if layout.size > len(layout.header) else ()
+        if merged(pieces) != body:
+            raise ValueError("not every byte has a checksum")
+
+    def _by_tensor(self, layout: FlatFile) -> Iterator[tuple[str, Runs]]:
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name, lo, hi, _ in self.scattered:
+            if layout.entries[name].ordered:
+                raise ValueError(f"{name} is not scattered")
+            found.setdefault(name, []).append((lo, hi))
+        for name, runs in found.items():
+            yield name, merged(runs)
+
+
+def bytes_of(tensor: "torch.Tensor") -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as bytes that can be written; the tensor must live as long."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError("resume", str(path), why)
+
+
+def _short(error: BaseException) -> str:
+    return str(error)[:120] or type(error).__name__

@@ -1,0 +1,1 @@
+"""All-reduce instead of push and pull: ring, tree, and torch.distributed."""

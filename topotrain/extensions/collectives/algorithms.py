@@ -1,0 +1,359 @@
+"""Collective algorithms as data, and the one interpreter of them.
+
+Rule: an algorithm is a family of spanning trees over the ranks 0..P-1, one per home. What a bucket's gradients add up
+to flows up the tree to the bucket's home, and what becomes of it flows down a tree to everybody. A rank adds what its
+children sent and its own part in the order of their ranks, once all of it is there: the bits depend on the algorithm,
+never on who came first.
+
+    kAuto    a star at the home. Its sum is the canonical one.
+    kNaive   a star at rank 0, whatever the home: gather to one master, add, broadcast. The canonical sum as well.
+    kRing    up the path home+1, home+2, ..., home, down the path home, home+1, ...: with buckets spread evenly over
+             the homes this is the ring all-reduce in chunks (Patarasuk and Yuan, 2009), P-1 hops each way.
+    kTree    the binary tree in which rank (home + i) mod P has the parent (home + (i-1)//2) mod P, both ways; each
+             rank is an inner node of some homes' trees and a leaf of others'.
+
+A bucket has one reduction under way at a time: nobody can have a part of the next one before he has had the result of
+this one, and that needs everybody's part. This is why one buffer per child and bucket is enough.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from topotrain.config.job import Algorithm
+from topotrain.core.protocol import Hop, ProtocolError
+
+VALUES = -1  # in Hop.ordinal on the way down: the new values of the bucket, and not the mean of a backward
+
+MEAN, NEW, SCRATCH = "mean", "values", "scratch"
+Buffer = Callable[[str, int], torch.Tensor]
+
+
+# --- the algorithms ----------------------------------------------------------------------------------------------
+
+
+def center(algorithm: Algorithm, home: int) -> int:
+    """The rank where the sum of the buckets of `home` comes together: the home, or under kNaive rank 0 for all."""
+    return 0 if algorithm is Algorithm.kNaive else home
+
+
+def up(algorithm: Algorithm, size: int, home: int) -> tuple[int, ...]:
+    """The parent of each of `size` ranks on the way to `home`; the center is its own parent."""
+    return _tree(algorithm, size, center(algorithm, home), 1)
+
+
+def down(algorithm: Algorithm, size: int, home: int) -> tuple[int, ...]:
+    """The rank that each rank is told the result by; the center is told by itself."""
+    return _tree(algorithm, size, center(algorithm, home), -1)
+
+
+def _tree(algorithm: Algorithm, size: int, root: int, direction: int) -> tuple[int, ...]:
+    def parent(rank: int) -> int:
+        if rank == root:
+            return root
+        if algorithm is Algorithm.kRing:
+            return (rank + direction) % size
+        if algorithm is Algorithm.kTree:
+            return (root + ((rank - root) % size - 1) // 2) % size
+        return root
+
+    return tuple(map(parent, range(size)))
+
+
+def children(parents: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The ranks whose parent is `rank`, in order."""
+    return tuple(child for child, parent in enumerate(parents) if parent == rank != child)
+
+
+def slots(algorithm: Algorithm, size: int, rank: int, home: int) -> tuple[str, ...]:
+    """The buffers that a `Relay` at `rank` may ask for, for each bucket of `home`; for the memory plan.
+
+    "mean": the sum is made here at the center, elsewhere a mean that comes down is received here. "values": new values
+    that come down. "up0", "up1", ...: what each child sends, in place of its bytes also the sum to pass on. "scratch":
+    needed within one call only and by unequal weights only, so that all buckets may be given the same memory.
+    """
+    count = len(children(up(algorithm, size, home), rank))
+    return (MEAN, NEW, SCRATCH, *(f"up{n}" for n in range(count)))
+
+
+def traffic(algorithm: Algorithm, per_home: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(sent, received) payload bytes of every rank for one all-reduce; `per_home`: bytes that live at each rank."""
+    size = len(per_home)
+    sent, received = [0] * size, [0] * size
+    for home, nbytes in enumerate(per_home):
+        for rank, parent in enumerate(up(algorithm, size, home)):
+            if rank != parent:
+                sent[rank] += nbytes
+                received[parent] += nbytes
+        for rank, parent in enumerate(down(algorithm, size, home)):
+            if rank != parent:
+                sent[parent] += nbytes
+                received[rank] += nbytes
+    return tuple(zip(sent, received, strict=True))
+
+
+def bytes_per_rank(algorithm: Algorithm, size: int, nbytes: int) -> tuple[tuple[int, int], ...]:
+    """`traffic` of `nbytes` that are spread evenly over the homes.
+
+    2(P-1)/P of the bytes for every rank; under kNaive (P-1) times the bytes at rank 0 and once at the others.
+    """
+    return traffic(algorithm, [nbytes * (home + 1) // size - nbytes * home // size for home in range(size)])
+
+
+# --- what goes in and comes out ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's, or one subtree's, contribution to a bucket.
+
+    weight, count: sum and number of the weights above 0. each: their common value, 0.0 if they differ (or there is
+    none); `body` is then the weighted sum, else the plain one. present: a bit per piece of the bucket. body: 1-D, or
+    None where nobody has a gradient.
+    """
+
+    weight: float
+    count: int
+    each: float
+    present: bytes
+    body: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weights: Sequence[float], present: bytes, body: torch.Tensor | None) -> "Part":
+        """The part of a unit whose workers have these weights, in rank order; its `body` is added up already.
+
+        Workers without a gradient count, those with weight 0 do not: nothing of them may be in `body`.
+        """
+        positive = [weight for weight in weights if weight > 0]
+        even = len(set(positive)) == 1
+        return cls(sum(positive), len(positive), positive[0] if even else 0.0, present, body if positive else None)
+
+    @property
+    def divisor(self) -> float:
+        """What the sum is divided by. Equal weights: their number, since × 1/3 has other bits than / 3."""
+        return float(self.count) if self.each else self.weight or 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message for the rank `to`."""
+
+    to: int
+    hop: Hop
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """This rank is the center, and the sum of all parts is here.
+
+    `part.body` is the buffer "mean" of the bucket (None: nobody has a gradient); divide it in place by `part.divisor`.
+    """
+
+    step: int
+    ordinal: int
+    bucket: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result came down: the mean of a backward, or new values (`hop.ordinal` is VALUES)."""
+
+    hop: Hop
+
+
+Out = Send | Total | Result
+
+
+# --- the interpreter ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """One rank's place in both trees of a home."""
+
+    parent: int
+    below: tuple[int, ...]
+    order: tuple[int, ...]
+    told_by: int
+    tells: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Sum:
+    key: tuple[int, int] = (-1, -1)
+    done: bool = True
+    parts: dict[int, Part] = field(default_factory=dict)
+
+
+class Relay:
+    """One rank's part in the collectives of all buckets. Not for several threads at once.
+
+    It keeps no tensor memory of its own: `buffer(slot, bucket)` is 1-D, has the bucket's size, and is the same memory
+    whenever it is asked for. Give `local` each bucket's part of this rank once per reduction, also where it has no
+    gradient; give `arrive` every Hop; give `result` at the center what becomes of a total. All three return what is
+    to be done, in order. Reductions of a bucket have rising (step, ordinal).
+
+    Args:
+        algorithm, size, rank: whose place this is.
+        home: bucket -> rank of its home.
+        buffer: as above; `slots` lists what it will be asked for.
+    """
+
+    def __init__(self, algorithm: Algorithm, size: int, rank: int, home: Callable[[int], int], buffer: Buffer) -> None:
+        self._rank, self._home, self._buffer = rank, home, buffer
+        self._spots = tuple(_spot(algorithm, size, rank, h) for h in range(size))
+        self._sums: dict[int, _Sum] = {}
+        self._told: dict[tuple[int, bool], tuple[int, int]] = {}
+
+    def local(self, step: int, ordinal: int, bucket: int, part: Part) -> list[Out]:
+        """This rank's part. Its body stays as it is until a result of the bucket comes down."""
+        return self._add(self._rank, step, ordinal, bucket, part)
+
+    def arrive(self, sender: int, hop: Hop) -> list[Out]:
+        """A Hop of a neighbor. One that was there before changes nothing.
+
+        Raises:
+            ProtocolError: the sender is no such neighbor, or a reduction begins before the last one is over.
+        """
+        self._check(sender, hop)
+        if hop.up:
+            part = Part(hop.weight, hop.count, hop.each, hop.present, hop.body)
+            return self._add(sender, hop.step, hop.ordinal, hop.bucket, part)
+        if self._is_old(sender, hop):
+            return []
+        self._told[hop.bucket, hop.ordinal == VALUES] = (hop.step, hop.ordinal)
+        return [*self._tell(hop), Result(hop)]
+
+    def place(self, sender: int, hop: Hop, viewable: bool) -> torch.Tensor | None:
+        """Where the body of this Hop is to be received; None (only if `viewable`): a view of the sender's will do.
+
+        Raises:
+            ProtocolError: as `arrive`; or it came before and its buffer is in use.
+        """
+        self._check(sender, hop)
+        if viewable and (hop.up or not self._spot(hop.bucket).tells or self._is_old(sender, hop)):
+            return None
+        if self._is_old(sender, hop):
+            raise ProtocolError(f"{_name(hop)} of rank {sender} came twice")
+        if not hop.up:
+            return self._buffer(NEW if hop.ordinal == VALUES else MEAN, hop.bucket)
+        return self._inbox(sender, hop.bucket)
+
+    def result(
+        self, step: int, ordinal: int, bucket: int, present: bytes, body: torch.Tensor | None, version: int = 0
+    ) -> list[Out]:
+        """At the center: the mean (or, `ordinal` VALUES, the new values) of a bucket, for everybody else.
+
+        A total without a body has a result without one: it tells everybody that the reduction is over. The body stays
+        as it is until this rank has the Total of a later reduction of the bucket.
+        """
+        spot = self._spot(bucket)
+        if spot.parent != self._rank:
+            raise ValueError(f"rank {self._rank} is not the center of bucket {bucket}")
+        return self._tell(Hop(step, ordinal, bucket, False, 0.0, 0, 0.0, present, version, body=body))
+
+    def reset(self) -> None:
+        """Forget all parts: what was under way will begin anew, with any step."""
+        self._sums.clear()
+        self._told.clear()
+
+    # --- up ------------------------------------------------------------------------------------------------------
+
+    def _add(self, source: int, step: int, ordinal: int, bucket: int, part: Part) -> list[Out]:
+        spot, current, key = self._spot(bucket), self._sums.setdefault(bucket, _Sum()), (step, ordinal)
+        if key > current.key:
+            current.key, current.done = key, False
+            current.parts.clear()
+        if key < current.key or source in current.parts:
+            return []
+        current.parts[source] = part
+        if len(current.parts) < len(spot.order):
+            return []
+        current.done = True
+        total = self._total(bucket, spot, current.parts)
+        if spot.parent == self._rank:
+            return [Total(step, ordinal, bucket, total)]
+        return [Send(spot.parent, _upward(step, ordinal, bucket, total))]
+
+    def _total(self, bucket: int, spot: _Spot, parts: dict[int, Part]) -> Part:
+        counted = [parts[rank] for rank in spot.order if parts[rank].count]
+        weights = {part.each for part in counted}
+        each = weights.pop() if len(weights) == 1 else 0.0
+        present = 0
+        for part in parts.values():
+            present |= int.from_bytes(part.present, "little")
+        bits = present.to_bytes(max(len(part.present) for part in parts.values()), "little")
+        weight, count = sum(part.weight for part in counted), sum(part.count for part in counted)
+        return Part(weight, count, each, bits, self._sum(bucket, spot, parts, not each) if present else None)
+
+    def _sum(self, bucket: int, spot: _Spot, parts: dict[int, Part], mixed: bool) -> torch.Tensor | None:
+        at_center = spot.parent == self._rank
+        ranks = [rank for rank in spot.order if parts[rank].body is not None and parts[rank].count]
+        if not at_center and not ranks:
+            return None
+        if not at_center and len(ranks) == 1 and not (mixed and parts[ranks[0]].each):
+            return parts[ranks[0]].body  # nothing to add: it is passed on where it lies
+        # A sum to pass on is made in the buffer of the first child that has a part: it is one of the first two terms.
+        inbox = next((rank for rank in ranks if rank in spot.below), spot.below[0] if spot.below else self._rank)
+        out = self._buffer(MEAN, bucket) if at_center else self._inbox(inbox, bucket)
+        terms = [self._term(bucket, rank, parts[rank], mixed, out.dtype) for rank in ranks]
+        if not terms:
+            return out.zero_()
+        if len(terms) == 1:
+            return out.copy_(terms[0])
+        torch.add(terms[0], terms[1], out=out)
+        for term in terms[2:]:
+            out.add_(term)
+        return out
+
+    def _term(self, bucket: int, rank: int, part: Part, mixed: bool, dtype: torch.dtype) -> torch.Tensor:
+        assert part.body is not None
+        body = part.body if part.body.dtype == dtype else part.body.view(dtype)  # a view of a peer's memory is bytes
+        if not (mixed and part.each):
+            return body
+        out = self._buffer(SCRATCH, bucket) if rank == self._rank else self._inbox(rank, bucket)
+        return torch.mul(body, part.each, out=out)
+
+    def _inbox(self, child: int, bucket: int) -> torch.Tensor:
+        return self._buffer(f"up{self._spot(bucket).below.index(child)}", bucket)
+
+    # --- down ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, hop: Hop) -> list[Out]:
+        return [Send(rank, hop) for rank in self._spot(hop.bucket).tells]
+
+    # --- both ----------------------------------------------------------------------------------------------------
+
+    def _spot(self, bucket: int) -> _Spot:
+        return self._spots[self._home(bucket)]
+
+    def _check(self, sender: int, hop: Hop) -> None:
+        spot = self._spot(hop.bucket)
+        if sender not in (spot.below if hop.up else (spot.told_by,)) or sender == self._rank:
+            raise ProtocolError(f"{_name(hop)}: rank {sender} has no such thing for rank {self._rank}")
+        current = self._sums.get(hop.bucket)
+        if hop.up and current is not None and not current.done and (hop.step, hop.ordinal) > current.key:
+            raise ProtocolError(f"{_name(hop)} of rank {sender}, but {current.key} is still being added up")
+
+    def _is_old(self, sender: int, hop: Hop) -> bool:
+        key = (hop.step, hop.ordinal)
+        if not hop.up:
+            return key <= self._told.get((hop.bucket, hop.ordinal == VALUES), (-1, -1))
+        current = self._sums.get(hop.bucket)
+        return current is not None and (key, True) <= (current.key, current.done or sender in current.parts)
+
+
+def _spot(algorithm: Algorithm, size: int, rank: int, home: int) -> _Spot:
+    above, below = up(algorithm, size, home), down(algorithm, size, home)
+    mine = children(above, rank)
+    return _Spot(above[rank], mine, tuple(sorted((*mine, rank))), below[rank], children(below, rank))
+
+
+def _upward(step: int, ordinal: int, bucket: int, part: Part) -> Hop:
+    return Hop(step, ordinal, bucket, True, part.weight, part.count, part.each, part.present, 0, body=part.body)
+
+
+def _name(hop: Hop) -> str:
+    return f"hop of bucket {hop.bucket}, step {hop.step}, reduction {hop.ordinal}, {'up' if hop.up else 'down'}"

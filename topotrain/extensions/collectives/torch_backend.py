@@ -1,0 +1,166 @@
+"""torch.distributed as an engine: Gloo between processes of CPUs, NCCL between those of GPUs.
+
+Rule: no global process group, no environment variable, no address but the one or the interface that is named. Processes
+find each other through a file in a directory that only this user may enter, or in a store that is handed in, and every
+collective has a deadline. All ranks must
+start the same collectives in the same order; their number is part of every error. Neither engine has authentication or
+encryption: whoever reaches the port of a group while it forms may take part, so keep to `lo` or a network of your own.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from topotrain.comm.transport import WireError
+from topotrain.config.job import ConfigError, Engine
+
+DEADLINE = 30.0  # seconds; torch's own default is half an hour
+
+
+class CollectiveError(WireError):
+    """A collective failed: a peer died, did not come in time, or is in another collective. The group is lost."""
+
+
+class Work:
+    """A collective under way. Its tensors belong to it until `wait` returns."""
+
+    def __init__(self, work: Any, told: Callable[[BaseException], CollectiveError]) -> None:
+        self._work, self._told = work, told
+
+    def wait(self) -> None:
+        """Wait for the end, at most the group's deadline. NCCL: the current stream waits, not the caller.
+
+        Raises:
+            CollectiveError: naming rank and operation.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._told(error) from error
+
+
+class TorchCollective:
+    """One rank's membership in one group of one generation; making it waits for all ranks.
+
+    Args:
+        backend: kGloo or kNccl.
+        store: the path of a file for this group alone, not there before the first rank comes; its directory is made
+            (0700) if missing. A new generation takes a new name. Or a `torch.distributed.Store` with keys for this
+            group alone, where ranks are on several hosts.
+        rank, size: of this process, and of the group.
+        timeout_s: seconds for making the group, and for each collective.
+        interface: name of the network interface that Gloo binds to.
+        device: index of the GPU (kNccl).
+        address: that Gloo binds to, instead of an interface.
+
+    Raises:
+        ConfigError: the engine is none of torch's, or needs what is not here.
+        CollectiveError: the group did not come together in time.
+        WireError: the directory of the store is open to others.
+    """
+
+    def __init__(
+        self,
+        backend: Engine,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout_s: float = DEADLINE,
+        interface: str = "lo",
+        device: int = 0,
+        address: str = "",
+    ) -> None:
+        check_engine(backend)
+        if not 0 <= rank < size:
+            raise ValueError(f"rank = {rank}: must be 0 to {size - 1}")
+        self.rank, self.size = rank, size
+        self._name, self._seconds, self._started = backend.value, timeout_s, 0
+        self._deadline = timedelta(seconds=timeout_s)
+        try:
+            if isinstance(store, str):
+                _check_directory(os.path.dirname(os.path.abspath(store)))
+                store = vars(dist)["FileStore"](store, size)  # re-exported without a word in its type stubs
+            store.set_timeout(self._deadline)
+            if backend is Engine.kGloo:
+                self._group: Any = _gloo(store, rank, size, self._deadline, interface, address)
+            else:
+                self._group = _nccl(store, rank, size, self._deadline, device)
+        except RuntimeError as error:
+            raise self._error("joining the group", error) from error
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Replace a contiguous tensor by its sum over all ranks."""
+        options = dist.AllreduceOptions()  # a sum, unless told otherwise
+        options.timeout = self._deadline
+        return self._start("all_reduce", tensor, lambda group: group.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        """Replace a contiguous tensor by that of rank `src`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        options.timeout = self._deadline
+        return self._start(f"broadcast from rank {src}", tensor, lambda group: group.broadcast([tensor], options))
+
+    def close(self) -> None:
+        """Leave the group; whoever still waits for this rank is told at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def _start(self, what: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> Work:
+        self._started += 1
+        words = f"{what} number {self._started} ({tensor.numel()} × {str(tensor.dtype).removeprefix('torch.')})"
+        if self._group is None:
+            raise self._error(words, "this group is closed")
+        try:
+            return Work(start(self._group), lambda error: self._error(words, error))
+        except RuntimeError as error:
+            raise self._error(words, error) from error
+
+    def _error(self, what: str, why: BaseException | str) -> CollectiveError:
+        reason = str(why).split("\n")[0]
+        return CollectiveError(
+            f"{self._name}, rank {self.rank} of {self.size}: {what} failed (deadline {self._seconds:g} s): {reason}"
+        )
+
+
+def check_engine(backend: Engine) -> None:
+    """Refuse an engine that this machine or this build of torch does not have. Raises ConfigError."""
+    if backend not in (Engine.kGloo, Engine.kNccl):
+        raise ConfigError("cluster.engine", backend, "torch.distributed has kGloo and kNccl")
+    if backend is Engine.kGloo and not dist.is_gloo_available():
+        raise ConfigError("cluster.engine", backend, "needs a build of torch with Gloo")
+    if backend is Engine.kNccl:
+        if not torch.cuda.is_available():
+            raise ConfigError("cluster.engine", backend, "needs an NVIDIA GPU and a build of torch with CUDA")
+        if not dist.is_nccl_available():
+            raise ConfigError("cluster.engine", backend, "needs a build of torch with NCCL")
+
+
+def _check_directory(directory: str) -> None:
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    info = os.stat(directory)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o077:
+        raise WireError(f"store directory {directory!r}: must belong to this user and be closed to others (mode 0700)")
+
+
+def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str, address: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    # Set here, it is neither GLOO_SOCKET_IFNAME nor what the host's name happens to resolve to.
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=interface)]
+    options._timeout = deadline
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, deadline: timedelta, device: int) -> Any:
+    torch.cuda.set_device(device)
+    # By name: a build without NCCL has no such class.
+    nccl: Any = vars(dist)["ProcessGroupNCCL"]
+    options = nccl.Options()
+    options._timeout = deadline
+    return nccl(store, rank, size, options)

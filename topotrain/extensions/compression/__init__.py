@@ -1,0 +1,1 @@
+"""Gradients and values in fewer bytes, with error feedback."""

@@ -1,0 +1,290 @@
+"""Compression as a message's encoding: which bodies travel encoded, and what sender and receiver keep for it.
+
+Rule: a server and its workers never work with numbers that the other side does not know. What a push left out is the
+worker's to send later, and so is what a mean left out the server's: the server goes on with the mean that the workers
+see. Values come back as differences to what the worker group has been shown, so its workers stay equal bit for bit.
+Everything else (initial and final values, edits, optimizer state, what server groups say to each other) travels as it
+is, and so does a body whose dtype no codec takes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from topotrain.config.job import Cluster
+from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.topology import Address
+from topotrain.core.bitmaps import NO_REVISION
+from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
+from topotrain.core.protocol import Mean, ProtocolError, Push, Values
+from topotrain.extensions.compression.codecs import Codec, Scratch
+from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
+
+_ALIGN = 64  # bytes: codecs read 4-byte words, and a cache line belongs to one bucket
+
+
+class _Codecs:
+    """How the bodies of each bucket are written, and memory for what is written.
+
+    Args:
+        cluster: the settings.
+        slice_map, buckets: the map, and those buckets of it that the resident holds.
+        flats: makes the memory, which roads may show.
+    """
+
+    def __init__(self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers) -> None:
+        scratch = Scratch()
+        kind, ratio = cluster.compression, cluster.compression_ratio
+        self._codecs = [codec_for(kind, torch_dtype(space.dtype), ratio, scratch) for space in slice_map.spaces]
+        self._flats = flats
+        self._places: dict[int, tuple[int, int]] = {}
+        self._total = 0
+        for bucket in buckets:
+            codec = self._codecs[bucket.space]
+            if codec is not None:
+                size = codec.size(bucket.hi - bucket.lo)
+                self._places[bucket.id] = self._total, self._total + size
+                self._total += -(-size // _ALIGN) * _ALIGN
+
+    def of(self, bucket: Bucket) -> Codec | None:
+        """The bucket's codec, or None where bodies travel as they are."""
+        return self._codecs[bucket.space]
+
+    def room(self, name: str, bucket: Bucket) -> torch.Tensor:
+        """Exactly the bytes of one encoding of the bucket, 1-D uint8; zero at first, which every codec can read."""
+        lo, hi = self._places[bucket.id]
+        return self._flats.raw(name, self._total)[lo:hi]
+
+
+class _Sender:
+    """One bucket's gradients on their way: error feedback, and the loss scale that its residual is in."""
+
+    def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, room: torch.Tensor) -> None:
+        kept = working_dtype(dtype)
+        self.room = room
+        self._codec = codec
+        self._feedback = ErrorFeedback(codec, torch.zeros(numel, dtype=kept), torch.zeros(numel, dtype=kept))
+        self._inverse = 0.0  # 0: nothing has counted yet
+
+    def encode(self, bucket: Bucket, present: int, gradient: torch.Tensor, more: bool) -> None:
+        """Write a gradient; the pieces that are not `present` carry nothing, and keep what is left of them."""
+        absent = [
+            slice(piece.lo - bucket.lo, piece.hi - bucket.lo)
+            for i, piece in enumerate(bucket.pieces)
+            if not present >> i & 1
+        ]
+        self._feedback.encode(gradient, self.room, more, absent)
+
+    def encode_uncounted(self, gradient: torch.Tensor) -> None:
+        """Write a gradient that the receiver is going to give no weight."""
+        self._codec.encode(gradient, self.room)
+
+    def settle(self, inverse: float) -> None:
+        """What was encoded counts. `inverse`: what its gradients are multiplied by (see message.Commit)."""
+        if self._feedback.drafted:
+            self._feedback.settle(self._inverse / inverse if self._inverse else 1.0)
+            self._inverse = inverse
+
+    def drop(self) -> None:
+        """What was encoded does not count."""
+        self._feedback.drop()
+
+
+class WorkerEncoding:
+    """A worker's side. Encodes on the script's thread; decodes on the roads' threads, one message at a time.
+
+    Args:
+        cluster: the settings.
+        slice_map: the map.
+        flats: the worker's buffers; values are decoded into "params" in place, means into "mean".
+        adds: every push of a step counts (each backward is a reduction of its own); else the last one of a bucket.
+        held: the buckets that the worker pushes and is sent; None: all.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        slice_map: SliceMap,
+        flats: FlatBuffers,
+        adds: bool,
+        held: Sequence[Bucket] | None = None,
+    ) -> None:
+        buckets = slice_map.buckets if held is None else held
+        self._out = _Codecs(cluster, slice_map, buckets, flats)
+        self._in = _Codecs(cluster, slice_map, buckets, flats)  # its scratch is another thread's
+        self._flats = flats
+        self._adds = adds
+        self._differences = _differences(cluster)
+        self._senders: dict[int, _Sender] = {}
+        self._streams: dict[int, DeltaStream] = {}
+
+    def push(self, bucket: Bucket, weight: float, present: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The body of a push; `gradient` may change from here on, where it is not the body itself."""
+        codec = self._out.of(bucket)
+        if codec is None:
+            return gradient
+        sender = self._senders.get(bucket.id)
+        if sender is None:
+            room = self._out.room("coded push", bucket)
+            sender = self._senders[bucket.id] = _Sender(codec, gradient.numel(), gradient.dtype, room)
+        if self._adds and weight <= 0:
+            sender.encode_uncounted(gradient)  # samples that must not count must not come later, either
+        else:
+            sender.encode(bucket, present, gradient, more=self._adds)
+        return sender.room
+
+    def step_done(self, found_inf: bool, weight: float, revisions: Sequence[int], inv_scale: float) -> None:
+        """The step is committed: what it pushed counts, or does not (arguments as in message.Commit)."""
+        nothing = found_inf or (weight <= 0 and not self._adds)
+        for number, sender in self._senders.items():
+            if nothing or (revisions and revisions[number] == NO_REVISION):
+                sender.drop()
+            else:
+                sender.settle(inv_scale)
+
+    def is_coded(self, message: Mean | Values, bucket: Bucket) -> bool:
+        """Whether the body of this message is an encoding."""
+        if isinstance(message, Mean):
+            return self._in.of(bucket) is not None
+        if message.coded and self._in.of(bucket) is None:
+            raise ProtocolError(f"bucket {bucket.id} came encoded, which its dtype never is")
+        return message.coded
+
+    def landing(self, message: Mean | Values, bucket: Bucket) -> torch.Tensor:
+        """Where such a body is to be received."""
+        return self._in.room(f"coded {type(message).__name__}", bucket)
+
+    def mean(self, bucket: Bucket, data: torch.Tensor) -> torch.Tensor:
+        """Decode a mean; stays until the next one of the bucket."""
+        mean = self._flats.view("mean", bucket)
+        _decoded(lambda: _codec(self._in, bucket).decode(data, mean))
+        return mean
+
+    def values(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Bring "params" to what the servers show now, by a difference to what they showed before."""
+        _decoded(lambda: self._stream(bucket).decode(data))
+
+    def restart(self, bucket: Bucket) -> None:
+        """Values came as they are, and stand in "params"."""
+        if self._differences and self._in.of(bucket) is not None:
+            self._stream(bucket).restart(self._flats.view("params", bucket))
+
+    def _stream(self, bucket: Bucket) -> DeltaStream:
+        stream = self._streams.get(bucket.id)
+        if stream is None:
+            stream = DeltaStream(_codec(self._in, bucket), self._flats.view("params", bucket))
+            self._streams[bucket.id] = stream
+        return stream
+
+
+class ServerEncoding:
+    """A server's side, for all its worker groups. For one thread at a time, but for `landing`.
+
+    Args:
+        cluster: the settings.
+        slice_map, shard: the map, and which part of it is the server's.
+        flats: the server's buffers.
+    """
+
+    def __init__(self, cluster: Cluster, slice_map: SliceMap, shard: int, flats: FlatBuffers) -> None:
+        self._codecs = _Codecs(cluster, slice_map, slice_map.buckets_of(shard), flats)
+        self._flats = flats
+        self._differences = _differences(cluster)
+        self._taken: dict[tuple[Address, int], tuple[int, int]] = {}  # (step, ordinal) of the last push
+        self._means: dict[int, dict[int, _Sender]] = {}  # by group and bucket
+        self._streams: dict[tuple[int, int], DeltaStream] = {}
+        self._coded: set[tuple[int, int]] = set()  # what the group was shown last was a difference
+
+    # --- pushes and means ----------------------------------------------------------------------------------------
+
+    def landing(self, worker: Address, bucket: Bucket) -> torch.Tensor | None:
+        """Where a worker's push is to be received; None: it is not encoded."""
+        name = f"coded push {worker.group}/{worker.index}"
+        return None if self._codecs.of(bucket) is None else self._codecs.room(name, bucket)
+
+    def push(self, worker: Address, message: Push, bucket: Bucket, like: torch.Tensor) -> torch.Tensor:
+        """A worker's gradient as elements like those of `like`. Raises ProtocolError if the body is none."""
+        if message.body is None:
+            raise ProtocolError("Push without a body")
+        codec = self._codecs.of(bucket)
+        if codec is None:
+            return typed(message.body, like)
+        gradient = self._flats.view(f"push {worker.group}/{worker.index}", bucket)
+        now = (message.step, message.ordinal)
+        if now > self._taken.get((worker, bucket.id), (-1, -1)):  # else said twice
+            data = message.body
+            _decoded(lambda: codec.decode(data, gradient))
+            self._taken[worker, bucket.id] = now
+        return gradient
+
+    def mean(self, group: int, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
+        """Encode a mean and make it, in place, the one that the group's workers will see."""
+        codec = self._codecs.of(bucket)
+        if codec is None:
+            return
+        senders = self._means.setdefault(group, {})
+        sender = senders.get(bucket.id)
+        if sender is None:
+            room = self._codecs.room(f"coded mean {group}", bucket)
+            sender = senders[bucket.id] = _Sender(codec, mean.numel(), mean.dtype, room)
+        sender.encode(bucket, present, mean, more=True)
+        codec.decode(sender.room, mean)
+
+    def mean_body(self, group: int, bucket: Bucket, mean: torch.Tensor) -> torch.Tensor:
+        """How that mean travels."""
+        return mean if self._codecs.of(bucket) is None else self._means[group][bucket.id].room
+
+    def step_done(self, group: int, applied: bool, inv_scale: float) -> None:
+        """The group's step is over: its means count, or do not."""
+        for sender in self._means.get(group, {}).values():
+            if applied:
+                sender.settle(inv_scale)
+            else:
+                sender.drop()
+
+    def forget(self, group: int) -> None:
+        """The group's workers are gone. What their means left out stays to be said to those who come after them."""
+        self._taken = {key: taken for key, taken in self._taken.items() if key[0].group != group}
+        for sender in self._means.get(group, {}).values():
+            sender.drop()
+        self._streams = {key: stream for key, stream in self._streams.items() if key[0] != group}
+        self._coded = {key for key in self._coded if key[0] != group}
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def show(self, group: int, bucket: Bucket, values: torch.Tensor, anew: bool) -> None:
+        """All workers of the group are being shown these values; anew: as they are, whatever they know."""
+        codec, key = self._codecs.of(bucket), (group, bucket.id)
+        if codec is None or not self._differences:
+            return
+        stream = self._streams.get(key)
+        if stream is None or anew:
+            stream = self._streams[key] = DeltaStream(codec, self._flats.view(f"shown {group}", bucket))
+            stream.restart(values)
+            self._coded.discard(key)
+        else:
+            stream.encode(values, self._codecs.room(f"coded values {group}", bucket))
+            self._coded.add(key)
+
+    def difference(self, group: int, bucket: Bucket) -> torch.Tensor | None:
+        """The body for what was shown last; None: the values travel as they are."""
+        coded = (group, bucket.id) in self._coded
+        return self._codecs.room(f"coded values {group}", bucket) if coded else None
+
+
+def _differences(cluster: Cluster) -> bool:
+    """Workers that change their parameters themselves cannot add differences to them."""
+    return cluster.n_push == cluster.n_fetch == 1
+
+
+def _codec(codecs: _Codecs, bucket: Bucket) -> Codec:
+    codec = codecs.of(bucket)
+    assert codec is not None
+    return codec
+
+
+def _decoded(decode: Callable[[], None]) -> None:
+    try:
+        decode()
+    except ValueError as error:
+        raise ProtocolError(f"not an encoding: {error}") from error

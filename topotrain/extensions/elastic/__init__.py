@@ -1,0 +1,1 @@
+"""Worker groups that restart, leave and join while a job runs."""

@@ -1,0 +1,59 @@
+"""What the launcher says to the servers of a process: that a worker group is to leave the job, has left, or may come.
+
+Rule: commands come on the channel's own thread, some before there are servers; then they are kept, in their order. A
+wish is looked at by the coordinator of the group's servers, who alone knows what the job has come to, and its answer
+is an event. Where servers have second copies, the coordinator may be about to move here: then they wait for it.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from topotrain.core.events import Agreed, Event
+from topotrain.core.protocol import Away, Leave
+from topotrain.launch.runtime.process_host import Homes
+
+WISHES = ("leave", "lose", "join")
+AWAY = "away"
+
+
+class Orders:
+    """See above. `emit` tells the unit; `hear` takes a command, `open` the servers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Mapping[str, Any]] = []
+        self._servers: Homes | None = None
+        self.emit: Callable[[Event], None] = lambda event: None
+
+    def hear(self, command: Mapping[str, Any]) -> None:
+        """Do it, or keep it; commands of others are none of ours."""
+        if command.get("command") not in (*WISHES, AWAY):
+            return
+        with self._lock:
+            self._kept.append(command)
+            self._look()
+
+    def open(self, servers: Homes) -> None:
+        """The servers are there, or one more is."""
+        with self._lock:
+            self._servers = servers
+            self._look()
+
+    def _look(self) -> None:
+        kept, self._kept = self._kept, []
+        self._kept = [command for command in kept if not self._done(command)]
+
+    def _done(self, command: Mapping[str, Any]) -> bool:
+        wish, group = command["command"], command["group"]
+        home = None if self._servers is None else self._servers.coordinator(group)
+        if home is None:
+            return False
+        if wish == AWAY:
+            home.told(Away(group, command["incarnation"]))
+            return True
+        why = home.may_change(group, wish)
+        if wish == "leave" and not why:
+            home.told(Leave(group, command["incarnation"]))
+        self.emit(Agreed(str(home.server.me), group, wish, why))
+        return True

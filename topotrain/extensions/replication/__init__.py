@@ -1,0 +1,1 @@
+"""Servers with a second copy in another process."""

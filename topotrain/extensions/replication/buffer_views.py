@@ -1,0 +1,88 @@
+"""Which part of a server's buffers a tensor is: so that it can be told as a place, and its content once (`transfer`).
+
+Two messages that are views of one place have it in common on the other side, too; and a buffer is told only as far as
+something looks at it.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from topotrain.core.model.schema import FlatBuffers
+
+RAW = -1  # in the place of a space: bytes over no space
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Elements [lo, hi) of the buffer of a name in a space. size: of the whole buffer."""
+
+    name: str
+    space: int
+    lo: int
+    hi: int
+    size: int
+
+    def of(self, flats: FlatBuffers) -> torch.Tensor:
+        """The same part of other buffers. Raises ValueError where there is none."""
+        flat = flats.raw(self.name, self.size) if self.space == RAW else flats.flat(self.name, self.space)
+        if not 0 <= self.lo <= self.hi <= flat.numel() == self.size:
+            raise ValueError(f"elements {self.lo} to {self.hi} of {self.size} in {self.name!r}")
+        return flat[self.lo : self.hi]
+
+
+class Views:
+    """Finds tensors in buffers, and remembers what was found.
+
+    Args:
+        flats: the buffers.
+        told: names of those that are told anyway.
+    """
+
+    def __init__(self, flats: FlatBuffers, told: frozenset[str]) -> None:
+        self._flats, self._told = flats, told
+        held = [(flat.data_ptr(), key, flat) for key, flat in flats.held() if flat.numel()]
+        self._held = sorted(held, key=lambda each: each[0])
+        self._starts = [start for start, _, _ in self._held]
+        self._wanted: dict[tuple[str, int], list[tuple[int, int]]] = {}
+
+    def find(self, tensor: torch.Tensor) -> Where | None:
+        """Where it lies; None: it is memory of its own. What is found is looked at by somebody."""
+        at = bisect_right(self._starts, tensor.data_ptr()) - 1
+        if at < 0 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
+            return None
+        start, (name, space), flat = self._held[at]
+        lo = (tensor.data_ptr() - start) // flat.itemsize
+        if tensor.dtype != flat.dtype or lo + tensor.numel() > flat.numel():
+            return None
+        return self._note(name, space, lo, lo + tensor.numel(), flat)
+
+    def want(self, name: str) -> None:
+        """Somebody will look at all that there is of these buffers."""
+        for _, (held, space), flat in self._held:
+            if held == name:
+                self._note(name, space, 0, flat.numel(), flat)
+
+    def _note(self, name: str, space: int, lo: int, hi: int, flat: torch.Tensor) -> Where:
+        if name not in self._told:
+            self._wanted.setdefault((name, space), []).append((lo, hi))
+        return Where(name, space, lo, hi, flat.numel())
+
+    def wanted(self) -> Iterator[tuple[Where, torch.Tensor]]:
+        """All that somebody looks at, each element once."""
+        for (name, space), spans in sorted(self._wanted.items()):
+            flat = next(flat for _, key, flat in self._held if key == (name, space))
+            for lo, hi in _joined(spans):
+                yield Where(name, space, lo, hi, flat.numel()), flat[lo:hi]
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for lo, hi in sorted(spans):
+        if found and lo <= found[-1][1]:
+            found[-1] = (found[-1][0], max(hi, found[-1][1]))
+        else:
+            found.append((lo, hi))
+    return found

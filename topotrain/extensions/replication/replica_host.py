@@ -1,0 +1,534 @@
+"""The servers of one process where every server has two copies: those that speak here, and those that listen.
+
+Rule: who speaks is not decided here. Whoever sees all processes of the job (the launcher) says who has which seat
+(`seats`), and here that is done: a copy that listened speaks, and is published where its peers look for it; a server
+whose second copy is gone stops waiting for it, and looks for the fresh one. A lost connection alone proves nothing, so
+a server that has lost its second copy says nothing more until it is told that nobody is there, and one that has lost
+the first server calls it again. Both tell that they miss somebody; if nobody says anything within GRACE_S seconds, and
+somewhat later on each further seat, the process ends itself, and is replaced.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from topotrain.comm.backoff import spread
+from topotrain.comm.router import Place, Roads, spoken
+from topotrain.comm.security.handshake import Peer
+from topotrain.comm.transport import Refused, WireError
+from topotrain.config.topology import Address, Role
+from topotrain.core.model.schema import Allocate
+from topotrain.core.profiling.spans import Recorder
+from topotrain.core.protocol import Dismissed, Message, ProtocolError
+from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_writer import Aside, Writer
+from topotrain.extensions.collectives.collective_server import make_server
+from topotrain.extensions.replication.replica_placement import Standing
+from topotrain.extensions.replication.state_machine import Copy, Lead, Out, Shadow
+from topotrain.extensions.replication.state_transfer import portray, restore
+
+GRACE_S, APART_S = 15.0, 4.0
+"""So long nobody is told of an end; so much longer on the next seat: of two that miss each other only one shall end."""
+_AGAIN_S = 0.5
+_END_S = 5.0
+"""How long the end of a dead server's connection may take to be heard."""
+
+Trouble = Callable[[], None]
+"""Called inside `except` on the thread that handled a message: this process cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What the launcher tells a server process, and is told.
+
+    standing: who has which seat when the process begins. taken: given, once, what to call with what it is later.
+    covered: told (server, second copies that there have been) when a server's second copy has everything. differs: told
+    the same when that one was found to be another than the first. despair: ends the process, which is then replaced;
+    given why. missed: told a server that has lost the way to another one, of whose end it knows nothing.
+    """
+
+    standing: Mapping[int, Standing]
+    taken: Callable[[Callable[[Mapping[int, Standing]], None]], None]
+    covered: Callable[[Address, int], None]
+    differs: Callable[[Address, int], None]
+    despair: Callable[[str], None]
+    missed: Callable[[Address], None] = lambda server: None
+
+
+def shadow_of(server: Address) -> Address:
+    """The address of a server's second copy."""
+    return Address(Role.SHADOW, server.group, server.index)
+
+
+class Speaker:
+    """A copy that speaks, at its server's address: one event at a time.
+
+    Args:
+        lead: the copy.
+        roads: its roads.
+        change: notified when something may be over.
+        trouble: see Trouble.
+        covered: told when the second copy has everything, with the number of second copies that there have been.
+        differs, missed: see Seat; this one knows whose.
+        despair: given a text when the second copy was missed for too long.
+        parted: told of another server to which the way has ended.
+        grace_s: how long is too long.
+    """
+
+    def __init__(
+        self,
+        lead: Lead,
+        roads: Roads,
+        change: threading.Condition,
+        trouble: Trouble,
+        covered: Callable[[int], None],
+        differs: Callable[[int], None],
+        missed: Callable[[], None],
+        despair: Callable[[str], None],
+        parted: Callable[[Address], None],
+        grace_s: float,
+    ) -> None:
+        self.lead, self.server = lead, lead.copy.server
+        self.shadows = 0
+        self.aside: Aside | None = None
+        self._despair, self._differs, self._differed = despair, differs, 0
+        self._missed, self._parted, self._grace_s = missed, parted, grace_s
+        self._roads, self._change, self._trouble, self._covered = roads, change, trouble, covered
+        self._lock = threading.Lock()
+        self._told_covered = self._dismissed = False
+        self._alarm: threading.Timer | None = None
+
+    # --- the resident's side -------------------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """As `wire.Resident.place`."""
+        with self._lock:
+            return self.server.place(sender, message, viewable)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """As `wire.Resident.handle`."""
+
+        def hear() -> Out:
+            return self.lead.hear(sender, message)
+
+        fault = self._do(hear)
+        if fault is not None:
+            raise fault
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """As `wire.Resident.lost`."""
+        if peer == self.lead.shadow:
+            if not self._roads.leads(self.lead.me, peer):  # else a fresh one is there already
+                self._missing()
+        elif peer.role is Role.SERVER:
+            if not self._roads.leads(self.lead.me, peer):  # else there is another way already
+                with self._lock:
+                    self.lead.parted(peer)
+                self._parted(peer)
+        else:
+            self._do(lambda: self.lead.lost(peer) if peer in self.lead.up else [])
+
+    def poke(self) -> None:
+        """There is something to hear from this host."""
+        self._do(list)
+
+    def told(self, message: Message) -> None:
+        """As `host.Home`; the second copy is told, too."""
+        self._do(lambda: self.lead.hear(self.lead.me, message))
+
+    def may_change(self, group: int, wish: str) -> str:
+        """As `host.Home`."""
+        with self._lock:
+            return self.server.may_change(group, wish)
+
+    # --- what the launcher has said ------------------------------------------------------------------------------
+
+    def do(self, what: Callable[[Lead], Out]) -> None:
+        """Have the copy do something."""
+        self._do(lambda: what(self.lead))
+
+    def probe(self) -> int:
+        """Have something confirmed by the second copy; returns what, see `Lead.confirmed`."""
+        self.do(lambda lead: lead.probe())
+        return self.lead.copy.events
+
+    def alone(self, shadows: int) -> None:
+        """The second copy is gone; the next one is the so-manieth."""
+        self._calm()
+        self._told_covered = False
+        self.shadows = shadows
+        self.do(lambda lead: lead.alone())
+
+    def join(self, shadows: int) -> None:
+        """There is a way to the so-manieth second copy, which may be gone, too, by now."""
+        self.do(lambda lead: lead.join() if shadows == self.shadows else [])
+
+    def _missing(self) -> None:
+        """The way to the second copy has ended."""
+        with self._lock:
+            waits = self.lead.joined and not self._dismissed and self._alarm is None
+            if waits:
+                why = f"{self.lead.me} has lost its second copy, and nobody knows of its end"
+                self._alarm = threading.Timer(self._grace_s, self._despair, (why,))
+                self._alarm.daemon = True
+                self._alarm.start()
+        if waits:
+            self._missed()
+        self._look()
+
+    def _calm(self) -> None:
+        with self._lock:
+            if self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _do(self, what: Callable[[], Out]) -> ProtocolError | None:
+        try:
+            with self._lock:
+                self.lead.fault = None
+                out = what()
+                self._compare()  # whoever decides about deaths is to know it before anybody hears more
+                self._say(out)
+                fault = self.lead.fault
+                self._hear()
+        except ProtocolError:
+            raise
+        except Exception:
+            self._trouble()
+            raise
+        self._look()
+        return fault
+
+    def _compare(self) -> None:
+        if self.lead.differs > self._differed:
+            self._differed, self._told_covered = self.lead.differs, False
+            self._differs(self.shadows)
+
+    def _hear(self) -> None:
+        if self.aside is not None:
+            for message in self.aside.heard():
+                self._say(self.lead.hear(self.lead.me, message))
+
+    def _say(self, out: Out) -> None:
+        for to, message in out:
+            with suppress(WireError):  # whose end will be heard of
+                self._roads.send(self.lead.me, to, message)
+
+    def _look(self) -> None:
+        if self.lead.covered and not self._told_covered:
+            self._told_covered = True
+            self._covered(self.shadows)
+        if self.server.done:
+            with self._change:
+                self._change.notify_all()
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to do."""
+        return self.server.done and self.lead.clear
+
+    def dismiss(self) -> None:
+        """Nothing is left to do for the second copy, either."""
+        with self._lock:
+            self._dismissed = True
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._say([(self.lead.shadow, Dismissed())])
+
+
+class Listener:
+    """A copy that listens, at the address of its server's shadow.
+
+    Args:
+        server: whose it is.
+        shadow: the copy.
+        roads, change, trouble: as for Speaker.
+    """
+
+    def __init__(
+        self, server: Address, shadow: Shadow, roads: Roads, change: threading.Condition, trouble: Trouble
+    ) -> None:
+        self._server, self._me, self._shadow = server, shadow_of(server), shadow
+        self._roads, self._change, self._trouble = roads, change, trouble
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        """As `wire.Resident.place`."""
+        with self._lock:
+            return self._shadow.place(message)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        """As `wire.Resident.handle`."""
+        if sender != self._server:
+            raise ProtocolError(f"{self._me} listens to {self._server} alone")
+        try:
+            with self._lock:
+                self._answer(self._shadow.receipt(message))
+                self._answer(self._shadow.hear(message))
+        except ProtocolError:
+            raise
+        except Exception:
+            self._trouble()
+            raise
+        if self._shadow.over:
+            with self._change:
+                self._change.notify_all()
+
+    def _answer(self, message: Message | None) -> None:
+        if message is not None:
+            with suppress(WireError):
+                self._roads.send(self._me, self._server, message)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """As `wire.Resident.lost`."""
+        self._ended.set()
+
+    def succeed(self) -> Copy:
+        """The process of the server is gone: what is here is the server now. Raises RuntimeError if it is not all."""
+        self._ended.wait(_END_S)  # what it said last is heard first; it is of use, though nobody depends on it
+        with self._lock:
+            copy, self._shadow.copy = self._shadow.copy, None
+            self._shadow.over = True
+        if copy is None:
+            raise RuntimeError(f"{self._me} has to speak, and knows nothing")
+        return copy
+
+    @property
+    def done(self) -> bool:
+        """It has been told that nothing is left to do."""
+        return self._shadow.over
+
+
+class CopiedServers:
+    """The copies of servers in one process; see `host.Servers`, whose place it takes.
+
+    Args:
+        place, roads, allocate, trouble, recorder, writer: as there.
+        me: the server whose seat this process has.
+        seat: see there.
+        opened: called with this when one more server speaks here.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        roads: Roads,
+        allocate: Allocate,
+        me: Address,
+        trouble: Trouble,
+        recorder: Callable[[Address, tuple[int, ...]], Recorder],
+        writer: Writer | None,
+        seat: Seat,
+        opened: "Callable[[CopiedServers], None]" = lambda _: None,
+    ) -> None:
+        self._opened = opened
+        self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
+        self._trouble, self._recorder, self._writer = trouble, recorder, writer
+        self._standing, self._covered = dict(seat.standing), seat.covered
+        self._differs, self._despair, self._missed = seat.differs, seat.despair, seat.missed
+        self._grace_s = GRACE_S + APART_S * (me.index % 4)
+        self._change = threading.Condition()
+        self._servers = place.topology.servers(me.group)
+        self._speakers: dict[Address, Speaker] = {}
+        self._listeners: dict[Address, Listener] = {}
+        self._orders: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+        roads.admit(self._admit)
+
+    # --- the beginning -------------------------------------------------------------------------------------------
+
+    def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
+        """Take the seat; `serving` is told the URLs once the server can be reached, or would be."""
+        urls: tuple[str, ...] = ()
+        for server in self._servers:
+            where = self._standing[server.index]
+            if where.shadow == self._me.index:
+                urls = self._listen(server, where)
+        if self._standing[self._me.index].lead == self._me.index:
+            urls = self._begin(self._me)
+        threading.Thread(target=self._obey, name="seats", daemon=True).start()
+        serving(self._me, urls)
+
+    def _begin(self, me: Address) -> tuple[str, ...]:
+        """The first process of a server: it speaks from the start."""
+        copy = Copy(partial(self._make, me))
+        if self._writer is not None:
+            speaker = self._speaker(copy)
+            speaker.aside = self._writer.follow(me, copy.server.snapshots, speaker.poke)
+        else:
+            speaker = self._speaker(copy)
+        urls = self._roads.attach(me, speaker)
+        self._roads.publish("door", me, urls)
+        if me.index:
+            coordinator = self._servers[0]
+            self._roads.connect(me, coordinator, "door")
+            speaker.do(lambda lead: lead.connected(coordinator))
+        self._follow(speaker, self._standing[me.index])
+        self._roads.publish("server", me, urls)
+        self._opened(self)
+        return urls
+
+    def _listen(self, server: Address, where: Standing) -> tuple[str, ...]:
+        shadow = Shadow(partial(self._make_shadow, server), restore)
+        listener = Listener(server, shadow, self._roads, self._change, self._trouble)
+        self._listeners[server] = listener
+        urls = self._roads.attach(shadow_of(server), listener)
+        self._roads.publish(f"shadow-{where.shadows}", server, urls)
+        return urls
+
+    def _make(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
+        place = self._place
+        server = make_server(me, place.job, place.topology, self._allocate, place.shared, deliver, place.resumed)
+        server.spans = self._recorder(me, server.groups)
+        return server
+
+    def _make_shadow(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
+        """What is to be written, the process writes that speaks; but both must think that it is."""
+        server = self._make(me, deliver)
+        server.snapshots.follow(lambda work: None)
+        return server
+
+    def _speaker(self, copy: Copy) -> Speaker:
+        lead = Lead(copy, portray)
+        me = lead.me
+        told = (partial(self._covered, me), partial(self._differs, me), partial(self._missed, me))
+        ends = (self._despair, partial(self._parted, me), self._grace_s)
+        self._speakers[me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, *told, *ends)
+        return speaker
+
+    def coordinator(self, group: int) -> Speaker | None:
+        """See `host.Homes`."""
+        return self._speakers.get(self._servers[0])
+
+    # --- changes of seats ----------------------------------------------------------------------------------------
+
+    def arrange(self, standing: Mapping[int, Standing]) -> None:
+        """Who has which seat from now on; may be called on any thread."""
+        self._orders.put(standing)
+
+    def _obey(self) -> None:
+        """On a thread of its own, whose threads take tiny numbers for zero as servers do."""
+        while True:
+            standing = self._orders.get()
+            try:
+                self._rearrange(standing)
+            except Exception:
+                self._trouble()
+                raise
+
+    def _rearrange(self, new: Mapping[int, Standing]) -> None:
+        old, self._standing = self._standing, dict(new)
+        risen = [s for s in self._servers if new[s.index].lead == self._me.index and s not in self._speakers]
+        for server in self._servers:
+            speaker = self._speakers.get(server)
+            follower = new[server.index]
+            if speaker is not None and (old[server.index].shadows != follower.shadows or follower.shadow < 0):
+                speaker.alone(follower.shadows)
+        for server in risen:
+            self._rise(server, new[server.index])
+        for server, speaker in self._speakers.items():
+            where, before = new[server.index], old[server.index]
+            if where.shadow >= 0 and (server in risen or before.shadows != where.shadows):
+                self._apart(partial(self._follow, speaker, where), server)
+        self._meet(old, new, risen)
+
+    def _rise(self, server: Address, where: Standing) -> None:
+        """What listened speaks."""
+        copy = self._listeners.pop(server).succeed()
+        speaker = self._speaker(copy)
+        speaker.shadows = where.shadows
+        if self._writer is not None:
+            speaker.aside = self._writer.follow(server, copy.server.snapshots, speaker.poke, from_another=True)
+        urls = self._roads.attach(server, speaker)
+        speaker.do(lambda lead: lead.orphaned())
+        self._roads.publish("server", server, urls)
+        self._roads.publish(spoken(where.moves), server, urls)
+        self._opened(self)
+
+    def _meet(self, old: Mapping[int, Standing], new: Mapping[int, Standing], risen: list[Address]) -> None:
+        """The other servers call on the coordinator, whichever side has moved."""
+        coordinator = self._servers[0]
+        moved = old[0].moves != new[0].moves
+        for server, speaker in self._speakers.items():
+            if server != coordinator and (moved or server in risen):
+                if coordinator in self._speakers:
+                    self._roads.connect_inside(server, coordinator)
+                    speaker.do(lambda lead: lead.reconnected(coordinator))
+                else:
+                    self._apart(partial(self._call, speaker, new[0].moves), server)
+
+    def _parted(self, me: Address, peer: Address) -> None:
+        """The way to another server has ended, as its process has, or only the way."""
+        if me in self._speakers and peer == self._servers[0]:
+            self._apart(partial(self._seek, self._speakers[me], self._standing[0].moves), me)
+
+    def _seek(self, speaker: Speaker, moves: int) -> None:
+        """Call the coordinator where it was, until somebody says that it has moved.
+
+        It may be this host that is cut off, and another process may speak for the server by now: then the second copy
+        confirms nothing, and the call would take the way from who speaks.
+        """
+        self._missed(speaker.lead.me)
+        until = time.monotonic() + self._grace_s
+        while self._standing[0].moves == moves and not speaker.done:
+            index = speaker.probe()
+            time.sleep(spread(_AGAIN_S))
+            with suppress(WireError, TimeoutError):
+                if speaker.lead.confirmed(index):
+                    self._call(speaker, moves)
+                    return
+            if time.monotonic() > until:
+                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and nobody knows of its end")
+
+    def _admit(self, peer: Peer, there_already: bool) -> None:
+        """Who calls as a server that speaks here was that, and has not heard of it."""
+        if peer.address in self._speakers:
+            raise Refused("FENCED", f"{peer.address} speaks in another process")
+
+    def _call(self, speaker: Speaker, moves: int) -> None:
+        coordinator = self._servers[0]
+        self._roads.connect(speaker.lead.me, coordinator, spoken(moves), anew=True)
+        speaker.do(lambda lead: lead.reconnected(coordinator))
+
+    def _follow(self, speaker: Speaker, where: Standing) -> None:
+        """Find the second copy, and have it follow."""
+        if where.shadow < 0:
+            return
+        me = speaker.lead.me
+        self._roads.connect(me, speaker.lead.shadow, f"shadow-{where.shadows}", anew=True)
+        speaker.join(where.shadows)
+
+    def _apart(self, do: Callable[[], None], server: Address) -> None:
+        """On a thread of its own: it waits for another process, which may die meanwhile."""
+
+        def live() -> None:
+            with suppress(WireError, TimeoutError):
+                do()
+
+        threading.Thread(target=live, name=f"of {server}", daemon=True).start()
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Return when the job has no more use for this process."""
+        poll_s = self._place.job.cluster.poll_time / 1000
+        dismissed: set[Address] = set()
+        with self._change:
+            while True:
+                speakers = list(self._speakers.values())
+                for speaker in speakers:
+                    if speaker.done and speaker.lead.me not in dismissed:
+                        dismissed.add(speaker.lead.me)
+                        speaker.dismiss()
+                listeners = list(self._listeners.values())
+                if all(s.done for s in speakers) and all(x.done for x in listeners) and (speakers or listeners):
+                    return
+                self._change.wait(poll_s)

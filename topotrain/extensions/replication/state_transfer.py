@@ -1,0 +1,395 @@
+"""All that one copy of a server is, as bytes, and a fresh copy made of them (see `replication`).
+
+Rule: nothing that runs travels. What travels is data: numbers, texts, containers, tensors, messages, and the fields of
+the few classes that are named here. A fresh server is made as servers are made, then of the same model, and its fields
+are filled; what is no data there (functions, the layout, the map of slices) is its own already. A field of a kind that
+is not known here is an error where it is told, so that nobody can forget one.
+
+It is told at any moment between two messages, also in the middle of a step: where groups go their own ways there may
+never be another. So what lies in the server's buffers is told as far as somebody may still ask for it: what a gradient
+under way, or a message that may be said again, is a view of.
+"""
+
+import json
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from topotrain.config.intervals import Rhythm
+from topotrain.config.job import Job
+from topotrain.config.sharding import Bucket, SliceMap
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core import protocol as m
+from topotrain.core.model.schema import Schema, SchemaParts, parse_schema, torch_dtype
+from topotrain.core.model.shared_windows import VALUES
+from topotrain.core.optim.adapter import HyperCheck
+from topotrain.core.protocol.message_validation import Manners
+from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
+from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.group_sync import Alone
+from topotrain.core.server.parameter_shard import Model, Unit
+from topotrain.core.server.server import Server
+from topotrain.core.server.startup import Opening
+from topotrain.extensions.checkpointing import server_snapshots, snapshot_coordinator
+from topotrain.extensions.checkpointing.data_position import Position
+from topotrain.extensions.elastic import membership
+from topotrain.extensions.replication.buffer_views import Views, Where
+from topotrain.extensions.replication.state_machine import Copy, Line
+from topotrain.extensions.resume import worker_state_store
+from topotrain.extensions.tables.table_server import TableBook
+from topotrain.training.data import lease_queue
+
+_ALIGN = 64
+_LENGTH = struct.Struct("<Q")
+_NEVER: tuple[type, ...] = (
+    Job,
+    Topology,
+    Manners,
+    Schema,
+    SliceMap,
+    Bucket,
+    Rhythm,
+    Enum,
+    Alone,
+    TableBook,
+    torch.dtype,
+)
+"""Of what a fresh server has its own."""
+
+_DATA: tuple[type, ...] = (
+    Line,
+    SchemaParts,
+    pull_replies._Held,
+    gradient_staging._Reduction,
+    consistency._Vote,
+    lease_queue._Run,
+    lease_queue._Leaving,
+    lease_queue._Epoch,
+    lease_queue._Chunk,
+    lease_queue.Draws,
+    membership._Group,
+    worker_state_store._Box,
+    worker_state_store.Arrival,
+    snapshot_coordinator._UnderWay,
+)
+"""Classes whose objects come and go: a fresh one is made of their fields."""
+
+_PARTS: tuple[type, ...] = (
+    Server,
+    Opening,
+    Staging,
+    HyperCheck,
+    pull_replies.Readers,
+    consistency.Clocks,
+    consistency.Exits,
+    consistency.DecisionLog,
+    consistency.ApplyOrder,
+    consistency.Streams,
+    sample_counts.Samples,
+    nonfinite.Strikes,
+    shutdown.Ending,
+    lease_queue.LeaseBook,
+    membership.Regroup,
+    membership.Members,
+    membership.Answers,
+    worker_state_store.Deposits,
+    server_snapshots.Snapshots,
+    snapshot_coordinator.Book,
+    snapshot_coordinator.Texts,
+    Position,
+)
+"""Classes of which every server has its objects from the start: their fields are filled."""
+
+_KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
+
+_OWN: Mapping[str, frozenset[str]] = {
+    "Server": frozenset({"_model", "_resumed", "_workers", "spans"}),
+    "Opening": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
+    "Staging": frozenset({"_scratch", "_tree"}),
+    "Snapshots": frozenset({"_freezer", "_frozen"}),
+    "Regroup": frozenset({"_home"}),
+}
+"""Fields that a fresh one has, or makes, for itself."""
+
+
+def quiet(server: Server) -> bool:
+    """Whether a server can be told now: no snapshot, no state of an optimizer and no unheard word is under way."""
+    if server._inside or server._opening.early or server.snapshots._frozen or server._tables.used:
+        return False
+    return server._model is None or not server._model.state._loading
+
+
+def portray(copy: Copy) -> torch.Tensor | None:
+    """The bytes of a copy, 1-D uint8; None: not at this moment.
+
+    Raises TypeError for a field of a class that is not listed here.
+    """
+    if not quiet(copy.server):
+        return None
+    teller = _Teller(copy.server._model)
+    return teller.bytes({"server": teller.tell(copy.server), "lines": teller.tell(copy.lines), **teller.model()})
+
+
+def restore(copy: Copy, data: torch.Tensor) -> None:
+    """Make a fresh copy the one of these bytes. Raises ProtocolError for bytes that `portray` has not made."""
+    try:
+        text, tensors = _opened(data)
+        tree = json.loads(text)
+        server = copy.server
+        if tree["schema"]:
+            _mold(server, tree["schema"])
+        reader = _Reader(server._model, tensors, tree["sizes"])
+        reader.fill(server, tree["server"])
+        reader.model(tree)
+        copy.lines = reader.read(tree["lines"], {})
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RuntimeError) as error:
+        raise m.ProtocolError(f"no likeness of a server: {error!r}") from error
+
+
+def _mold(server: Server, text: str) -> None:
+    """Make its model, as `Server._open` does when a worker has described it."""
+    server._model = server._opening.mold(parse_schema(text))
+
+
+# --- telling -----------------------------------------------------------------------------------------------------
+
+
+class _Teller:
+    """Turns objects into plain data, and collects the tensors in them."""
+
+    def __init__(self, model: Model | None) -> None:
+        self._model = model
+        self._tensors: list[torch.Tensor] = []
+        self._views = None if model is None else Views(model.flats, frozenset({VALUES}))
+
+    def tell(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind in (Address, tuple, list, set, frozenset, dict, deque, bytes):
+            return self._container(kind, value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, m.Message):
+            number, meta = m.encode(value)
+            return {"m": [number, meta.hex(), self.tell(value.body)]}
+        if isinstance(value, type) and issubclass(value, m.Message):
+            return {"c": value.KIND}
+        if callable(value) or isinstance(value, _NEVER):
+            return {"k": 0}
+        if _KNOWN.get(kind.__name__) is kind:
+            own = _OWN.get(kind.__name__, ())
+            return {"o": [kind.__name__, {n: self.tell(v) for n, v in _fields(value) if n not in own}]}
+        if isinstance(value, Server):  # of a kind that has more fields
+            raise TypeError(f"{kind.__name__} is no server with a second copy")
+        raise TypeError(f"a server holds a {kind.__name__}, which nobody can tell")
+
+    def _container(self, kind: type, value: Any) -> Any:
+        if kind is bytes:
+            return {"b": value.hex()}
+        if kind is Address:
+            return {"a": list(map(int, value))}
+        if kind is dict:
+            return {"d": [[self.tell(key), self.tell(item)] for key, item in value.items()]}
+        return {_LETTERS[kind]: [self.tell(item) for item in value]}
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        where = None if self._views is None else self._views.find(value)
+        return self._own(value) if where is None else {"v": list(astuple(where))}
+
+    def _own(self, value: torch.Tensor) -> Any:
+        self._tensors.append(value.detach())
+        return {"x": [len(self._tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+
+    def model(self) -> dict[str, Any]:
+        """The model: what is shown of it to nobody, too."""
+        model = self._model
+        if model is None or self._views is None:
+            return {"schema": "", "values": [], "updates": []}
+        told = {
+            "schema": model.schema.text(),
+            "values": [self._own(flat) for flat in _flats(model)],
+            "updates": [self._update(unit) for unit in model.units],
+            "staging": self.tell(model.staging),
+            "hyper": self.tell(list(map(_settings, model.hyper._good))),
+        }
+        for group, staging in model.staging.items():
+            self._want(self._views, group, staging)
+        return {**told, "parts": [[list(astuple(where)), self._own(part)] for where, part in self._views.wanted()]}
+
+    @staticmethod
+    def _want(views: Views, group: int, staging: Staging) -> None:
+        """What the server looks at by its name: the sums of a step that is under way, what a group was shown last."""
+        if staging._reductions or staging.commits or staging.staged:
+            views.want(f"mean {group}")
+            views.want(f"total {group}")
+        if staging._workers > 1:
+            views.want(f"out {group}")
+
+    def _update(self, unit: Unit) -> Any:
+        state = [[key, name, self._plain(value)] for key, name, value in unit.update.state()]
+        return [unit.update._hyper.hex(), state]
+
+    def _plain(self, value: torch.Tensor | float) -> Any:
+        return self.tell(_dense(value) if isinstance(value, torch.Tensor) else value)
+
+    def bytes(self, tree: Mapping[str, Any]) -> torch.Tensor:
+        """The whole: length, text, tensors."""
+        sizes = [_padded(tensor.nbytes) for tensor in self._tensors]
+        text = json.dumps({**tree, "sizes": sizes}, separators=(",", ":")).encode()
+        start = _padded(_LENGTH.size + len(text))
+        whole = torch.zeros(start + sum(sizes), dtype=torch.uint8)
+        head = _LENGTH.pack(len(text)) + text
+        whole[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        for tensor, size in zip(self._tensors, sizes, strict=True):
+            whole[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+            start += size
+        return whole
+
+
+_LETTERS: dict[type, str] = {tuple: "t", list: "l", set: "s", frozenset: "f", deque: "q"}
+_MADE: Mapping[str, Callable[[list[Any]], Any]] = {"t": tuple, "l": list, "s": set, "f": frozenset, "q": deque}
+
+
+def _fields(value: object) -> Iterator[tuple[str, Any]]:
+    if hasattr(value, "__dict__"):
+        yield from vars(value).items()
+    else:
+        yield from ((name, getattr(value, name)) for name in type(value).__slots__)  # type: ignore[attr-defined]
+
+
+def _flats(model: Model) -> list[torch.Tensor]:
+    return [model.flats.flat("values", space.index) for space in model.map.spaces]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(group)
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """Its elements as they lie in memory."""
+    return value if value.dim() == 0 or value.is_contiguous() else value.as_strided((value.numel(),), (1,))
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def _opened(data: torch.Tensor) -> tuple[str, torch.Tensor]:
+    (length,) = _LENGTH.unpack(bytes(data[: _LENGTH.size].tolist()))
+    text = data[_LENGTH.size : _LENGTH.size + length].numpy().tobytes().decode()
+    return text, data[_padded(_LENGTH.size + length) :]
+
+
+class _Reader:
+    """The inverse of `_Teller`."""
+
+    def __init__(self, model: Model | None, data: torch.Tensor, sizes: list[int]) -> None:
+        self._model = model
+        self._data = data
+        self._starts = list(accumulate(sizes, initial=0))
+
+    def fill(self, value: object, tree: Any) -> None:
+        """Fill the fields of an object that is there."""
+        name, fields = tree["o"]
+        if type(value) is not _KNOWN[name]:
+            raise TypeError(f"a {name} where a {type(value).__name__} stands")
+        for field, told in fields.items():
+            read = self.read(told, getattr(value, field))
+            if read is not getattr(value, field):
+                setattr(value, field, read)
+
+    def read(self, tree: Any, now: Any = None) -> Any:
+        """What is told; `now`: what stands there, which is filled and stays where it can be."""
+        if not isinstance(tree, dict):
+            return tree
+        ((letter, told),) = tree.items()
+        if letter == "d":
+            return self._dict(told, now)
+        if letter in _MADE:
+            if isinstance(now, tuple | list) and len(now) == len(told):
+                return _MADE[letter](list(map(self.read, told, now)))
+            return _MADE[letter]([self.read(item) for item in told])
+        if letter == "o":
+            return self._object(tree, now)
+        return self._leaf(letter, told, now)
+
+    def _leaf(self, letter: str, told: Any, now: Any) -> Any:
+        if letter == "k":
+            return now
+        if letter == "b":
+            return bytes.fromhex(told)
+        if letter == "a":
+            return Address(Role(told[0]), told[1], told[2])
+        if letter == "c":
+            return m.kind_of(told)
+        if letter == "m":
+            return m.decode(told[0], bytes.fromhex(told[1]), self.read(told[2]))
+        if letter == "v":
+            assert self._model is not None
+            return Where(*told).of(self._model.flats)
+        if letter == "x":
+            return self._tensor(*told)
+        raise ValueError(f"what is {letter!r}?")
+
+    def _dict(self, told: Any, now: Any) -> dict[Any, Any]:
+        known: dict[Any, Any] = now if isinstance(now, dict) else {}
+        before = dict(known)
+        known.clear()
+        for key, item in told:
+            at = self.read(key)
+            known[at] = self.read(item, before.get(at))
+        return known
+
+    def _object(self, tree: Any, now: Any) -> Any:
+        cls = _KNOWN[tree["o"][0]]
+        if type(now) is not cls or cls in _DATA:
+            if cls not in _DATA:
+                raise TypeError(f"a {cls.__name__} where none stands")
+            now = object.__new__(cls)
+            for name, told in tree["o"][1].items():
+                object.__setattr__(now, name, self.read(told))
+            return now
+        self.fill(now, tree)
+        return now
+
+    def _tensor(self, index: int, dtype: str, shape: list[int]) -> torch.Tensor:
+        kind = torch_dtype(dtype)
+        count = torch.Size(shape).numel()
+        start, nbytes = self._starts[index], count * kind.itemsize
+        return self._data[start : start + nbytes].clone().view(kind).reshape(shape)
+
+    def model(self, tree: Any) -> None:
+        """Values, optimizer state, and what stands beside them."""
+        model = self._model
+        if model is None:
+            return
+        for flat, told in zip(_flats(model), tree["values"], strict=True):
+            flat.copy_(self.read(told))
+        for where, part in tree["parts"]:
+            Where(*where).of(model.flats).copy_(self.read(part))
+        for unit, (hyper, state) in zip(model.units, tree["updates"], strict=True):
+            for key, name, told in state:
+                value = self.read(told)
+                unit.update.load_state(key, name, self._shaped(unit, key, value) if unit.whole else value)
+            if hyper:
+                unit.update._set(bytes.fromhex(hyper))
+        self.read(tree["staging"], model.staging)
+        model.hyper._good = tuple(self.read(tree["hyper"]))
+
+    def _shaped(self, unit: Unit, key: int, value: Any) -> Any:
+        """A whole tensor's state has the tensor's own place in memory."""
+        assert self._model is not None
+        described = self._model.map.parameters[self._model.map.segments[key].parameter]
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and tuple(value.shape) != described.shape:
+            return value.as_strided(described.shape, described.stride)
+        return value

@@ -1,0 +1,1 @@
+"""What a script needs to go on where an earlier process stopped."""

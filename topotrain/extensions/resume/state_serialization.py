@@ -1,0 +1,69 @@
+"""The state of objects (`state_dict`) as plain values in JSON and tensors beside it: nothing is pickled.
+
+Rule: what comes back is of the kinds that went in (numbers, texts, lists, tuples, dicts, counters, tensors), and no
+kind names code.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from topotrain.config.job import ConfigError
+
+_PLAIN = (bool, int, float, str)
+_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_MAKERS: Mapping[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda p: Counter(dict(p)),
+}
+_DEPTH = 32
+
+
+class Unpackable(Exception):
+    """A state with something in it that is no plain value."""
+
+
+def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+    """The value for JSON; tensors go to `tensors`, as copies on the CPU. Raises Unpackable."""
+    if value is None or type(value) in _PLAIN:
+        return value
+    if depth > _DEPTH:
+        raise Unpackable("it is nested too deeply")
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            raise Unpackable(f"a {value.layout} tensor on {value.device}")
+        name = f"t{len(tensors)}"
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {"tensor": name}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [pack(item, tensors, depth + 1) for item in value]}
+    if type(value) in _KINDS:
+        pairs = [[pack(k, tensors, depth + 1), pack(v, tensors, depth + 1)] for k, v in value.items()]
+        return {_KINDS[type(value)]: pairs}
+    raise Unpackable(f"a {type(value).__name__}")
+
+
+def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value again. Raises ConfigError for what `pack` does not make."""
+    try:
+        return _unpacked(packed, tensors, 0)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError("a packed state", repr(packed)[:80], f"must be as it was packed: {error}") from None
+
+
+def _unpacked(packed: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if packed is None or type(packed) in _PLAIN:
+        return packed
+    if depth > _DEPTH:
+        raise ValueError("it is nested too deeply")
+    ((kind, inside),) = packed.items()
+    if kind == "tensor":
+        return tensors[inside].clone()
+    if kind in ("list", "tuple"):
+        items = [_unpacked(item, tensors, depth + 1) for item in inside]
+        return items if kind == "list" else tuple(items)
+    pairs = [(_unpacked(k, tensors, depth + 1), _unpacked(v, tensors, depth + 1)) for k, v in inside]
+    return _MAKERS[kind](pairs)

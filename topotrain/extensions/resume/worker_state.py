@@ -1,0 +1,99 @@
+"""What a worker's process knows that no server does, as one blob: a fresh process with it can go on.
+
+Rule: a blob is a safetensors file; its tensor "json" holds all that is no tensor. Nothing in it names code, and bytes
+that are no such blob raise ConfigError, whatever they are.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+
+from topotrain.config.job import ConfigError
+from topotrain.training.final_parameters import from_bytes, to_bytes
+from topotrain.training.rng_state import Stand
+
+VERSION = 1
+_WHAT = "a worker's state"
+_TENSORS = ("begin", "now", "draw", "buffers", "tensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Where a worker is: a batch of pass number `passes` over its loader is about to be given to its script.
+
+    Args:
+        passes: passes that are over.
+        steps: calls of `optimizer.step()`.
+        turn, epoch, epoch_pass: the last `tt.epochs`: which one of the script's (-1: none so far), its number, and the
+            pass that was the next one when it came.
+        drawn, fresh: the epoch of this pass, see `data.Sight`.
+        groups: the optimizer's parameter groups without their parameters, packed; by index.
+        schedulers: LR schedulers, packed; by class.
+        kept: what `tt.keep` and `tt.prepare` were given, packed; by name.
+        begin: dice, before the pass began. now: before this batch, if it is not the first one. draw: worker (0,0)'s
+            when the epoch was drawn, if they were others than `begin`.
+        buffers: of the model, by name.
+        tensors: of what is packed.
+    """
+
+    passes: int
+    steps: int
+    turn: int = -1
+    epoch: int = 0
+    epoch_pass: int = 0
+    drawn: Literal["dice", "seed"] = "dice"
+    fresh: bool = True
+    groups: list[Any] = field(default_factory=list)
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    begin: Stand = field(default_factory=dict)
+    now: Stand = field(default_factory=dict)
+    draw: Stand = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The blob."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _TENSORS}
+        text = json.dumps({"version": VERSION, **plain}).encode()
+        tensors = {"json": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+        for kind in _TENSORS:
+            tensors |= {f"{kind}/{name}": tensor for name, tensor in getattr(self, kind).items()}
+        return to_bytes(tensors)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Condition":
+        """Raises ConfigError for bytes that are no blob, or one of another version."""
+        found = from_bytes(data, _WHAT)
+        try:
+            text = found.pop("json")
+            plain = json.loads(bytes(text.numpy().tobytes()))
+            version = plain.pop("version")
+        except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(_WHAT, f"{len(data)} bytes", f"has no readable description: {error!r}") from None
+        if version != VERSION:
+            raise ConfigError(f"{_WHAT}: version", version, f"must be {VERSION}")
+        tensors: dict[str, Stand] = {kind: {} for kind in _TENSORS}
+        for name, tensor in found.items():
+            kind, _, rest = name.partition("/")
+            if kind not in tensors:
+                raise ConfigError(_WHAT, name, f"must be one of {', '.join(_TENSORS)}")
+            tensors[kind][rest] = tensor
+        _check(plain)
+        return Condition(**{**plain, **tensors})
+
+
+_SAMPLE = asdict(Condition(0, 0))
+_TYPES = {name: type(value) for name, value in _SAMPLE.items() if name not in _TENSORS}
+
+
+def _check(plain: dict[str, Any]) -> None:
+    if not plain.keys() <= _TYPES.keys() or not {"passes", "steps"} <= plain.keys():
+        raise ConfigError(_WHAT, ", ".join(sorted(map(str, plain))), f"must hold {', '.join(_TYPES)}")
+    for name, value in plain.items():
+        if type(value) is not _TYPES[name] or (name == "drawn" and value not in ("dice", "seed")):
+            raise ConfigError(f"{_WHAT}: {name}", repr(value)[:80], f"must be a {_TYPES[name].__name__}")
+        if isinstance(value, int) and not -1 <= value < 1 << 62:
+            raise ConfigError(f"{_WHAT}: {name}", value, "must be a number of the job")

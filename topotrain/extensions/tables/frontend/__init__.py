@@ -1,0 +1,1 @@
+"""Tables as a script sees them: Embedding, sparse nn.Embedding, export."""

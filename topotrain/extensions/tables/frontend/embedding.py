@@ -1,0 +1,218 @@
+"""`tt.Embedding`: a table that lives on the servers only, made row by row when somebody first asks for one.
+
+Rule: a worker holds the rows of its current batch and no others. `forward` asks the servers for them, `step()` sends
+their gradient, and the servers update them with the table's own optimizer when the step is applied: the mean over the
+worker group, as for any parameter. In an ordinary process the table lives in this one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topotrain.config.job import ConfigError
+from topotrain.extensions.tables.frontend.table_export import read_parts
+from topotrain.extensions.tables.frontend.table_registry import Keeping, Told, keeping
+from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.table_spec import TableSpec
+from topotrain.training import context as process
+
+
+class Embedding(nn.Module):
+    """A lookup table without a parameter: ids in, rows out, as `torch.nn.Embedding`.
+
+    All workers make the same ones in the same order, and `tt.prepare` ties them to the job with the rest of the model.
+
+    Args:
+        num_embeddings: how many ids there are, from 0; None: any number >= 0 is one.
+        embedding_dim: elements of a row.
+        init: what a row is when it is first touched: "zeros", "uniform LOW HIGH" or "normal MEAN DEVIATION"; it
+            depends on the table's seed and name and on the id alone.
+        optimizer: `tt.kvstore.SGD(lr=…)`, `Adagrad` or `SparseAdam`, or such a torch.optim object; its numbers are
+            read at every step.
+        dtype: float32 or float64.
+        seed: of `init`.
+        name: of the table, in reports and files too; by default embedding0, embedding1, …
+
+    Raises:
+        ConfigError: one of these is nothing of the above.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        *,
+        init: str = "normal 0 1",
+        optimizer: Optimizer,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError("tt.Embedding optimizer", type(optimizer).__name__, "must be tt.kvstore.SGD(lr=0.1), say")
+        if num_embeddings is not None and (type(num_embeddings) is not int or num_embeddings < 1):
+            raise ConfigError("tt.Embedding num_embeddings", num_embeddings, "must be a whole number >= 1, or None")
+        if not isinstance(name, str):
+            raise ConfigError("tt.Embedding name", name, "must be a text")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.dtype = dtype
+        self.optimizer = optimizer
+        self._kept: Keeping | None = None if process.planning() else keeping(process.current())
+        self.name = name or f"embedding{0 if self._kept is None else self._kept.next_number()}"
+        if "/" in self.name or self.name.startswith("."):
+            raise ConfigError("tt.Embedding name", name, "must do as the name of a folder")
+        self._rule = Told(partial(rule_text, optimizer, cls=type(optimizer)))
+        self.spec = TableSpec(
+            self.name,
+            -1 if num_embeddings is None else num_embeddings,
+            embedding_dim,
+            str(dtype).removeprefix("torch."),
+            "step",
+            self._rule.text,
+            init,
+            seed,
+        )
+        check_rule(self.spec, self._rule.text)
+        self._pulled: list[tuple[torch.Tensor, torch.Tensor]] = []  # unique ids, and their rows, of each forward
+        here = process.current()
+        if here is not None and here.worker is not None:
+            raise ConfigError("tt.Embedding", self.name, "must be made before tt.prepare, and be part of its model")
+        if self._kept is not None:
+            self._kept.open(self.spec)
+        if here is not None:
+            here.kept[f"table {self.name}"] = _Settings(optimizer)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of these ids: [..., embedding_dim] for int64 or int32 ids of any shape.
+
+        Raises:
+            ValueError: an id that is negative, or too large.
+            TypeError: ids that are no whole numbers.
+        """
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise TypeError(f"{self.name}: ids are {kind}, must be a tensor of int64 or int32")
+        unique, places = torch.unique(ids.detach().cpu().long(), return_inverse=True)
+        if len(unique) and (unique[0] < 0 or (self.num_embeddings is not None and unique[-1] >= self.num_embeddings)):
+            wrong = int(unique[0] if unique[0] < 0 else unique[-1])
+            most = "" if self.num_embeddings is None else f", below {self.num_embeddings}"
+            raise ValueError(f"{self.name}: id {wrong} must be >= 0{most}")
+        rows = self._keeping.pull(self.name, unique)
+        if torch.is_grad_enabled() and self.training:
+            rows = rows.detach().requires_grad_()
+            self._pulled.append((unique, rows))
+        return nn.functional.embedding(places, rows)
+
+    @property
+    def _keeping(self) -> Keeping:
+        if self._kept is None:
+            raise ConfigError("tt.Embedding", self.name, "has no rows while a job is only planned")
+        return self._kept
+
+    def forget(self) -> None:
+        """Drop the gradients that have gathered: what `optimizer.zero_grad()` does."""
+        self._pulled.clear()
+
+    def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient since the last step: ids (sorted, 1-D int64) and rows ([n, embedding_dim])."""
+        parts = [(ids, rows.grad) for ids, rows in self._pulled if rows.grad is not None]
+        if not parts:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, self.embedding_dim, dtype=self.dtype)
+        if len(parts) == 1:
+            return parts[0]
+        ids, places = torch.unique(torch.cat([ids for ids, _ in parts]), return_inverse=True)
+        rows = torch.zeros(len(ids), self.embedding_dim, dtype=self.dtype)
+        return ids, rows.index_add_(0, places, torch.cat([grad for _, grad in parts]))
+
+    def push(self, step: int) -> None:
+        """Send the gradient, as this worker's part of a step."""
+        self._rule.tell(self._keeping, [self.name])
+        self._keeping.push_step(self.name, *self.gradient(), step)
+        self.forget()
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Per server: `server` (its name), `rows` that are there, and `bytes` of rows and optimizer state."""
+        return self._keeping.stats(self.name)
+
+    def touched(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All rows that are there, some at a time: ids, and their rows."""
+        return self._keeping.touched(self.name)
+
+    def load(self, folder: str | Path) -> None:
+        """Take the rows of a folder that a job has written; worker 0 sends them, and all workers call this.
+
+        Raises:
+            ConfigError: no such folder, or rows of another width, or that this table cannot have.
+        """
+        if not isinstance(folder, str | Path):
+            raise ConfigError("tt.Embedding.load folder", folder, "must be a path, such as workspace/tables/NAME")
+        if self._keeping.rank == 0:
+            for ids, rows in read_parts(Path(folder), self.embedding_dim):
+                self._check_loaded(folder, ids)
+                self._keeping.give(self.name, *ordered(ids, rows.to(self.dtype)))
+        self._keeping.barrier()
+
+    def _check_loaded(self, folder: str | Path, ids: torch.Tensor) -> None:
+        if len(ids) and (ids.min() < 0 or (self.num_embeddings is not None and ids.max() >= self.num_embeddings)):
+            most = "" if self.num_embeddings is None else f" and below {self.num_embeddings}"
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise ConfigError("tt.Embedding.load folder", str(folder), f"has row {wrong}, rows must be >= 0{most}")
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Embedding":
+        raise RuntimeError(f"{self.name} lives on the servers: a copy of it would be another table; make one")
+
+
+class _Settings:
+    """What a script has set of a table's own optimizer, a rate for instance; kept as `tt.keep` does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._group = optimizer.param_groups[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {name: value for name, value in self._group.items() if name not in ("params", "param_names")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set them again."""
+        self._group.update(state)
+
+
+def follow(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
+    """In an ordinary process: `optimizer.step()` moves the rows, too, and `zero_grad()` forgets their gradients."""
+    if not tables:
+        return
+    forget_with(optimizer, tables)
+
+    def after(*_: Any) -> None:
+        for table in tables:
+            table.push(0)
+
+    optimizer.register_step_post_hook(after)
+
+
+def forget_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
+    """`optimizer.zero_grad()` forgets the rows' gradients, too."""
+    clear: Callable[..., None] = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        clear(set_to_none)
+        for table in tables:
+            table.forget()
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def ordered(ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids ascending, and their rows."""
+    order = torch.argsort(ids)
+    return ids[order], rows[order]

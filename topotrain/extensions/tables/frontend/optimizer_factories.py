@@ -1,0 +1,36 @@
+"""Optimizers for `KVStore.set_optimizer` and `tt.Embedding`: torch's classes and numbers, without parameters."""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from topotrain.config.job import ConfigError
+
+
+def SGD(lr: float, momentum: float = 0.0, **more: Any) -> Optimizer:
+    """torch.optim.SGD for `set_optimizer`, with torch's numbers; no parameters are needed here."""
+    return _without_parameters(torch.optim.SGD, lr=lr, momentum=momentum, **more)
+
+
+def Adam(lr: float = 1e-3, **more: Any) -> Optimizer:
+    """torch.optim.Adam, as above."""
+    return _without_parameters(torch.optim.Adam, lr=lr, **more)
+
+
+def SparseAdam(lr: float = 1e-3, **more: Any) -> Optimizer:
+    """torch.optim.SparseAdam: moments move only for rows that have a gradient."""
+    return _without_parameters(torch.optim.SparseAdam, lr=lr, **more)
+
+
+def Adagrad(lr: float = 1e-2, **more: Any) -> Optimizer:
+    """torch.optim.Adagrad, as above."""
+    return _without_parameters(torch.optim.Adagrad, lr=lr, **more)
+
+
+def _without_parameters(cls: Any, **numbers: Any) -> Optimizer:
+    try:
+        made: Optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **numbers)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tt.kvstore.{cls.__name__}", numbers, str(error)) from None
+    return made

@@ -1,0 +1,185 @@
+"""`nn.Embedding(sparse=True)` in a prepared model: only the rows that a batch reads, and their gradients, travel.
+
+Rule: the weight stays in the model, at full size, but in a job only those of its rows are new that the last forward has
+read: a hook before each forward fetches them. The servers hold the table; at the end all of it comes home. Whoever
+reads the weight elsewhere calls `state_dict()`, which fetches everything.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from topotrain.config.job import ConfigError
+from topotrain.core.client.client import StepEnd
+from topotrain.extensions.tables.frontend.embedding import Embedding, forget_with
+from topotrain.extensions.tables.frontend.table_registry import Told, keeping
+from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
+from topotrain.extensions.tables.table_spec import TableSpec
+from topotrain.training.context import Context
+from topotrain.training.worker import Worker
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(slots=True)
+class SparseWeight:
+    """One weight whose gradients are sparse; `names` are its names in the model, `group` its group in the optimizer."""
+
+    weight: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    group: int = 0
+
+    @property
+    def table(self) -> str:
+        """The table's name."""
+        return self.names[0]
+
+    def spec(self, optimizer: Optimizer) -> TableSpec:
+        """The table on the servers."""
+        rows, width = self.weight.shape
+        kind = str(self.weight.dtype).removeprefix("torch.")
+        spec = TableSpec(self.table, rows, width, kind, "step", rule_text(optimizer, self.group), "given", dense=False)
+        check_rule(spec, spec.optimizer)
+        return spec
+
+
+def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
+    """The weights of the model's `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)` that are trained.
+
+    Raises:
+        ConfigError: such a weight is used by another kind of module, too, or its own one changes it (max_norm).
+    """
+    found: dict[int, SparseWeight] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            if module.max_norm is not None:
+                raise ConfigError(f"{name}.max_norm", module.max_norm, "must be None: forward would change the table")
+            weight = cast(nn.Parameter, module.weight)
+            entry = found.setdefault(id(weight), SparseWeight(weight))
+            entry.names.append(f"{name}.weight".lstrip(".").replace("_orig_mod.", ""))
+            entry.modules.append(module)
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            entry_of = found.get(id(parameter))
+            if entry_of is not None and module not in entry_of.modules:
+                raise ConfigError(
+                    f"{name}.{own}",
+                    entry_of.names[0],
+                    "must not be the weight of an Embedding(sparse=True), whose rows come one by one: use sparse=False",
+                )
+    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for key, entry in found.items():
+        if key not in groups:
+            raise ConfigError("optimizer", entry.table, "must have it in a group, or requires_grad=False")
+        entry.group = groups[key]
+    return list(found.values())
+
+
+class RowPaths:
+    """How rows leave a worker: those of its sparse weights, and those of its `tt.Embedding`s.
+
+    Raises:
+        ConfigError: a layout in which rows cannot travel, or a table that is in no model.
+    """
+
+    def __init__(self, here: Context, model: nn.Module, weights: Sequence[SparseWeight], optimizer: Optimizer) -> None:
+        self._weights = weights
+        self._tables = [module for module in model.modules() if isinstance(module, Embedding)]
+        self._rules: dict[str, Told] = {}
+        self.specs = [table.spec for table in self._tables]
+        self.weights: dict[str, torch.Tensor] = {entry.table: entry.weight for entry in weights}
+        self._hooks: list[RemovableHandle] = []
+        if here.tables is not None:
+            _check_in_model(here, self._tables)
+        if not weights and not self._tables:
+            return
+        for name in ("n_push", "n_fetch"):
+            if getattr(here.place.job.cluster, name) > 1:
+                raise ConfigError(
+                    f"cluster.{name}", getattr(here.place.job.cluster, name), "must be 1 where rows travel"
+                )
+        self._kept = kept = keeping(here)
+        here.tables.rows = self
+        for entry in weights:
+            spec = entry.spec(optimizer)
+            self._rules[entry.table] = Told(partial(rule_text, optimizer, entry.group, type(optimizer)))
+            kept.open(spec)
+            optimizer.state.pop(entry.weight, None)  # the servers keep it, row by row
+            if kept.rank == 0:
+                for lo, hi in _chunks(entry.weight):
+                    kept.give(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
+            for module in entry.modules:
+                self._watch(module, entry)
+        if weights:
+            kept.barrier()
+            fetch = model.register_state_dict_pre_hook(lambda *_: self.fetch())  # type: ignore[no-untyped-call]
+            self._hooks.append(fetch)
+
+    def _watch(self, module: nn.Module, entry: SparseWeight) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = args[0] if args else kwargs["input"]
+            unique = torch.unique(ids.detach().cpu().long())
+            known = unique[(unique >= 0) & (unique < len(entry.weight))]  # for another id torch has the better words
+            if len(known):
+                rows = self._kept.pull(entry.table, known)
+                entry.weight.data.index_copy_(0, known.to(entry.weight.device), rows.to(entry.weight.device))
+
+        self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def release(self) -> None:
+        """The job is over: from now on the weights are ordinary ones, with the rows that they have."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def follow(self, worker: Worker) -> None:
+        """The worker's steps take the rows along."""
+        if self._weights or self._tables:
+            worker.before_commit.append(self.push)
+            forget_with(worker.optimizer, self._tables)
+
+    def push(self, step: int, end: StepEnd) -> None:
+        """Send the gradients of rows, as this worker's part of a step."""
+        if end.check_finite and self._tables:
+            raise RuntimeError(f"a GradScaler does not see the rows of a tt.Embedding ({self._tables[0].name})")
+        for table in self._tables:
+            table.push(step)
+        for entry in self._weights:
+            self._rules[entry.table].tell(self._kept, [entry.table])
+            self._kept.push_step(entry.table, *_rows(entry), step)
+
+    def fetch(self) -> None:
+        """Write all rows into the weights."""
+        for entry in self._weights:
+            for lo, hi in _chunks(entry.weight):
+                entry.weight.data[lo:hi] = self._kept.pull(entry.table, torch.arange(lo, hi)).to(entry.weight.device)
+
+
+def _check_in_model(here: Context, tables: Sequence[Embedding]) -> None:
+    named = {table.name for table in tables}
+    for spec in here.tables.specs:
+        if spec.mode == "step" and spec.name not in named:
+            raise ConfigError("tt.prepare", spec.name, "a tt.Embedding must be part of the model that is prepared")
+
+
+def _rows(entry: SparseWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    gradient = entry.weight.grad
+    if gradient is None:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, entry.weight.shape[1], dtype=entry.weight.dtype)
+    if not gradient.is_sparse:
+        raise RuntimeError(
+            f"parameter {entry.table} of an Embedding(sparse=True) has a dense gradient: something else uses it, too"
+        )
+    gradient = gradient.coalesce().cpu()
+    return gradient.indices()[0].clone(), gradient.values().clone()
+
+
+def _chunks(weight: torch.Tensor) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK_BYTES // max(1, weight[0:1].nbytes))
+    return ((lo, min(lo + step, len(weight))) for lo in range(0, len(weight), step))

@@ -1,0 +1,85 @@
+"""The rows of a table as files: a folder with `index.json` and `part-00000.safetensors`, `part-00001.safetensors`, …
+
+Each part holds `ids` (int64, [n]) and `values` ([n, width]), n rows that were touched, in no order, of about 16 MB:
+neither who writes nor who reads ever holds the whole table.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topotrain.config.job import ConfigError
+from topotrain.config.private_files import make_folder, read_text, write_text
+from topotrain.training.final_parameters import NotSaved, load_tensors, save_tensors
+
+PART_BYTES = 16 << 20
+
+
+def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
+    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows.
+
+    Raises NotSaved where the disk does not take them.
+    """
+    try:
+        return _write(folder, rows, described)
+    except NotSaved:
+        raise
+    except OSError as error:
+        raise NotSaved(folder, error) from None
+
+
+def _write(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(temporary)
+    names, count = [], 0
+    for number, (ids, values) in enumerate(_gathered(rows)):
+        names.append(f"part-{number:05d}.safetensors")
+        save_tensors({"ids": ids, "values": values}, temporary / names[-1], {"format": "pt"})
+        count += len(ids)
+    write_text(temporary / "index.json", json.dumps({**described, "count": count, "parts": names}, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+    return count
+
+
+def _gathered(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What comes in small pieces, in large ones."""
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    size = 0
+    for ids, values in rows:
+        if held and size + ids.nbytes + values.nbytes > PART_BYTES:
+            yield _joined(held)
+            held, size = [], 0
+        if len(ids):
+            held.append((ids, values))
+            size += ids.nbytes + values.nbytes
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return held[0] if len(held) == 1 else (torch.cat([ids for ids, _ in held]), torch.cat([rows for _, rows in held]))
+
+
+def _fit(ids: torch.Tensor, values: torch.Tensor, width: int) -> bool:
+    return ids.dtype is torch.int64 and ids.dim() == 1 and values.shape == (len(ids), width)
+
+
+def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, values) of each part of a folder. Raises ConfigError if it is none, or has rows of another width."""
+    try:
+        index = json.loads(read_text(folder / "index.json"))
+        names = [str(name) for name in index["parts"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("table", str(folder), f"must be a folder with index.json and parts: {error}") from None
+    for name in names:
+        held = load_tensors(folder / Path(name).name)
+        if held.keys() != {"ids", "values"} or not _fit(held["ids"], held["values"], width):
+            raise ConfigError("table", str(folder / name), f"must hold ids and values of {width} elements")
+        yield held["ids"], held["values"]

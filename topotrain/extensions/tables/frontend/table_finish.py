@@ -1,0 +1,53 @@
+"""How tables end: nobody pushes any more, and what a model looks up in comes home to worker (0,0).
+
+Rule: rows come home some at a time; worker (0,0) never holds a table that was made for the servers only.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from topotrain.core.events import Tabled
+from topotrain.extensions.tables.frontend.sparse_embedding import RowPaths
+from topotrain.extensions.tables.frontend.table_export import write_parts
+from topotrain.extensions.tables.frontend.table_registry import InJob
+from topotrain.training.context import Context
+
+
+def say_goodbye(here: Context) -> None:
+    """This worker pushes nothing more; before its own goodbye, so that nobody waits for it in vain."""
+    if here.tables is not None:
+        here.tables.door.close()
+
+
+def bring_home(here: Context) -> dict[str, torch.Tensor]:
+    """Once every worker is through with tables: worker (0,0) writes what is on the servers only, beside the model.
+
+    Returns the weights whose rows travelled, complete, by name.
+    """
+    tables: InJob | None = here.tables
+    if tables is None:
+        return {}
+    tables.door.barrier(last=True)
+    if not here.is_main:
+        return {}
+    for spec in tables.specs:
+        for held in tables.stats(spec.name):
+            here.emit(Tabled(held["server"], spec.name, held["rows"], held["bytes"]))
+    rows: RowPaths | None = tables.rows
+    if rows is None:
+        return {}
+    rows.fetch()
+    for spec in rows.specs:
+        write_parts(_folder(here, spec.name), tables.touched(spec.name), _described(asdict(spec)))
+    return rows.weights
+
+
+def _folder(here: Context, name: str) -> Path:
+    return here.workspace / "tables" / name
+
+
+def _described(spec: dict[str, object]) -> dict[str, object]:
+    kept = {name: spec[name] for name in ("name", "rows", "width", "dtype", "init", "seed")}
+    return {**kept, "rows": None if spec["rows"] == -1 else spec["rows"]}

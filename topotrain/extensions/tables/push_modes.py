@@ -1,0 +1,304 @@
+"""When a push counts: with its step, with everybody's push of the same number, or at once.
+
+Rule: every shard decides alike, because every worker tells every shard of each of its pushes, also where it has no rows
+for it. What has come of a push is kept until it is complete; rows change nowhere but in `Table.apply`.
+"""
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+import numpy as np
+import torch
+
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address
+from topotrain.core.optim.adapter import OptimizerSpec
+from topotrain.core.protocol import Commit, ProtocolError
+from topotrain.core.server.ordered_sum import Tree, canonical_mean
+from topotrain.extensions.compression.codecs import all_finite
+from topotrain.extensions.tables.row_optimizers import Clip, Rule, SparseRule, check_rule, make_rule
+from topotrain.extensions.tables.row_storage import Rows
+from topotrain.extensions.tables.table_spec import Ids, TableSpec
+
+_MOST_OPEN = 64  # pushes of one worker that are not complete, or whose step is not over
+_MOST_RULES = 1 << 12  # that a group has said for turns to come
+
+
+@dataclass(slots=True)
+class Push:
+    """What has come of one worker's push, or of its pushes of one step: parts of (rows' numbers, rows)."""
+
+    parts: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
+
+    def joined(self, width: int, dtype: torch.dtype) -> tuple[Ids, torch.Tensor]:
+        """All of it, each row once, ascending: rows of a number that came twice are added."""
+        if not self.parts:
+            return np.empty(0, dtype=np.int64), torch.empty(0, width, dtype=dtype)
+        ids = np.concatenate([part for part, _ in self.parts])
+        rows = self.parts[0][1] if len(self.parts) == 1 else torch.cat([rows for _, rows in self.parts])
+        if (np.diff(ids) > 0).all():
+            return ids, rows
+        known, place = np.unique(ids, return_inverse=True)
+        return known, torch.zeros(len(known), width, dtype=dtype).index_add_(0, torch.from_numpy(place), rows)
+
+
+class Table:
+    """One shard of a table, whatever its mode.
+
+    Args:
+        spec: the table.
+        shard, shards: which of how many.
+        workers: all of the job, in rank order.
+        import_module: the job's `import`.
+        clip: bounds of every element of a gradient of a step.
+        most: so many changes in a row that are not finite are an error, and fewer are left out; 0: all are applied.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        shard: int,
+        shards: int,
+        workers: Sequence[Address],
+        import_module: str,
+        clip: Clip,
+        most: int,
+    ) -> None:
+        self.spec = spec
+        self.restored = False
+        """Its rows are those of a snapshot."""
+        self._most, self._left_out = most, 0
+        self.rows = Rows(spec, shard, shards)
+        self._workers = workers
+        self._import, self._clip = import_module, clip if spec.mode == "step" else None
+        self._pushes: dict[tuple[Address, int], Push] = {}
+        self._rules: dict[
+            int, list[tuple[int, str]]
+        ] = {}  # group -> (turn, optimizer), the present one and those to come
+        self._rule: Rule | None = None
+        self._text = ""
+        self._take_rule(spec.optimizer)
+
+    # --- what workers say ----------------------------------------------------------------------------------------
+
+    def push(self, sender: Address, turn: int, last: bool, ids: Ids, rows: torch.Tensor | None) -> None:
+        """Take a part of a push. Raises LookupError for rows that must be given first, ConfigError from the rule."""
+        if (sender, turn) not in self._pushes and sum(who == sender for who, _ in self._pushes) >= _MOST_OPEN:
+            raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r}, and ends none")
+        push = self._pushes.setdefault((sender, turn), Push())
+        if rows is not None:
+            push.parts.append((ids, rows))
+        if last:
+            self._complete(sender, turn)
+
+    def set_rule(self, sender: Address, since: int, text: str) -> None:
+        """From this turn on pushes are applied by this optimizer. Raises ConfigError."""
+        check_rule(self.spec, text, self._import)
+        if len(self._rules.get(self._group(sender), ())) >= _MOST_RULES:
+            raise ProtocolError(f"{sender} says again and again by which rule table {self.spec.name!r} is to be pushed")
+        insort(self._rules.setdefault(self._group(sender), []), (self._since(since), text), key=itemgetter(0))
+
+    def may_read(self, sender: Address, seen: int) -> bool:
+        """Whether so many turns of the sender are applied."""
+        return True
+
+    def ended(self, sender: Address) -> str:
+        """A worker pushes nothing more; returns, in words, who waits for it in vain, or ""."""
+        return ""
+
+    # --- snapshots (`tablecopy`) ---------------------------------------------------------------------------------
+
+    @property
+    def unkept(self) -> str:
+        """Why no snapshot can have it; empty: one can."""
+        return f"pushes of table {self.spec.name!r} belong to no step of the model"
+
+    @property
+    def optimizer(self) -> str:
+        """What moved the rows last, as `TableSpec.optimizer` has it."""
+        return self._text
+
+    @property
+    def pushes(self) -> int:
+        """So many the optimizer of a sparse table has applied."""
+        return self._rule.pushes if isinstance(self._rule, SparseRule) else 0
+
+    def go_on(self, optimizer: str, pushes: int) -> None:
+        """The rows and their state are those of a snapshot. Raises ConfigError where another optimizer moved them.
+
+        Its settings are the script's, as with the model's own optimizer.
+        """
+        then, now = (OptimizerSpec.from_text(text).name for text in (optimizer, self._text))
+        if then != now or not isinstance(self._rule, SparseRule):
+            raise ConfigError("resume", f"table {self.spec.name}", f"is moved by {now} now, and was by {then}")
+        self._rule.pushes, self.restored = pushes, True
+
+    # --- for the modes -------------------------------------------------------------------------------------------
+
+    def _group(self, sender: Address) -> int:
+        return 0
+
+    def _complete(self, sender: Address, turn: int) -> None:
+        raise NotImplementedError
+
+    def _since(self, turn: int) -> int:
+        return turn
+
+    def _take_rules(self, group: int, turn: int) -> None:
+        """The optimizer of a turn is the last one that was said for it, or for one before."""
+        said = self._rules.get(group, [])
+        while len(said) > 1 and said[1][0] <= turn:
+            del said[0]
+        self._take_rule(said[0][1] if said and said[0][0] <= turn else self.spec.optimizer)
+
+    def _take_rule(self, text: str) -> None:
+        if text and text != self._text and (self._rule is None or not self._rule.set(text)):
+            self._rule = make_rule(self.rows, text, self._import, self._clip)
+        self._text = text or self._text
+
+    def _joined(self, sender: Address, turn: int) -> tuple[Ids, torch.Tensor]:
+        return self._pushes.pop((sender, turn), Push()).joined(self.spec.width, self.spec.torch_dtype)
+
+    def apply(self, ids: Ids, rows: torch.Tensor, adds: bool) -> None:
+        """The one place where rows change. adds: what happens where there is no optimizer. Raises LookupError."""
+        if self._most and not all_finite(rows.reshape(-1)):
+            self._left_out += 1
+            if self._left_out >= self._most:
+                often = f"{self._left_out} pushes in a row" if self._most > 1 else "a push"
+                raise LookupError(f"table {self.spec.name!r}: {often} not finite (nonfinite: kAllow would apply that)")
+            return
+        self._left_out = 0
+        slots = self.rows.slots(ids)
+        if self._rule is not None:
+            self._rule.apply(slots, rows)
+        elif len(ids):
+            self.rows.scatter(slots, self.rows.gather(slots).add_(rows) if adds else rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the optimizer's state."""
+        return 0 if self._rule is None else self._rule.state_bytes
+
+
+class AsyncTable(Table):
+    """Each push is applied when it is complete."""
+
+    def _since(self, turn: int) -> int:
+        return 0  # turns of different workers have no order; the last word counts
+
+    def _complete(self, sender: Address, turn: int) -> None:
+        self._take_rules(0, 0)
+        self.apply(*self._joined(sender, turn), adds=True)
+
+
+class SyncTable(Table):
+    """The n-th pushes of all workers are added up in rank order, and applied once."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._turns: dict[int, dict[Address, tuple[Ids, torch.Tensor]]] = {}
+        self._applied = 0
+        self._ended: dict[Address, int] = {}  # worker -> its pushes, when it has ended
+        self._counts: dict[Address, int] = dict.fromkeys(self._workers, 0)
+
+    def may_read(self, sender: Address, seen: int) -> bool:
+        """Whether so many pushes of everybody are applied."""
+        return self._applied >= seen
+
+    def _complete(self, sender: Address, turn: int) -> None:
+        if turn != self._counts[sender] + 1:
+            raise ProtocolError(f"push {turn} of table {self.spec.name!r}, {self._counts[sender] + 1} was due")
+        self._counts[sender] = turn
+        self._turns.setdefault(turn, {})[sender] = self._joined(sender, turn)
+        while len(self._turns.get(self._applied + 1, {})) == len(self._workers):
+            self._take_rules(0, self._applied + 1)
+            self.apply(*self._sum(self._turns.pop(self._applied + 1)), adds=False)
+            self._applied += 1
+
+    def _sum(self, parts: Mapping[Address, tuple[Ids, torch.Tensor]]) -> tuple[Ids, torch.Tensor]:
+        ordered = [parts[worker] for worker in self._workers]
+        first, rows = ordered[0]
+        if all(np.array_equal(ids, first) for ids, _ in ordered[1:]):
+            for _, more in ordered[1:]:
+                rows.add_(more)
+            return first, rows
+        union = np.unique(np.concatenate([ids for ids, _ in ordered]))
+        total = torch.zeros(len(union), self.spec.width, dtype=self.spec.torch_dtype)
+        for ids, more in ordered:
+            total.index_add_(0, torch.from_numpy(np.searchsorted(union, ids)), more)
+        return union, total
+
+    def ended(self, sender: Address) -> str:
+        """A worker pushes nothing more: those who push more than it did would wait for ever."""
+        self._ended[sender] = self._counts[sender]
+        return self.waits_in_vain()
+
+    def waits_in_vain(self) -> str:
+        """In words, who waits for a worker that has ended, or ""."""
+        for worker, pushes in self._ended.items():
+            for other, count in self._counts.items():
+                if count > pushes:
+                    return (
+                        f"table {self.spec.name!r} is sync: {worker} ended after {pushes} pushes, while {other} made "
+                        f"{count}; all workers of the job must push it equally often"
+                    )
+        return ""
+
+
+class StepTable(Table):
+    """Pushes belong to a step of the worker group and are applied, or dropped, with it."""
+
+    @property
+    def unkept(self) -> str:
+        """See `Table`."""
+        return f"table {self.spec.name!r} is dense" if self.spec.dense else ""
+
+    def _group(self, sender: Address) -> int:
+        return sender.group
+
+    def _complete(self, sender: Address, turn: int) -> None:
+        """A step may have several pushes; the step's own end says that all are here."""
+
+    def mean(
+        self, group: int, step: int, commits: Mapping[int, Commit], tree: Tree, divide: bool
+    ) -> tuple[Ids, torch.Tensor] | None:
+        """The group's mean (or sum) of a step, as dense gradients have it: a row that a worker lacks counts as zero.
+
+        None: no worker has pushed.
+        """
+        pushed = {
+            key[0].index: self._joined(*key) for key in list(self._pushes) if key[0].group == group and key[1] == step
+        }
+        if not pushed:
+            return None
+        if len(commits) == 1 and commits[0].weight > 0:
+            return pushed[0]
+        union = np.unique(np.concatenate([ids for ids, _ in pushed.values()]))
+        parts: dict[int, tuple[float, torch.Tensor | None]] = {}
+        for index, commit in commits.items():
+            parts[index] = (commit.weight, self._spread(union, *pushed[index]) if index in pushed else None)
+        mean = torch.empty(len(union) * self.spec.width, dtype=self.spec.torch_dtype)
+        canonical_mean(parts, tree, mean, lambda _: torch.empty_like(mean), divide)
+        return union, mean.view(len(union), self.spec.width)
+
+    def _spread(self, union: Ids, ids: Ids, rows: torch.Tensor) -> torch.Tensor:
+        if len(ids) == len(union):
+            return rows.reshape(-1)
+        spread = torch.zeros(len(union), self.spec.width, dtype=self.spec.torch_dtype)
+        return spread.index_copy_(0, torch.from_numpy(np.searchsorted(union, ids)), rows).view(-1)
+
+    def apply_step(self, group: int, step: int, found: tuple[Ids, torch.Tensor], factor: float) -> None:
+        """The step counts: its gradient times `factor` goes to the rows."""
+        self._take_rules(group, step)
+        ids, rows = found
+        self.apply(ids, rows if factor == 1.0 else rows * factor, adds=True)
+
+    def drop(self, group: int, step: int) -> None:
+        """The step is over."""
+        for key in [key for key in self._pushes if key[0].group == group and key[1] <= step]:
+            del self._pushes[key]
+
+
+KINDS: Mapping[str, type[Table]] = {"async": AsyncTable, "sync": SyncTable, "step": StepTable}

@@ -1,0 +1,1 @@
+"""A unit: the process that starts, watches and ends the processes of one place."""

@@ -1,0 +1,76 @@
+"""Locks on files of a workspace, and which process holds one that is taken.
+
+Rule: only the user of a workspace can open its lock. One that another user's process holds, or that the kernel shows
+no holder of, is told apart from that of another job: the number in the file may be of a launcher long gone.
+"""
+
+import contextlib
+import fcntl
+import os
+import pwd
+from collections.abc import Iterator
+from pathlib import Path
+
+from topotrain.config.private_files import open_file
+
+_LOCKS = Path("/proc/locks")
+
+
+class Taken(Exception):
+    """A lock is held; the text says by which process, as the end of a sentence about the workspace."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, how: int) -> Iterator[int]:
+    """A descriptor of the file, locked (fcntl.LOCK_EX or LOCK_SH) as long as the block lasts. Raises OSError, Taken."""
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Taken(_taken(path, fd)) from None
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _taken(path: Path, fd: int) -> str:
+    owners = {pid: owner for pid in _holders(fd) if (owner := _owner(pid)) is not None}
+    ours = [pid for pid, owner in owners.items() if owner == os.geteuid()]
+    if ours:
+        return f"is in use by another job (launcher pid {ours[0]}): choose another folder or wait for its end"
+    if owners:
+        pid, owner = next(iter(owners.items()))
+        stranger = f"process {pid} of user {_name(owner)}"
+        return (
+            f"is in use by no job of this user, but {stranger} holds {path}: remove that file, or choose another folder"
+        )
+    said = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+    elsewhere = f"its lock is held on another host or in another container (last launcher here: pid {said})"
+    return f"is in use by another job: {elsewhere}: choose another folder or wait for its end"
+
+
+def _holders(fd: int) -> list[int]:
+    """The processes of this machine that hold a lock on the file of a descriptor."""
+    info, found = os.fstat(fd), []
+    with contextlib.suppress(OSError):
+        for line in _LOCKS.read_text(encoding="ascii").splitlines():
+            words = line.split()  # such as 7: FLOCK ADVISORY WRITE 4711 08:02:3145 0 EOF
+            if len(words) > 5 and words[1] == "FLOCK" and int(words[5].rpartition(":")[2]) == info.st_ino:
+                found.append(int(words[4]))
+    return [pid for pid in found if pid > 0]
+
+
+def _owner(pid: int) -> int | None:
+    """The user of a process; None for one that is not there."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

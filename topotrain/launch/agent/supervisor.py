@@ -1,0 +1,459 @@
+"""The supervisor of one process unit, without torch: it starts its workers and its server process, and speaks for them.
+
+Rule: one thread, one loop. Events of the children go up as JSON lines on stdout, commands come down on stdin, and the
+end of stdin means that the launcher died: then everything here dies too. A child never outlives its unit, because the
+forkserver kills the children of a closed connection and each child watches its own channel.
+
+Where the job is to go on when processes die (`on_failure: kContinue`), a death is told as Lost, and what follows from
+it is the launcher's to say: "restart" makes the workers of a group anew (or for the first time), "dismiss" ends one
+process (which has been frozen for too long), "tell" has words for one, "kill" ends all at once, and until it says "end"
+the unit stays, for its processes may be needed once more. A process that ends without having announced it is lost,
+whatever its exit code; so is one whose channel has ended, since nothing can be said to it any more.
+
+The output of the main worker is read only as fast as the launcher takes it ("hold": its own reader does not read), so
+that a print waits as under plain `python`. Events are always read, and nothing is dropped.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+from topotrain.config.job import OnFailure
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.events import (
+    Ending,
+    Event,
+    Exited,
+    Failed,
+    Frozen,
+    Lost,
+    Notice,
+    Output,
+    Started,
+    Thawed,
+    from_json,
+    to_json,
+)
+from topotrain.extensions.replication.replica_placement import Seats, domains
+from topotrain.launch.agent import children, forkserver
+from topotrain.launch.agent.children import Birth, Calls, Child, Home
+from topotrain.launch.agent.group_restart import Renewal
+from topotrain.launch.agent.pipes import Lines, Outbox, Raw, ending, log_tail
+from topotrain.launch.agent.stop_signals import stop_signals
+from topotrain.launch.grace_period import waits
+
+GRACE_S = 1.5
+"""From SIGTERM to SIGKILL."""
+GIVE_UP_S = 1.0
+"""From SIGKILL until we leave without having seen the end; closing the connection kills once more."""
+DEAF_S = 2.0
+"""From the end of a child's channel to that of the child, before it is ended: the kernel closes files first."""
+_BACKLOG_BYTES = 1 << 20
+"""Of what the launcher has not taken yet; with more, the main worker's output is not read, which makes it wait."""
+_STDIN, _STDOUT = 0, 1
+_UNANNOUNCED = " before its part was done: did the program call os._exit, os.exec… or exit() of a C library?"
+_DEAF = "has closed the channel to its unit and runs on: did the program call os.exec… or close all descriptors?"
+
+
+class Stage(Enum):
+    """How far the ending of a unit has come."""
+
+    RUNNING = 0
+    ASKED = 1
+    KILLED = 2
+    LEFT = 3
+
+
+class Unit:
+    """The supervisor of the unit that `home` names. `run` returns 0 when every child ended with 0, else 1."""
+
+    def __init__(
+        self, home: Home, topology: Topology, calls: Calls, client: forkserver.Client, owns_forkserver: bool
+    ) -> None:
+        self._home = home
+        self._topology = topology
+        self._calls = calls
+        self._client = client
+        self._owns_forkserver = owns_forkserver
+        self._poll_s = home.job.cluster.poll_time / 1000
+        self._selector = selectors.DefaultSelector()
+        self._children: list[Child] = []
+        self._commands = Lines(_STDIN)
+        self._outbox = Outbox(_STDOUT)
+        self._held = self._pauses = False
+        self._stage = Stage.RUNNING
+        self._deadline: float | None = None
+        self._continues = home.job.on_failure is OnFailure.kContinue
+        self._needed = self._continues
+        self._renewal = Renewal()
+        twice = home.job.cluster.replicas > 1
+        self._seats = Seats(domains(topology)).to_data() if twice else []
+        self._empty: dict[str, tuple[int, str]] = {}  # seats that wait for a fresh process
+
+    def run(self) -> int:
+        os.set_blocking(_STDIN, False)
+        os.set_blocking(_STDOUT, False)
+        self._on_readable(_STDIN, self._commanded)
+        self._on_readable(self._client.fileno(), self._answered)
+        with stop_signals() as woken:
+            self._on_readable(woken.fileno(), lambda: self._woken(woken))
+            for residents, fds in children.members(self._topology, self._home.unit):
+                self._begin(Birth(residents, fds, seats=self._seats))
+            while (self._living() or self._awaited()) and self._stage is not Stage.LEFT:
+                self._turn()
+            while self._outbox.waiting and self._stage is Stage.RUNNING:  # a launcher that was stopped may go on
+                self._turn()
+            self._flush(time.monotonic() + GIVE_UP_S)
+        if self._continues and self._stage is Stage.RUNNING:  # how the job ended, the launcher knows
+            return 0
+        return int(any(child.code != 0 for child in self._children))
+
+    def _awaited(self) -> bool:
+        """The launcher may still want something from us."""
+        return self._needed and self._stage is Stage.RUNNING
+
+    def _begin(self, birth: Birth) -> None:
+        first = birth.residents[0]
+        if first.role is Role.WORKER and first.group in self._home.life.absent:
+            self._renewal.later(birth)
+        else:
+            self._bear(birth)
+
+    def _bear(self, birth: Birth) -> None:
+        child = children.start(self._client, self._home, self._calls, birth)
+        self._children.append(child)
+        self._listen(child)
+
+    # The loop
+
+    def _turn(self) -> None:
+        wait_s = self._poll_s
+        if self._deadline is not None:
+            wait_s = max(0.0, min(wait_s, self._deadline - time.monotonic()))
+        for key, _ in self._selector.select(wait_s):
+            if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
+                key.data()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._insist()
+        self._end_the_deaf(time.monotonic())
+
+    def _on_readable(self, fd: int, do: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, do)
+
+    def _ignore(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _woken(self, woken: socket.socket) -> None:
+        wait_s = waits(self._home.job) if signal.SIGINT not in woken.recv(64) else 0.0
+        if self._stage is not Stage.RUNNING or not wait_s:
+            self._stop()
+        elif self._deadline is None:  # everybody was signaled, perhaps, and the launcher says what comes of it
+            self._deadline = time.monotonic() + wait_s
+
+    def _commanded(self) -> None:
+        for line in self._commands.read() or []:
+            command = json.loads(line)
+            match command["command"]:
+                case "stop":
+                    self._stop()
+                case "kill":
+                    self._kill()
+                case "end":
+                    self._needed = False
+                case "hold":
+                    self._held = command["on"]
+                    self._regulate()
+                case "restart":
+                    self._restart(command)
+                case "seats":
+                    self._reseat(command)
+                case "dismiss":
+                    self._dismiss([c for c in self._living() if c.who == command["who"] and not c.doomed])
+                case "tell":
+                    self._pass_on(command["who"], command["words"])
+        if not self._commands.open:
+            self._vanish()
+
+    def _answered(self) -> None:
+        answers = self._client.receive()
+        if answers is None:
+            self._orphaned()
+            return
+        for answer in answers:
+            self._answer(answer)
+
+    def _answer(self, answer: Mapping[str, Any]) -> None:
+        if "exit" in answer:
+            self._ended(self._child(answer["pid"]), answer["exit"])
+            return
+        if "frozen" in answer:
+            child = self._child(answer["pid"])
+            self._tell((Frozen if answer["frozen"] else Thawed)(child.who, child.pid))
+            return
+        child = next(c for c in self._children if c.who == answer["who"])
+        if "error" in answer:
+            self._fail(child, f"{child.who} could not be started: {answer['error']}")
+            self._end(child, 1)
+            return
+        child.pid = answer["pid"]
+        if child.doomed:  # before it was born
+            self._signal(child, signal.SIGKILL, group=True)
+            return
+        for resident in child.residents:
+            self._tell(Started(str(resident), child.pid))
+        if self._stage is not Stage.RUNNING:  # asked to stop before it was born
+            self._signal(child, signal.SIGTERM if self._stage is Stage.ASKED else signal.SIGKILL)
+
+    def _child(self, pid: int) -> Child:
+        return next(child for child in self._children if child.pid == pid)
+
+    # Listening to a child
+
+    def _listen(self, child: Child) -> None:
+        self._on_readable(child.events.fd, lambda: self._heard(child, "", child.events))
+        if not self._pauses:
+            self._listen_to_output(child)
+
+    def _listen_to_output(self, child: Child) -> None:
+        for stream, output in child.outputs.items():
+            if output.open:
+                self._on_readable(output.fd, lambda s=stream, o=output: self._heard(child, s, o))  # type: ignore[misc]
+
+    def _regulate(self) -> None:
+        """Read the main worker's output, or leave it where it is until the launcher has taken what there was."""
+        most = _BACKLOG_BYTES // 2 if self._pauses else _BACKLOG_BYTES
+        pauses = self._held or len(self._outbox.waiting) > most
+        if pauses is self._pauses:
+            return
+        self._pauses = pauses
+        for child in self._living():
+            if pauses:
+                for output in child.outputs.values():
+                    self._ignore(output.fd)
+            else:
+                self._listen_to_output(child)
+
+    def _heard(self, child: Child, stream: str, source: Lines | Raw) -> None:
+        for line in source.read() or []:
+            self._take(child, stream, line)
+        if not source.open:
+            self._ignore(source.fd)
+            if source is child.events:
+                child.deaf_from = time.monotonic()
+
+    def _end_the_deaf(self, now: float) -> None:
+        """Processes that nothing can be said to any more, although they had not announced their end."""
+        for child in self._living() if self._stage is Stage.RUNNING else []:
+            deaf = child.deaf_from is not None and now >= child.deaf_from + DEAF_S
+            if deaf and not (child.announced or child.failed or child.doomed):
+                self._fail(child, f"{child.who} (pid {child.pid}) {_DEAF}")
+                self._dismiss([child])
+
+    def _take(self, child: Child, stream: str, line: bytes) -> None:
+        if stream:
+            self._keep_log(child, line)
+            text = child.outputs[stream].text(line)
+            if text:
+                self._tell(Output(child.who, stream, text))
+            return
+        try:
+            event = from_json(line.decode())
+        except ValueError as error:
+            self._tell(Notice(child.who, f"an event that cannot be read: {error}"))
+            return
+        if isinstance(event, Ending):
+            child.announced = True
+            return
+        child.failed |= isinstance(event, Failed)
+        self._tell(event)
+
+    def _keep_log(self, child: Child, output: bytes) -> None:
+        """Add to the log; a full disk is no reason to end the job, and is told once."""
+        error = child.write_log(output)
+        if error is not None:
+            self._tell(Notice(child.who, f"{child.log} lacks some of its output: {error.strerror}"))
+
+    def _ended(self, child: Child, code: int) -> None:
+        """The process is gone: hear what it still said, then tell its end."""
+        heard: list[tuple[str, Lines | Raw]] = [*child.outputs.items(), ("", child.events)]
+        for stream, source in heard:
+            for line in source.drain():
+                self._take(child, stream, line)
+        known = child.failed or child.doomed or (code == 0 and child.announced)
+        if not known and self._stage is Stage.RUNNING:
+            self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
+        self._end(child, code)
+
+    def _fail(self, child: Child, text: str) -> None:
+        tail = log_tail(child.log)
+        self._tell(Lost(child.who, child.pid, text, tail) if self._continues else Failed(child.who, "died", text, tail))
+
+    def _end(self, child: Child, code: int) -> None:
+        child.code = code
+        for fd in (child.events.fd, *(output.fd for output in child.outputs.values())):
+            self._ignore(fd)
+        child.close()
+        for resident in child.residents:
+            self._tell(Exited(str(resident), child.pid, code))
+        self._renew(child.residents[0].group)
+        self._refill()
+
+    # A server's seat
+
+    def _reseat(self, command: Mapping[str, Any]) -> None:
+        """A server process has died: who has which seat now, and a fresh process for the one that is empty."""
+        if self._stage is not Stage.RUNNING:
+            return
+        self._seats = command["seats"]
+        line = json.dumps({"command": "seats", "seats": self._seats}).encode() + b"\n"
+        for child in self._living():
+            if child.residents[0].role is Role.SERVER and child.who != command["who"]:
+                with contextlib.suppress(OSError):
+                    child.control.send(line)
+        who, here = command["who"], command["unit"] == self._home.unit
+        former = [child for child in self._children if child.who == who]
+        self._dismiss([child for child in former if child.code is None])
+        if here and former:
+            self._empty[who] = command["number"], command["why"]
+            self._refill()
+        elif here:  # its own unit is gone
+            residents = tuple(r for unit in self._topology.units for r in unit.servers if str(r) == who)
+            self._seat(residents, command["number"], command["why"])
+
+    def _refill(self) -> None:
+        """Start a process for each empty seat whose former one has ended."""
+        for child in [c for c in self._children if c.who in self._empty and c.code is not None]:
+            number, why = self._empty.pop(child.who)
+            self._children.remove(child)
+            if self._stage is Stage.RUNNING:
+                self._seat(child.residents, number, why)
+
+    def _seat(self, residents: tuple[Address, ...], number: int, why: str) -> None:
+        guest = self._topology.unit_of(residents[0]) != self._home.unit
+        self._bear(Birth(residents, (), number, why, self._seats, guest))
+
+    # Starting a group again
+
+    def _restart(self, command: Mapping[str, Any]) -> None:
+        """End the workers of a group, or one of them, and start them again when the last one has ended."""
+        if self._stage is not Stage.RUNNING:
+            return
+        group, who = command["group"], command["who"]
+        self._dismiss(self._renewal.ask(group, command["incarnation"], command["why"], self._children, who))
+        self._renew(group)
+
+    def _dismiss(self, gone: Sequence[Child]) -> None:
+        """End them at once; it is known why, so their end is no loss."""
+        for child in gone:
+            child.doomed = True
+            self._signal(child, signal.SIGKILL, group=True)
+
+    def _renew(self, group: int) -> None:
+        if self._stage is not Stage.RUNNING:
+            return
+        former, births = self._renewal.due(group, self._children)
+        for child in former:
+            self._children.remove(child)
+        for birth in births:
+            self._bear(birth)
+
+    def _pass_on(self, who: str, words: Mapping[str, Any]) -> None:
+        """Tell the process of a resident what the launcher has to say to it; one that is not up yet reads it then."""
+        for child in self._living():
+            if who in map(str, child.residents):
+                with contextlib.suppress(OSError):
+                    child.control.send(json.dumps(words).encode() + b"\n")
+
+    # Ending
+
+    def _living(self) -> list[Child]:
+        return [child for child in self._children if child.code is None]
+
+    def _stop(self) -> None:
+        """Ask the children to end; a second time changes nothing."""
+        if self._stage is not Stage.RUNNING:
+            return
+        self._enter(Stage.ASKED, GRACE_S)
+        for child in self._living():
+            with contextlib.suppress(OSError):
+                child.control.send(b'{"command": "stop"}\n')
+            self._signal(child, signal.SIGTERM)
+        if not any(child.pid for child in self._living()):  # nobody is born yet: the closed connection forbids it
+            self._enter(Stage.LEFT, 0)
+
+    def _insist(self) -> None:
+        """The time of a stage is up."""
+        if self._stage is Stage.RUNNING:
+            self._stop()
+        elif self._stage is Stage.ASKED:
+            self._kill()
+        else:
+            self._enter(Stage.LEFT, 0)
+
+    def _kill(self) -> None:
+        """End the children without asking them."""
+        self._enter(Stage.KILLED, GIVE_UP_S)
+        for child in self._living():
+            self._signal(child, signal.SIGKILL, group=True)
+
+    def _enter(self, stage: Stage, patience_s: float) -> None:
+        self._stage = stage
+        self._deadline = time.monotonic() + patience_s
+
+    def _signal(self, child: Child, number: int, group: bool = False) -> None:
+        if child.pid:
+            with contextlib.suppress(OSError):  # a forkserver that is gone is noticed by its end of file
+                self._client.signal(child.pid, number, group)
+
+    def _vanish(self) -> None:
+        """The launcher died, so nobody is left to work for."""
+        self._enter(Stage.LEFT, 0)
+        self._kill_groups()
+
+    def _orphaned(self) -> None:
+        """The forkserver died, and its children with it; what they had started may not know yet."""
+        self._ignore(self._client.fileno())
+        self._kill_groups()
+        if self._stage is Stage.RUNNING:
+            who = f"unit {self._home.unit}"
+            # Of a forkserver that serves the whole host the launcher tells the end itself: it knows what killed it.
+            kind = "died" if self._owns_forkserver else "peer"
+            self._tell(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
+        self._enter(Stage.KILLED, GIVE_UP_S)
+        for child in self._living():
+            self._ended(child, -signal.SIGKILL)
+
+    def _kill_groups(self) -> None:
+        """Without the forkserver: only for the moment after somebody's death, when no pid can be somebody else's."""
+        for child in self._living():
+            if child.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+
+    # Telling the launcher
+
+    def _tell(self, event: Event) -> None:
+        """Queue an event."""
+        self._outbox.put(to_json(event).encode())
+        if self._outbox.waiting and _STDOUT not in self._selector.get_map():
+            self._selector.register(_STDOUT, selectors.EVENT_WRITE, self._write)
+        self._regulate()
+
+    def _write(self) -> None:
+        self._outbox.write()
+        if not self._outbox.waiting:
+            self._ignore(_STDOUT)
+        self._regulate()
+
+    def _flush(self, until: float) -> None:
+        while self._outbox.waiting and time.monotonic() < until:
+            self._selector.select(self._poll_s)
+            self._outbox.write()

@@ -1,0 +1,75 @@
+"""What runs as one process unit: it reads its place and its job, and supervises its processes (supervisor.py)."""
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import layout
+from topotrain.core.events import Failed, to_json
+from topotrain.launch import Place, add_arguments
+from topotrain.launch.agent import forkserver
+from topotrain.launch.agent.children import Calls, Home, Life
+from topotrain.launch.agent.supervisor import Unit
+from topotrain.launch.agent.workspace import JOB_FILE
+
+_STDOUT = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m topotrain.launch.agent.unit_main --rank R --nprocs N --rendezvous URL --run-dir DIR …`, see `launch.Place`."""
+    parser = argparse.ArgumentParser(prog="topotrain unit", allow_abbrev=False)
+    add_arguments(parser, os.environ)
+    defaults = Calls()
+    parser.add_argument("--worker-call", default=defaults.worker)
+    parser.add_argument("--server-call", default=defaults.server)
+    parser.add_argument("--preload", nargs="*", default=defaults.preload)
+    parser.add_argument("--life", type=int, default=0)
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--absent", default="")
+    parser.add_argument("--why", default="")
+    given = parser.parse_args(arguments)
+    place = Place(**{f.name: getattr(given, f.name) for f in fields(Place)})
+    try:
+        calls = Calls(given.worker_call, given.server_call, tuple(given.preload))
+        absent = frozenset(int(group) for group in given.absent.split(",") if group)
+        return supervise(place, calls, Life(given.life, given.resume, absent, given.why))
+    except (ConfigError, OSError) as error:
+        wrong = isinstance(error, ConfigError)
+        failed = Failed(f"unit {place.rank}", "config" if wrong else "internal", str(error), traceback.format_exc())
+        os.set_blocking(_STDOUT, True)
+        print(to_json(failed), flush=True)
+        return 2 if wrong else 1
+
+
+def supervise(place: Place, calls: Calls, life: Life) -> int:
+    """Read the job, then start and watch the unit at `place`; returns its exit code. Raises ConfigError, OSError."""
+    run_dir = Path(place.run_dir)
+    job = job_file.load(run_dir / JOB_FILE)
+    topology = layout(job.cluster, place.host_numbers)
+    units = len(topology.units)
+    if place.nprocs != units:
+        raise ConfigError("nprocs", place.nprocs, f"must be {units}, the number of units of this job")
+    if not 0 <= place.rank < units:
+        raise ConfigError("rank", place.rank, f"must be 0 to {units - 1}")
+    with contextlib.ExitStack() as stack:
+        path = place.forkserver
+        if not path:
+            own = forkserver.start(run_dir / f"forkserver-unit-{place.rank}.log", calls.preload)
+            stack.callback(own.close)
+            path = own.path
+        sockets = place.sockets or os.path.dirname(path)
+        home = Home(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
+        client = forkserver.Client(path)
+        stack.callback(client.close)
+        return Unit(home, topology, calls, client, owns_forkserver=not place.forkserver).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""The folder of a job on this machine: who has it, what each process finds in it, and who is running.
+
+workspace/lock            locked by the launcher as long as it lives; units that others start share it (`locking`)
+workspace/lock-R          locked by unit R, where others start it
+workspace/run/            fresh for each start, for this user alone: job.conf, token, store/, spans/ for a profile
+workspace/processes.json  every process with its pid, from the moment that all are up
+workspace/logs/           the output of the processes
+workspace/final.tmp       room on the disk for the final parameters, while the job runs
+
+A unit that others start has its run folder in the system's folder for temporary files, and processes-R.json.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.private_files import close_folder, make_folder, open_file, write_text
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.events import Covered, Event, Exited, Serving, Started
+from topotrain.launch.agent.file_locks import Taken, locked
+
+JOB_FILE = "job.conf"
+TOKEN_FILE = "token"
+TOKEN_BYTES = 32
+STORE = "store"
+LOGS = "logs"
+PROCESSES_FILE = "processes.json"
+SPANS = "spans"
+RESERVED = "final.tmp"
+_WANTED = "wanted"
+
+
+@contextlib.contextmanager
+def claimed(job: Job) -> Iterator[Path]:
+    """The job's workspace, for this launcher alone. Raises ConfigError if it is in use or cannot be written."""
+    path = Path(job.workspace).absolute()
+    with contextlib.ExitStack() as stack:
+        try:
+            make_folder(path)
+            lock = stack.enter_context(locked(path / "lock", fcntl.LOCK_EX))
+        except OSError as error:
+            raise _unusable(job, error) from None
+        except Taken as taken:
+            raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
+        with contextlib.suppress(OSError):  # a full disk: the kernel knows the holder of a lock, too
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):  # of a process that was killed
+                (path / RESERVED).unlink()
+
+
+@contextlib.contextmanager
+def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
+    """The job's workspace, for this unit and the others of its job. Raises ConfigError as `claimed` does."""
+    path = Path(job.workspace).absolute()
+    with contextlib.ExitStack() as stack:
+        try:
+            close_folder(path / LOGS)
+            stack.enter_context(locked(path / "lock", fcntl.LOCK_SH))
+            stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
+        except OSError as error:
+            raise _unusable(job, error) from None
+        except Taken as taken:
+            raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
+        (path / f"processes-{rank}.json").unlink(missing_ok=True)
+        yield path
+
+
+def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
+    """Make the run directory anew; returns the URL where the job's processes meet. Raises ConfigError.
+
+    With `profile` the processes leave in run/spans what they did in that step, counted from 1.
+    """
+    run_dir = workspace / "run"
+    try:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        make_folder(run_dir / STORE)
+        close_folder(workspace / LOGS)
+        (workspace / PROCESSES_FILE).unlink(missing_ok=True)
+        furnish(run_dir, job, secrets.token_bytes(TOKEN_BYTES), profile)
+    except OSError as error:
+        raise _unusable(job, error) from None
+    return (run_dir / STORE).as_uri()
+
+
+def furnish(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
+    """Lay down what the processes of a run look for in its folder. Raises OSError."""
+    write_text(run_dir / JOB_FILE, job_file.dumps(job))
+    if profile:
+        make_folder(run_dir / SPANS)
+        write_text(run_dir / SPANS / _WANTED, str(profile))
+    with os.fdopen(open_file(run_dir / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(token)
+
+
+def _unusable(job: Job, error: OSError) -> ConfigError:
+    accepted = f"must be a folder that can be written ({error.filename}: {error.strerror})"
+    return ConfigError("cluster.workspace", job.workspace, accepted)
+
+
+def profiled_step(run_dir: Path) -> int:
+    """The step that the job is profiled in, counted from 1; 0 for none."""
+    wanted = run_dir / SPANS / _WANTED
+    return int(wanted.read_text()) if wanted.exists() else 0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One process in processes.json. `rank` counts workers (for a unit, units); `exit` as in subprocess.
+
+    second: which of a server's second copies was complete last, counted from 0.
+    """
+
+    roles: list[str]
+    unit: int | None = None
+    rank: int | None = None
+    pid: int | None = None
+    workers: list[list[int]] = field(default_factory=list)
+    servers: list[list[int]] = field(default_factory=list)
+    address: list[str] = field(default_factory=list)
+    exit: int | None = None
+    second: int | None = None
+
+    def born(self, pid: int) -> None:
+        """The process is there; one that was there before it is forgotten."""
+        if self.pid != pid:
+            self.pid, self.address, self.exit = pid, [], None
+
+
+class Processes:
+    """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes.
+
+    `own_forkserver`: the job has started one, which is listed with its processes.
+    """
+
+    def __init__(self, topology: Topology, path: Path, own_forkserver: bool = True) -> None:
+        self._path = path
+        self._topology = topology
+        self._entries = [Entry(["launcher"], pid=os.getpid())]
+        self._entries += [Entry(["forkserver"])] if own_forkserver else []
+        for unit in topology.units:
+            self._entries.append(Entry([f"unit {unit.rank}"], unit.rank, unit.rank))
+            if unit.servers:
+                self._entries.append(self._entry(unit.rank, unit.servers))
+            self._entries.extend(self._entry(unit.rank, (worker,)) for worker in unit.workers)
+        self._by_role = {role: entry for entry in self._entries for role in entry.roles}
+        self._changed = False
+
+    def __call__(self, event: Event) -> None:
+        entry = self._by_role.get(getattr(event, "who", "")) or self._guest(event)
+        if entry is None:
+            return
+        if isinstance(event, Started):
+            entry.born(event.pid)
+        elif isinstance(event, Serving):
+            entry.born(event.pid)
+            entry.address += [url for url in event.urls if url not in entry.address]
+        elif isinstance(event, Exited):
+            entry.exit = event.code
+        elif isinstance(event, Covered):
+            entry.second = event.shadows
+        else:
+            return
+        self._changed = True
+
+    def _guest(self, event: Event) -> Entry | None:
+        """A server from a unit that is gone, which is listed with the one unit that is here."""
+        if not isinstance(event, Started) or not event.who.startswith("server "):
+            return None
+        group, _, index = event.who.removeprefix("server ").partition("/")
+        rank = self._topology.units[0].rank
+        entry = self._by_role[event.who] = Entry([event.who], rank, servers=[[int(group), int(index)]])
+        self._entries.append(entry)
+        return entry
+
+    def save(self, missing: Collection[str] = ()) -> None:
+        """Write the file, at once and whole, if it is time. A disk that cannot take it does not end the job.
+
+        missing: who is not to be waited for.
+        """
+        if not self._changed or any(e.pid is None and not set(e.roles) <= set(missing) for e in self._entries):
+            return
+        self._changed = False
+        temporary = self._path.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            write_text(temporary, json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")
+            os.replace(temporary, self._path)
+
+    def _entry(self, unit: int, residents: tuple[Address, ...]) -> Entry:
+        first = residents[0]
+        pairs = [[resident.group, resident.index] for resident in residents]
+        roles = [str(resident) for resident in residents]
+        if first.role is Role.SERVER:
+            return Entry(roles, unit, servers=pairs)
+        return Entry(roles, unit, first.group * self._topology.workers_per_group + first.index, workers=pairs)

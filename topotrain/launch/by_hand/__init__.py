@@ -1,0 +1,1 @@
+"""Servers and workers that are started one by one, in any order."""

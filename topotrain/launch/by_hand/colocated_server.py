@@ -1,0 +1,72 @@
+"""The servers beside a worker that was started by hand, in a process of their own.
+
+Rule: it lives no longer than the worker's process. That one holds the other end of our stdin for as long as it lives;
+Ctrl-C on the terminal is for it alone.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.store.discovery.static_addresses import StaticStore
+from topotrain.comm.transport import WireError
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client import JobError
+from topotrain.launch.by_hand.manual_server import Terms, serve, tell
+
+_LOOK_S = 1.0
+
+
+def main() -> int:
+    """Read what to be from stdin, and be it. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = os.getppid()
+    spec = json.loads(sys.stdin.readline())
+    threading.Thread(target=_outlive_nobody, args=(worker,), name="worker's life", daemon=True).start()
+    try:
+        _serve(spec)
+    except (JobError, ConfigError, StoreError, WireError) as error:
+        tell(f"error: {error}")
+        return 1
+    return 0
+
+
+def _serve(spec: dict[str, Any]) -> None:
+    secret = bytes.fromhex(spec["secret"])
+    at = spec["store"]
+    store = open_store(at, secret) if isinstance(at, str) else StaticStore(at["addresses"], at["shards"])
+    servers = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
+    words, compare, patience_s = spec["terms"]
+    job = job_file.loads(spec["job"], "the job")
+    module, _, function = spec["name"].partition(":")
+    name = getattr(importlib.import_module(module), function)
+    serve(job, servers, store, secret, spec["host"], terms=Terms(words, compare, patience_s, name))
+
+
+def _outlive_nobody(worker: int) -> None:
+    """End with the worker's process: at the end of stdin, or when we have another parent.
+
+    Processes that the script has forked may hold the pipe open longer than it lives.
+    """
+    gone = threading.Event()
+
+    def read() -> None:
+        sys.stdin.read()
+        gone.set()
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
+    while not gone.wait(_LOOK_S):
+        if os.getppid() != worker:
+            break
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""A process that somebody started by hand becomes a worker of a job, and stays one until its script ends.
+
+Rule: the process is the user's. Its script runs on as before; at its end, or at `leave`, the worker says goodbye and
+worker (0,0) brings the result home. A script that ends with an exception, or by Ctrl-C, waits for nobody: the servers
+are told why, and tell the others.
+"""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from topotrain.comm.router import Place
+from topotrain.comm.store import Store, StoreError
+from topotrain.comm.store.discovery.static_addresses import StaticStore, as_data
+from topotrain.comm.transport import WireError
+from topotrain.comm.transport.interrupt_guard import between_frames
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.job_file import dumps
+from topotrain.config.private_files import make_folder
+from topotrain.config.topology import Address
+from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.events import Event, Failed, Final, Metrics, Notice
+from topotrain.launch.agent.remaining_threads import Remains
+from topotrain.launch.by_hand.manual_server import Terms, by_hand, check_there, place_of, tell, understandable
+from topotrain.launch.runtime.child_channel import end_process
+from topotrain.launch.runtime.process_exit import OwnEnd
+from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.training import context as process
+from topotrain.training.context import Context
+from topotrain.training.finish_job import close, finish, is_complete
+
+__all__ = ["StaticStore", "Terms", "join", "leave"]
+
+END_S = 30.0
+"""How long the servers beside a worker may take to end after it."""
+CAUSE_S = 1.5
+"""How long a worker that has to end listens for a better reason: what is heard first may be a consequence."""
+
+
+def join(
+    job: Job,
+    me: Address,
+    store: Store,
+    secret: bytes,
+    host: str = "127.0.0.1",
+    *,
+    serves: Sequence[Address] = (),
+    url: str = "",
+    terms: Terms | None = None,
+    sockets: Path | None = None,
+    gpus: bool = True,
+) -> Context:
+    """Make this very process worker `me` of a job: from here on `tt.prepare` ties the script to it.
+
+    Args:
+        job: the job; every process of it must have the same one (`Job.digest`).
+        me: a worker of its layout.
+        store: where processes find each other.
+        secret: 32 bytes, see `rendezvous.secret.load_secret`.
+        host: the address of this machine that others can reach.
+        serves: servers that live beside this worker; they get a process of their own, which ends with this one, and
+            which imports the function that is `terms.name`.
+        url: of the store, for that process; a `StaticStore` needs none.
+        terms: see `Terms`.
+        sockets: a folder that all processes of the job share, for engines that want one.
+        gpus: whether `tt.device` may name a GPU.
+
+    Raises:
+        ConfigError: the job's counts do not fit together, there is no such worker, or this process has a job already,
+            or has called `tt.prepare`, which tied the script to none.
+    """
+    if process.current() is not None:
+        raise ConfigError("this process", str(me), "belongs to a job already")
+    if process.prepared():
+        accepted = "was called before this process joined a job: tt.init, or tt.train.Server, must come first"
+        raise ConfigError("tt.prepare", None, accepted)
+    job, terms = by_hand(job), terms or Terms()
+    place = place_of(job, store, secret, terms, host, sockets=sockets)
+    for address in (me, *serves):
+        check_there(place.topology, address)
+    workspace = Path(job.workspace).absolute()
+    if (me.group, me.index) == (0, 0):
+        make_folder(workspace)
+    here = Context(place, me, workspace, _emit, gpus=gpus)
+    here.roads_of = lambda place, me: _roads(place, me, terms)
+    joined = _Joined(here, _start_servers(job, serves, store, secret, host, url, terms) if serves else None)
+    here.leave = joined.leave
+    process.enter(here)
+    joined.watch()
+    return here
+
+
+def leave() -> None:
+    """End this process's part in a job that it joined; the script goes on as an ordinary one.
+
+    The end of the script does the same. Nothing happens where a launcher runs the script; an ordinary process may call
+    `tt.prepare` again.
+
+    Raises:
+        ConfigError: `tt.prepare` was never called.
+        JobError, PeerLost: the job failed meanwhile.
+    """
+    here = process.current()
+    if here is None:
+        process.forget()
+    elif here.leave is not None:
+        here.leave()
+
+
+def _roads(place: Place, me: Address, terms: Terms) -> WorkerRoads:
+    def long_wait(seconds: float) -> None:
+        tell(f"{terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
+
+    try:
+        return WorkerRoads(place, me, long_wait=long_wait)
+    except WireError as error:
+        raise understandable(error, terms) from error
+
+
+def _emit(event: Event) -> None:
+    """What a launcher would show of this worker."""
+    if isinstance(event, Metrics):
+        for name, value in event.values.items():
+            print(f"{name}: {value:.6g}", flush=True)
+    elif isinstance(event, Notice | Failed):
+        tell(f"{event.who}: {event.text}")
+    elif isinstance(event, Final):
+        tell(f"the result is in {event.path}")
+
+
+class _Joined:
+    """What happens to a worker's process until it leaves."""
+
+    def __init__(self, here: Context, servers: "subprocess.Popen[bytes] | None") -> None:
+        self._here, self._servers = here, servers
+        self._pid = os.getpid()
+        self._over = False
+        self._failed: BaseException | None = None
+        self._said = False
+        self._exit, self._hook = sys.exit, sys.excepthook
+        self._usual_interrupts = between_frames()
+        self._own_end = OwnEnd(self)
+
+    def watch(self) -> None:
+        """Notice how the script ends."""
+        sys.excepthook = self._uncaught
+        sys.exit = self._leaving  # type: ignore[assignment]  # at exit nothing tells with which code
+        atexit.register(self._at_exit)
+        self._own_end.watch()
+        Remains(self._remains).watch_after_main()
+
+    def _remains(self, text: str) -> None:
+        if not self._over:  # else it is the business of an ordinary process
+            tell(f"{self._here.me}: {text}")
+
+    def is_complete(self) -> bool:
+        """As `ownend.Part` has it."""
+        return is_complete(self._here)
+
+    def end(self) -> int:
+        """As `ownend.Part` has it."""
+        try:
+            self.leave()
+        except BaseException as error:
+            self._uncaught(type(error), error, error.__traceback__)
+            return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return 0
+
+    def leave(self) -> None:
+        """Finish; what goes wrong is raised after all has been closed."""
+        if self._over or os.getpid() != self._pid:
+            return
+        try:
+            finish(self._here)
+        except BaseException as error:
+            self._abort(error)
+            raise
+        self._close(finished=True)
+        if self._servers is not None:
+            self._await(self._servers)
+
+    def _await(self, servers: "subprocess.Popen[bytes]") -> None:
+        try:
+            code = servers.wait(END_S)
+        except subprocess.TimeoutExpired:
+            servers.kill()
+            text = f"the servers beside {self._here.me} did not end within {END_S:g} s after it, and were killed"
+            raise JobError(text, False) from None
+        if code:
+            raise JobError(f"the servers beside {self._here.me} ended with code {code}", False)
+
+    def _close(self, finished: bool) -> None:
+        self._over = True
+        atexit.unregister(self._at_exit)
+        sys.excepthook, sys.exit = self._hook, self._exit
+        self._usual_interrupts()
+        self._own_end.forget()
+        process.enter(None)
+        close(self._here, finished)
+
+    def _abort(self, error: BaseException) -> None:
+        """End without waiting for anybody, and say why."""
+        self._give_up(error)
+        self._close(finished=False)
+        if self._servers is not None:
+            self._servers.kill()
+            self._servers.wait()
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._failed = error
+        if isinstance(error, JobError | PeerLost | WireError):
+            tell(f"error: {self._reason(error)}")
+        elif isinstance(error, ConfigError | StoreError):
+            tell(f"error: {error}")  # the traceback would lead into our own code
+        else:
+            self._give_up(error)  # at once: the others have been told of what follows from it
+            self._hook(kind, error, trace)
+
+    def _give_up(self, error: BaseException) -> None:
+        if isinstance(self._here.roads, WorkerRoads) and not self._said:
+            self._said = True
+            self._here.roads.exchange.give_up(
+                _words(error), cause=not isinstance(error, JobError | PeerLost | WireError)
+            )
+
+    def _reason(self, error: JobError | PeerLost | WireError) -> str:
+        """The cause, if a server knows it; else what was told or seen first."""
+        if not isinstance(self._here.roads, WorkerRoads) or (isinstance(error, JobError) and error.config):
+            return str(error)
+        exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
+        return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
+
+    def _leaving(self, code: Any = None) -> None:
+        if code not in (None, 0) and os.getpid() == self._pid:
+            self._failed = SystemExit(code)
+        raise SystemExit(code)
+
+    def _at_exit(self) -> None:
+        if self._over or os.getpid() != self._pid:
+            return
+        if self._failed is not None:
+            self._abort(self._failed)
+            return
+        code = self.end()
+        if code:
+            end_process(code)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "it was stopped (Ctrl-C)"
+    if isinstance(error, SystemExit):
+        return f"its script left with exit code {error.code}"
+    if isinstance(error, JobError | PeerLost):
+        return str(error)
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+# --- servers beside a worker -------------------------------------------------------------------------------------
+
+
+def _start_servers(
+    job: Job, serves: Sequence[Address], store: Store, secret: bytes, host: str, url: str, terms: Terms
+) -> "subprocess.Popen[bytes]":
+    """Servers in a process of their own: a script must not share one with threads that others wait for."""
+    if not isinstance(store, StaticStore) and not url:
+        raise ConfigError("url", url, "servers beside a worker need the store's URL")
+    spec = {
+        "job": dumps(job),
+        "servers": [[server.group, server.index] for server in serves],
+        "store": as_data(store) if isinstance(store, StaticStore) else url,
+        "secret": secret.hex(),  # through the pipe: others can read command lines and, at times, environments
+        "host": host,
+        "terms": [terms.words, terms.compare, terms.patience_s],
+        "name": f"{terms.name.__module__}:{terms.name.__qualname__}",
+    }
+    command = [sys.executable, "-m", "topotrain.launch.by_hand.colocated_server"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, bufsize=0)
+    assert child.stdin is not None
+    child.stdin.write(json.dumps(spec).encode() + b"\n")  # and stays open: its end is how the child sees ours
+    return child

@@ -1,0 +1,215 @@
+"""The door of a job that runs: a Unix socket in its run folder, where other processes of its user ask for something.
+
+One line of JSON each way, then the connection ends; an answer may take as long as what was asked for. Rule: the folder
+is for this user alone, and the kernel says who calls; nobody else is heard. A caller can make us keep a few hundred
+bytes, and no more than `CALLERS` are heard at once.
+"""
+
+import json
+import math
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topotrain.config.job import ConfigError
+from topotrain.config.private_files import FILE_MODE
+from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, Answer, Wish
+from topotrain.launch.recovery.resize import Resize
+
+NAME = "door"
+CALLERS = 16
+LINE = 512
+"""Bytes of a question, at most."""
+_ANSWER = 1 << 16
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(slots=True)
+class _Caller:
+    channel: socket.socket
+    said: bytes = b""
+    wish: Wish | Resize | None = None
+
+
+@dataclass(slots=True)
+class Promise:
+    """An answer to a wish that comes later, from another life of the job perhaps. number: of what it is to tell."""
+
+    number: int
+    data: dict[str, Any]
+    _channel: socket.socket | None = None
+
+    def keep(self, error: str = "") -> None:
+        """Say it, or why not; nothing happens a second time."""
+        if self._channel is not None:
+            _say(self._channel, {"error": error} if error else self.data)
+            self._channel.close()
+            self._channel = None
+
+
+class Door:
+    """See above.
+
+    Args:
+        folder: the job's run folder.
+        selector: that of the loop which the door belongs to; what it registers there is called when something came.
+        hear: takes a wish; its answer may come at any time.
+    """
+
+    def __init__(self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[Wish | Resize], None]) -> None:
+        self._selector, self._hear = selector, hear
+        self._callers: dict[int, _Caller] = {}
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.setblocking(False)
+        os.fchmod(self._listener.fileno(), FILE_MODE)  # which its name gets, too
+        with _short(folder) as path:
+            self._listener.bind(path)
+        self._listener.listen(CALLERS)
+        selector.register(self._listener, selectors.EVENT_READ, self._came)
+
+    def _came(self) -> None:
+        with suppress(OSError):
+            channel, _ = self._listener.accept()
+            credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(credentials)[1] != os.geteuid() or len(self._callers) >= CALLERS:
+                channel.close()
+                return
+            channel.setblocking(False)
+            caller = self._callers[channel.fileno()] = _Caller(channel)
+            self._selector.register(channel, selectors.EVENT_READ, lambda: self._said(caller))
+
+    def _said(self, caller: _Caller) -> None:
+        try:
+            data = caller.channel.recv(LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.said += data
+        if not data or len(caller.said) > LINE:  # who leaves while its wish is under way has wished it all the same
+            self._end(caller)
+        elif b"\n" in caller.said and caller.wish is None:
+            try:
+                caller.wish = _wish(caller.said)
+            except ValueError as error:
+                self._tell(caller, {"error": f"what was asked cannot be read: {error}"})
+                return
+            self._hear(caller.wish)
+
+    def answer(self, answer: Answer) -> None:
+        """Tell all who have wished this."""
+        said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
+        for caller in list(self._callers.values()):
+            wish = caller.wish
+            if isinstance(wish, Wish) and (wish.verb, wish.group) == (answer.verb, answer.group):
+                self._tell(caller, said)
+
+    def refuse(self, wish: Resize, error: str) -> None:
+        """Tell whoever has wished just this, and not the same of others, why it cannot be."""
+        for caller in list(self._callers.values()):
+            if caller.wish is wish:
+                self._tell(caller, {"error": error})
+
+    def promise(self, wish: Resize, number: int, data: dict[str, Any]) -> Promise:
+        """Whoever has wished this waits on when the door closes."""
+        promise = Promise(number, data)
+        for caller in list(self._callers.values()):
+            if caller.wish is wish:
+                self._forget(caller)
+                promise = Promise(number, data, caller.channel)
+        return promise
+
+    def _tell(self, caller: _Caller, said: dict[str, Any]) -> None:
+        _say(caller.channel, said)
+        self._end(caller)
+
+    def _end(self, caller: _Caller) -> None:
+        self._forget(caller)
+        caller.channel.close()
+
+    def _forget(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.channel)
+        del self._callers[caller.channel.fileno()]
+
+    def close(self) -> None:
+        """Whoever waits hears that the job has ended, or starts again as a whole."""
+        for caller in list(self._callers.values()):
+            self._tell(caller, {"error": "the job has ended, or starts again as a whole"})
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+
+def _say(channel: socket.socket, said: dict[str, Any]) -> None:
+    with suppress(OSError):
+        channel.send(json.dumps(said).encode() + b"\n")
+
+
+def _wish(line: bytes) -> Wish | Resize:
+    """What a caller wants. Raises ValueError."""
+    try:
+        said = json.loads(line)
+        verb, within_s = said["verb"], said["within_s"]
+        number = said["workers"] if "workers" in said else said["group"]
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no wish: {error}") from None
+    numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
+    if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
+        raise ValueError(f"no wish: {said}")
+    return (Resize if "workers" in said else Wish)(verb, number, float(within_s))
+
+
+@contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """The door's path, in the few bytes that the path of a socket may have."""
+    number = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{number}/{NAME}"
+    finally:
+        os.close(number)
+
+
+def ask(workspace: Path, wish: Wish | Resize) -> dict[str, Any]:
+    """Wish something of the job that runs in a workspace; returns what it answers when it has been done.
+
+    That is {"group": …, "text": …} of a group, and {"workers": …, "step": …, "text": …} of single workers: how many
+    there are now, and behind which step they go on.
+
+    Raises:
+        ConfigError: no job runs there, or it says why not.
+    """
+    with ExitStack() as stack:
+        channel = stack.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            path = stack.enter_context(_short(workspace / "run"))
+            channel.connect(path)
+        except OSError:
+            accepted = "must be the workspace of a job that `topotrain run` has started, and that runs on this machine"
+            raise ConfigError("WORKSPACE", str(workspace), accepted) from None
+        what = {"group": wish.group} if isinstance(wish, Wish) else {"workers": wish.workers}
+        said = {"verb": wish.verb, **what, "within_s": wish.within_s}
+        try:
+            channel.sendall(json.dumps(said).encode() + b"\n")
+            answer = json.loads(_line(channel))
+        except (OSError, ValueError):
+            raise ConfigError("WORKSPACE", str(workspace), "the job there ended before it answered") from None
+    if "error" in answer:
+        option, number = ("--group", wish.group) if isinstance(wish, Wish) else ("--workers", wish.workers)
+        raise ConfigError(option, number, answer["error"])
+    names = ("group", "text") if isinstance(wish, Wish) else ("workers", "step", "text")
+    return {name: answer[name] for name in names}
+
+
+def _line(channel: socket.socket) -> bytes:
+    said = b""
+    while b"\n" not in said and len(said) < _ANSWER:
+        data = channel.recv(4096)
+        if not data:
+            break
+        said += data
+    return said

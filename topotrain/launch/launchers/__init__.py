@@ -1,0 +1,134 @@
+"""Every launcher by its name.
+
+A launcher is a module of this folder with the two functions of `submission.Tool`. What its units learn from its
+variables stands in table_spec.py.
+"""
+
+import importlib
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import Topology
+from topotrain.launch import Place, arguments
+from topotrain.launch.agent.workspace import STORE
+from topotrain.launch.launchers.submission import Ended, Options, Tool, submission, without_password
+
+LOCAL, KUBERNETES = "local", "kubernetes"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a launcher is written, what it is to a user in one line, and which options it takes beside the usual."""
+
+    module: str
+    says: str
+    takes: tuple[str, ...] = ()
+
+
+LAUNCHERS = {
+    LOCAL: Entry("", "this machine, as `topotrain run`"),
+    "torchrun": Entry("torchrun", "torch.distributed.run, on one node or started on each of several"),
+    "slurm": Entry("slurm", "a batch job of Slurm"),
+    "srun": Entry("srun", "a step of Slurm, in front, inside an allocation or with one of its own"),
+    "submitit": Entry("submitit", "a batch job of Slurm through submitit"),
+    "mpirun": Entry("mpirun", "Open MPI, in front"),
+    "ray": Entry("ray", "actors in a Ray cluster, in front", ("max_restarts",)),
+    KUBERNETES: Entry(
+        "kubernetes",
+        "writes manifests: a TrainJob of Kubeflow, or a JobSet",
+        ("max_restarts", "image", "namespace", "format", "output", "with_secret"),
+    ),
+}
+SPECIAL = tuple(dict.fromkeys(option for entry in LAUNCHERS.values() for option in entry.takes))
+"""Options that only some launchers take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launch came to. `text` is for stdout: the dry run, or the number of the job that was queued."""
+
+    launcher: str
+    id: str
+    rendezvous: str
+    units: int
+    code: int
+    text: str
+    said: Mapping[str, str]
+    dry_run: bool
+
+    def as_data(self) -> dict[str, Any]:
+        """For --json."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("said", "text", "dry_run")}
+        return {**data, **self.said, **({"dry_run": self.text} if self.dry_run else {})}
+
+
+def launch(
+    name: str, job: Job, topology: Topology, options: Options, environ: Mapping[str, str], dry_run: bool
+) -> Launched:
+    """Hand a job to the launcher `name`, or only show what that would be. Raises ConfigError, StoreError."""
+    check_name(name)
+    check_special(name, options)
+    if name == LOCAL:
+        check_local(options)
+        return Launched(name, "", "", len(topology.units), 0, local_command(job, topology), {}, dry_run)
+    tool = find_tool(name)
+    if name == KUBERNETES:  # where there is no folder that all units can read
+        from topotrain.launch.launchers.kubernetes import completed
+
+        options = completed(job, options)
+    at = submission(job, topology, options, environ)
+    ended, text = Ended(0), ""
+    if dry_run:
+        text = tool.command(at)
+    else:
+        ended = tool.start(at)
+        text = ended.text or "".join(f"{ended.said[key]}\n" for key in ("job",) if key in ended.said)
+    shown = without_password(at.rendezvous)
+    return Launched(name, at.id, shown, at.units, ended.code, text, ended.said, dry_run)
+
+
+def find_tool(name: str) -> Tool:
+    """The module of a launcher other than the local one. Raises ConfigError for a name that is none."""
+    check_name(name)
+    return cast(Tool, importlib.import_module(f"topotrain.launch.{LAUNCHERS[name].module}"))
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is a launcher's."""
+    if name not in LAUNCHERS:
+        known = "".join(f"\n{known:12}{entry.says}" for known, entry in LAUNCHERS.items())
+        raise ConfigError("launcher", name, f"must be one of these:{known}")
+
+
+def check_special(name: str, options: Options) -> None:
+    """Raise ConfigError for an option that other launchers take."""
+    for option in SPECIAL:
+        value = getattr(options, option)
+        if value and option not in LAUNCHERS[name].takes:
+            takers = " and ".join(known for known, entry in LAUNCHERS.items() if option in entry.takes)
+            raise ConfigError("--" + option.replace("_", "-"), value, f"is not for {name}, but for {takers}")
+
+
+def check_local(options: Options) -> None:
+    """Raise ConfigError for what means nothing on this machine alone."""
+    for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--pass", options.extra)):
+        if value and value != 1:
+            raise ConfigError(option, value, "is not for the local launcher, which starts all units on this machine")
+    for option, text in (("--rendezvous", options.rendezvous), ("--id", options.id)):
+        if text:
+            raise ConfigError(option, without_password(text), "is not for the local launcher, which has its own")
+
+
+def local_command(job: Job, topology: Topology) -> str:
+    """The processes that the local launcher starts, beside the forkserver that they share."""
+    run_dir = Path(job.workspace).absolute() / "run"
+    lines = []
+    for unit in topology.units:
+        place = Place(unit.rank, len(topology.units), (run_dir / STORE).as_uri(), str(run_dir))
+        lines.append(shlex.join([sys.executable, "-m", "topotrain.launch.agent.unit_main", *arguments(place)]))
+    return "\n".join([*lines, ""])

@@ -1,0 +1,129 @@
+"""What a unit learns from the variables of whatever started it: one table from launcher to names.
+
+Rule: data, and two functions that read it. A unit needs its number, the number of units and the URL where all meet; a
+launcher that starts units in its own way tells the first two in variables of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from types import MappingProxyType
+
+from topotrain.config.job import ConfigError
+
+RENDEZVOUS, HOST, MEETING = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_HOST", "TOPOTRAIN_MEETING_S"
+DEFAULT_ID = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Names of variables. id: those that together name one start of a job, the same in all of its units.
+
+    first: of one whose number, if it is there, is added to the rank: for a launcher that counts every role from 0.
+    """
+
+    rank: str
+    nprocs: str
+    id: tuple[str, ...] = ()
+    first: str = ""
+
+
+# The first whose rank and nprocs are both there wins. Who starts units inside of another one stands before it: mpirun
+# in a batch job of Slurm inherits Slurm's variables, in which every unit would have the number of the batch script.
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        "topotrain": Table("TOPOTRAIN_RANK", "TOPOTRAIN_NPROCS"),
+        "torchrun": Table("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
+        "mpirun": Table("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
+        "pmi": Table("PMI_RANK", "PMI_SIZE"),
+        "slurm": Table("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+        "kubernetes": Table("JOB_COMPLETION_INDEX", "TOPOTRAIN_NPROCS", first="TOPOTRAIN_FIRST_RANK"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Which unit this process is, and where all meet. launcher: whose variables said so; "" for none.
+
+    id: how the launcher names this start; "default" where it has no name. patience: seconds for which it waits for the
+    others before training; 0: as long as usual.
+    """
+
+    rank: int
+    nprocs: int
+    rendezvous: str
+    host: str = ""
+    launcher: str = ""
+    id: str = DEFAULT_ID
+    patience: int = 0
+
+
+def started_by(environ: Mapping[str, str]) -> str:
+    """The launcher whose variables are all there; "" for none."""
+    return next((name for name, table in TABLES.items() if {table.rank, table.nprocs} <= environ.keys()), "")
+
+
+def start_of(
+    environ: Mapping[str, str], rank: int | None = None, nprocs: int | None = None, rendezvous: str = "", host: str = ""
+) -> Start:
+    """What this process has been told; an argument wins over a variable.
+
+    Raises:
+        ConfigError: something is not told, or is no number; it says which variables were looked for.
+    """
+    launcher = started_by(environ)
+    table = TABLES.get(launcher)
+    if table is None and (rank is None or nprocs is None):
+        missing = "--rank" if rank is None else "--nprocs"
+        looked = "; ".join(f"{name}: {t.rank} and {t.nprocs}" for name, t in TABLES.items())
+        raise ConfigError(
+            missing, None, f"must be given, or told by a launcher's variables, which are not all there\n{looked}"
+        )
+    if table is not None:
+        if rank is None:
+            first = _number(environ, table.first, 0) if table.first in environ else 0
+            rank = first + _number(environ, table.rank, 0)
+        nprocs = _number(environ, table.nprocs, 1) if nprocs is None else nprocs
+    assert rank is not None
+    assert nprocs is not None
+    if nprocs < 1:
+        raise ConfigError("--nprocs", nprocs, "must be at least 1")
+    if not 0 <= rank < nprocs:
+        raise ConfigError("--rank", rank, f"must be 0 to {nprocs - 1}, one less than the number of units")
+    url = rendezvous or environ.get(RENDEZVOUS, "")
+    if not url and {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+        url = "env://"
+    if not url:
+        raise ConfigError("--rendezvous", None, f"must be given, or {RENDEZVOUS}, or MASTER_ADDR and MASTER_PORT")
+    patience = _number(environ, MEETING, 1) if environ.get(MEETING) else 0
+    host = host or environ.get(HOST, "")
+    _check_host(host)
+    return Start(rank, nprocs, url, host, launcher, _id(environ, launcher), patience)
+
+
+def _check_host(host: str) -> None:
+    """Raise ConfigError for an address that cannot be one host's: told now, every unit knows at once what to mend."""
+    try:
+        address = ip_address(host)
+    except ValueError:  # a name is looked up where something listens
+        return
+    if address.is_unspecified or address.is_multicast:
+        accepted = "must be the address of one interface of this host, at which others reach it"
+        raise ConfigError("--host", host, accepted)
+
+
+def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        raise ConfigError(name, text, f"must be a number from {least} on")
+    return int(text)
+
+
+def _id(environ: Mapping[str, str], launcher: str) -> str:
+    """A part of a key."""
+    words = [environ[name] for name in TABLES[launcher].id if environ.get(name)] if launcher else []
+    if not words:
+        return DEFAULT_ID
+    return re.sub(r"[^a-z0-9_.-]+", "-", "-".join([launcher, *words]).lower())[:80]

@@ -1,0 +1,174 @@
+"""Somebody else's tool, run in front: found, started, told of Ctrl-C, and waited for.
+
+Rule: the tool is in a session of its own, so that one Ctrl-C reaches it once, through us, as the SIGTERM at which each
+of these tools ends all units (srun would ask for a second Ctrl-C). One that does not end is killed.
+"""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from topotrain.config.job import ConfigError
+from topotrain.launch.launchers.submission import Ended, Submission
+
+if TYPE_CHECKING:
+    from topotrain.launch.multinode.node_info import End
+
+PATIENCE_S = 40.0
+"""From SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """One of the signals that end a job came; `number` says which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def find(program: str, install: str) -> str:
+    """The path of `program`. Raises ConfigError, which says what to install."""
+    path = shutil.which(program)
+    if path is None:
+        raise ConfigError("launcher", program, f"is not on PATH: {install}")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class OneLine:
+    """A `submission.Tool` that is one command, in front.
+
+    Args:
+        words: the command. Raises ConfigError for options that the tool cannot take.
+        install: what to do where its program is not on PATH.
+    """
+
+    words: Callable[[Submission], list[str]]
+    install: str = ""
+
+    def command(self, submission: Submission) -> str:
+        """The command line, and the variables that it inherits."""
+        return submission.show(shlex.join(self.words(submission)))
+
+    def start(self, submission: Submission) -> Ended:
+        """Run it to its end: all units, or with torchrun this node's. Raises ConfigError where there is no program."""
+        program, *rest = self.words(submission)
+        found = find(program, self.install)
+        submission.write()
+        return in_front([found, *rest], submission)
+
+
+def in_front(words: Sequence[str], submission: Submission) -> Ended:
+    """Run a tool that starts all units of a job, to its end."""
+    try:
+        code = run(words, submission.environ, not submission.options.json)
+    except Interrupted as came:
+        return Ended(128 + came.number)
+    return Ended(agreed(submission, code))
+
+
+def agreed(submission: Submission, code: int) -> int:
+    """The exit code that the units of a failed job have agreed on; where they could not, `code`, which the tool told.
+
+    srun tells 143 when it had to end the other units, torchrun tells 1 for everything.
+    """
+    end = ending(submission) if code else None
+    return code if end is None else end.code or code
+
+
+def ending(submission: Submission, said: "End | None" = None) -> "End | None":
+    """How the job has ended, if that can be found out. said: becomes the end of a job that has none yet."""
+    from topotrain.comm.security.secret import load_secret
+    from topotrain.comm.store import StoreError, open_store, within
+    from topotrain.launch.multinode.node_info import End, with_job
+
+    try:
+        with contextlib.closing(open_store(with_job(submission.rendezvous, ""), load_secret(os.environ))) as store:
+            word = store.get(f"jobs/{submission.id}/run")
+            if word is None:
+                return None
+            run = within(store, f"jobs/{submission.id}.{word.decode()}")
+            if said is not None:
+                run.compare_and_set("end", None, said.dumped())
+            end = run.get("end")
+    except StoreError:  # one that the first unit has served is gone with it
+        return None
+    return End.loaded(end) if end else None
+
+
+def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = True) -> int:
+    """Run a tool to its end; returns its exit code. `keep_stdout`: else its stdout is our stderr.
+
+    Raises Interrupted after a signal, when the tool is gone.
+    """
+    where = None if keep_stdout else sys.stderr.fileno()
+    with interruptible() as gate:
+        gate.closed = True  # a signal inside Popen would leave a process that nobody knows
+        process = subprocess.Popen(
+            words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True
+        )
+        try:
+            gate.open()
+            code = process.wait()
+        except Interrupted:
+            _end(process)
+            raise
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    return code if code >= 0 else 128 - code
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(PATIENCE_S)
+    except (Interrupted, subprocess.TimeoutExpired):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(slots=True)
+class Gate:
+    """While it is closed, signals wait behind it. came: the last one that did; 0 for none."""
+
+    closed: bool = False
+    came: int = 0
+
+    def open(self) -> None:
+        """Raise Interrupted for what came meanwhile, and from now on at once."""
+        self.closed = False
+        if self.came:
+            raise Interrupted(self.came)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Gate]:
+    """Inside, a signal that ends a job is the exception Interrupted; one that is ignored stays so."""
+    gate = Gate()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        gate.came = number
+        if not gate.closed:
+            raise Interrupted(number)
+
+    former = {number: signal.getsignal(number) for number in _SIGNALS}
+    taken = [number for number, handler in former.items() if handler is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield gate
+    finally:
+        for number in taken:
+            signal.signal(number, former[number])

@@ -1,0 +1,172 @@
+"""Kubernetes: manifests for a job, written to a file or to stdout. Nothing is submitted: `kubectl apply -f` does that.
+
+Rule: what is written can be shown to anybody, unless --with-secret was said. The job's folder of other launchers is a
+ConfigMap here, its store is served by unit 0, and its program must be in the image.
+"""
+
+import os
+import re
+import secrets
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from topotrain.comm.store.store_url import parse
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError, Job
+from topotrain.launch.launchers import kubernetes_manifests
+from topotrain.launch.launchers.kubernetes_manifests import Data, Order
+from topotrain.launch.launchers.submission import Ended, Options, Submission, without_password
+
+INSTALL = "pip install 'topotrain[yaml]'"
+FORMATS: Mapping[str, Callable[[Order], list[Data]]] = MappingProxyType(
+    {"trainjob": kubernetes_manifests.trainjob, "jobset": kubernetes_manifests.jobset}
+)
+PORT, DOMAIN, NAMESPACE, PYTHON = 29400, "cluster.local", "default", "python"
+_LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?")
+_PASSED: Mapping[str, tuple[str, re.Pattern[str]]] = MappingProxyType(
+    {
+        "cpu": ("cpu=4", _QUANTITY),
+        "memory": ("memory=8Gi", _QUANTITY),
+        "gpu": ("gpu=1", re.compile(r"[0-9]+")),
+        "python": ("python=/opt/venv/bin/python", re.compile(r".+")),
+        "domain": ("domain=cluster.local", re.compile(r"[a-z0-9.-]+")),
+        "port": ("port=29400", re.compile(r"[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}")),
+        "volume": ("volume=CLAIM:/path", re.compile(r"[a-z0-9.-]+:/.+")),
+    }
+)
+
+
+def completed(job: Job, options: Options) -> Options:
+    """The options with a name for the job and a store that its unit 0 serves, where they say neither."""
+    base = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:30]
+    base = base if _LABEL.fullmatch(base) else "job"
+    wanted = options.rendezvous or job.rendezvous
+    if wanted:
+        given = re.search(r"[?&]job=([^&]+)", wanted)
+        return options if options.id or given else replace(options, id=f"{base}-{secrets.token_hex(4)}")
+    name = options.id or f"{base}-{secrets.token_hex(4)}"
+    words = passed(options.extra)
+    host = kubernetes_manifests.address(name, options.namespace or NAMESPACE, words.get("domain", DOMAIN))
+    return replace(options, id=name, rendezvous=f"tcp://{host}:{words.get('port', PORT)}")
+
+
+def passed(extra: Sequence[str]) -> dict[str, str]:
+    """Words for --pass by their names, the volumes as lines of one. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for word in extra:
+        name, _, value = word.partition("=")
+        if name not in _PASSED or not _PASSED[name][1].fullmatch(value):
+            examples = ", ".join(example for example, _ in _PASSED.values())
+            raise ConfigError("--pass", word, f"must be such as {examples}")
+        found[name] = f"{found[name]}\n{value}" if name == "volume" and name in found else value
+    return found
+
+
+def order(at: Submission) -> Order:
+    """What is to be written. Raises ConfigError, StoreError for a URL or a secret that cannot be read."""
+    options = at.options
+    for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--wait", options.wait)):
+        if value:
+            raise ConfigError(option, value, "is not for kubernetes, whose manifests are only written")
+    if not options.image:
+        raise ConfigError("--image", "", "must be given: a container with Python, topotrain[tls] and the program in it")
+    if options.format and options.format not in FORMATS:
+        raise ConfigError("--format", options.format, "must be one of: " + ", ".join(FORMATS))
+    namespace = options.namespace or NAMESPACE
+    most = 63 - len(f"-{kubernetes_manifests.SERVERS}-0-{at.units}-xxxxx")  # what stands behind it in the name of a pod
+    for option, name, longest in (("--id", at.id, most), ("--namespace", namespace, 63)):
+        if not _LABEL.fullmatch(name) or len(name) > longest:
+            raise ConfigError(option, name, f"must be at most {longest} of a-z, 0-9 and -, beginning with a letter")
+    words = passed(options.extra)
+    parse(at.rendezvous)
+    open_url = without_password(at.rendezvous) == at.rendezvous
+    volumes = [volume.partition(":") for volume in words.get("volume", "").splitlines()]
+    return Order(
+        at.id,
+        namespace,
+        options.image,
+        words.get("python", PYTHON),
+        job_file.dumps(
+            replace(at.job, rendezvous="")
+        ),  # a variable of each pod has it, with its password if it has one
+        at.rendezvous if open_url else "",
+        at.topology,
+        _secrets(at, open_url) if options.with_secret else None,
+        options.max_restarts,
+        words.get("cpu", ""),
+        words.get("memory", ""),
+        words.get("gpu", ""),
+        {path: claim for claim, _, path in volumes},
+    )
+
+
+def _secrets(at: Submission, open_url: bool) -> dict[str, str]:
+    from topotrain.comm.security.secret import load_secret
+
+    token = load_secret(os.environ).hex()
+    return {"token": token, **({} if open_url else {"rendezvous": at.rendezvous})}
+
+
+def command(at: Submission) -> str:
+    """The manifests, and above them what is left to do."""
+    made = order(at)
+    return _head(made) + _yaml(FORMATS[at.options.format or "trainjob"](made))
+
+
+def start(at: Submission) -> Ended:
+    """Write them. Raises ConfigError."""
+    text, file = command(at), at.options.output
+    if not file:
+        return Ended(0, text=text)
+    try:
+        mode = 0o600 if at.options.with_secret else 0o644
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as out:
+            if at.options.with_secret:  # the file may have been there
+                os.fchmod(out.fileno(), mode)
+            out.write(text)
+    except OSError as error:
+        raise ConfigError("--output", file, f"must be a file that can be written ({error.strerror})") from None
+    return Ended(0, {"output": str(Path(file).absolute())}, f"kubectl apply -f {shlex.quote(file)}\n")
+
+
+def _head(made: Order) -> str:
+    """As comments: how the Secret comes to be, and where results go."""
+    lines = ["kubectl apply -f THIS-FILE"]
+    if made.secrets is None:
+        keys = "--from-file=token=/dev/stdin"
+        keys += "" if made.rendezvous else " --from-literal=rendezvous=URL-WITH-PASSWORD"
+        lines = [
+            f"First, once, the Secret {made.secret}, which no file needs to hold:",
+            "  python -c 'import secrets; print(secrets.token_hex(32), end=\"\")' |",
+            f"    kubectl -n {made.namespace} create secret generic {made.secret} {keys}",
+            "Then:",
+            f"  {lines[0]}",
+        ]
+    if not made.volumes:
+        lines += ["The workspace is inside the pods and goes with them: --pass=volume=CLAIM:/path keeps what is below."]
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def _yaml(documents: list[Data]) -> str:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError("launcher", "kubernetes", f"writes YAML, and pyyaml is not installed: {INSTALL}") from None
+
+    class Dumper(yaml.SafeDumper):
+        """Lists stand indented, and a text of several lines as it is."""
+
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:
+            return super().increase_indent(flow, False)
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    whole: str = yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1000)
+    return whole

@@ -1,0 +1,203 @@
+"""What Kubernetes is told of a job, as data: a TrainJob of Kubeflow Trainer v2 with a runtime of its own, or a JobSet.
+
+Rule: pure. One indexed Job per role, in which a pod is a unit: its completion index, plus the first rank of its role,
+is its rank. A pod that fails fails its Job, and that all of them; nobody replaces a single pod, though a
+running job could take it in. The secret is only referred to, unless it is given.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from topotrain.config.topology import Topology, Unit
+
+TRAINER_API, JOBSET_API = "trainer.kubeflow.org/v1alpha1", "jobset.x-k8s.io/v1alpha2"
+MAIN, SERVERS = "node", "servers"
+"""Names of the two Jobs. The first has unit 0 in it; Kubeflow wants that name for its container, too."""
+CONF_FOLDER, CONF_FILE = "/etc/topotrain", "job.conf"
+MEETING_S = 1800
+"""Until the last pod has come: images may have to be fetched."""
+_SETUP_CODE = 2
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be made of a job.
+
+    conf: the text of the job file. rendezvous: the URL; "" for one with a password, which then stands in the Secret.
+    secrets: the Secret's values, to be written down; None: it is made otherwise. cpu, memory: of each pod, as
+    quantities; "" for as many CPUs as it has processes, and for no bound. volumes: path -> PersistentVolumeClaim.
+    """
+
+    name: str
+    namespace: str
+    image: str
+    python: str
+    conf: str
+    rendezvous: str
+    topology: Topology
+    secrets: Mapping[str, str] | None = field(default=None, repr=False)
+    max_restarts: int = 0
+    cpu: str = ""
+    memory: str = ""
+    gpu: str = ""
+    volumes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def secret(self) -> str:
+        """The Secret's name."""
+        return f"{self.name}-secret"
+
+
+def trainjob(order: Order) -> list[Data]:
+    """A TrainJob, the TrainingRuntime that it refers to, and what both need."""
+    main = roles(order.topology)[0][1]
+    runtime = {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainingRuntime",
+        "metadata": {**_metadata(order, order.name), "labels": {"trainer.kubeflow.org/framework": "topotrain"}},
+        "spec": {"mlPolicy": {"numNodes": len(main)}, "template": {"spec": _jobset_spec(order)}},
+    }
+    asked = {
+        "apiVersion": TRAINER_API,
+        "kind": "TrainJob",
+        "metadata": _metadata(order, order.name),
+        "spec": {
+            "runtimeRef": {"apiGroup": TRAINER_API.partition("/")[0], "kind": runtime["kind"], "name": order.name}
+        },
+    }
+    return [*_needed(order), runtime, asked]
+
+
+def jobset(order: Order) -> list[Data]:
+    """A JobSet, and what it needs."""
+    return [
+        *_needed(order),
+        {
+            "apiVersion": JOBSET_API,
+            "kind": "JobSet",
+            "metadata": _metadata(order, order.name),
+            "spec": _jobset_spec(order),
+        },
+    ]
+
+
+def roles(topology: Topology) -> list[tuple[str, tuple[Unit, ...]]]:
+    """The units of each Job, ranks in a row: workers, and servers where they have units of their own."""
+    if not topology.cluster.server_worker_separate:
+        return [(MAIN, topology.units)]
+    working = tuple(unit for unit in topology.units if unit.workers)
+    serving = topology.units[len(working) :]
+    return [(MAIN, working), *([(SERVERS, serving)] if serving else [])]
+
+
+def address(name: str, namespace: str, domain: str) -> str:
+    """The name of the pod of unit 0, which its own hosts file knows before the cluster's name service does."""
+    return f"{name}-{MAIN}-0-0.{name}.{namespace}.svc.{domain}"
+
+
+def _needed(order: Order) -> list[Data]:
+    conf = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(order, f"{order.name}-conf"),
+        "data": {CONF_FILE: order.conf},
+    }
+    if order.secrets is None:
+        return [conf]
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(order, order.secret),
+        "type": "Opaque",
+        "stringData": dict(order.secrets),
+    }
+    return [secret, conf]
+
+
+def _metadata(order: Order, name: str) -> Data:
+    return {"name": name, "namespace": order.namespace}
+
+
+def _jobset_spec(order: Order) -> Data:
+    """All start again together or not at all; a job that was set up wrongly never does."""
+    policy: Data = {"maxRestarts": order.max_restarts}
+    if order.max_restarts:
+        policy["rules"] = [{"name": "badinput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    return {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": policy,
+        "replicatedJobs": [_replicated(order, name, units) for name, units in roles(order.topology)],
+    }
+
+
+def _replicated(order: Order, name: str, units: tuple[Unit, ...]) -> Data:
+    spec: Data = {
+        "completionMode": "Indexed",
+        "completions": len(units),
+        "parallelism": len(units),
+        "backoffLimit": 0,
+        "template": {"spec": _pod(order, name, units)},
+    }
+    if order.max_restarts:
+        codes = {"containerName": name, "operator": "In", "values": [_SETUP_CODE]}
+        spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+    template: Data = {"spec": spec}
+    if name == MAIN:  # what Kubeflow knows the pods by that are to train
+        template = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}, **template}
+    return {"name": name, "replicas": 1, "template": template}
+
+
+def _pod(order: Order, name: str, units: tuple[Unit, ...]) -> Data:
+    claims = [(f"claim-{k}", path, claim) for k, (path, claim) in enumerate(order.volumes.items())]
+    container = {
+        "name": name,
+        "image": order.image,
+        "command": [order.python, "-m", "topotrain", "unit", f"{CONF_FOLDER}/{CONF_FILE}"],
+        "env": _variables(order, units[0].rank),
+        "resources": _resources(order, units),
+        "volumeMounts": [
+            {"name": "conf", "mountPath": CONF_FOLDER, "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": volume, "mountPath": path} for volume, path, _ in claims),
+        ],
+    }
+    return {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [
+            {"name": "conf", "configMap": {"name": f"{order.name}-conf"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a pod has 64 MB otherwise
+            *({"name": volume, "persistentVolumeClaim": {"claimName": claim}} for volume, _, claim in claims),
+        ],
+    }
+
+
+def _variables(order: Order, first: int) -> list[Data]:
+    """What a unit is told; JOB_COMPLETION_INDEX comes from the indexed Job."""
+    where = {"value": order.rendezvous} if order.rendezvous else _from_secret(order, "rendezvous")
+    return [
+        {"name": "TOPOTRAIN_NPROCS", "value": str(len(order.topology.units))},
+        {"name": "TOPOTRAIN_FIRST_RANK", "value": str(first)},
+        {"name": "TOPOTRAIN_RENDEZVOUS", **where},
+        {"name": "TOPOTRAIN_MEETING_S", "value": str(MEETING_S)},
+        {"name": "TOPOTRAIN_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "TOPOTRAIN_TOKEN", **_from_secret(order, "token")},
+    ]
+
+
+def _from_secret(order: Order, key: str) -> Data:
+    return {"valueFrom": {"secretKeyRef": {"name": order.secret, "key": key}}}
+
+
+def _resources(order: Order, units: tuple[Unit, ...]) -> Data:
+    processes = max(len(unit.workers) + bool(unit.servers) for unit in units)
+    requests = {"cpu": order.cpu or str(processes)}
+    limits: dict[str, str] = {}
+    if order.memory:
+        requests["memory"] = limits["memory"] = order.memory
+    if order.gpu and any(unit.workers for unit in units):
+        limits["nvidia.com/gpu"] = order.gpu
+    return {"requests": requests, **({"limits": limits} if limits else {})}

@@ -1,0 +1,118 @@
+"""sbatch: the units as one batch job of Slurm.
+
+Rule: the script says everything that matters, so that what `--dry-run` prints is what runs. Nobody is started again
+(`--no-requeue`) unless the user says so. There is no accounting database to ask: the controller knows a job until
+some minutes after its end, and that is where `--wait` looks.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from topotrain.config.job import ConfigError
+from topotrain.config.private_files import write_text
+from topotrain.launch.agent.pipes import log_tail
+from topotrain.launch.launchers import foreground_tool, srun
+from topotrain.launch.launchers.submission import Ended, Submission
+
+SCRIPT, OUTPUT = "job.sh", "slurm-%j.out"
+LOOK_S = 0.5
+QUIET_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "OUT OF SIGHT"})
+"""A job in one of these has not ended."""
+
+
+def script(submission: Submission) -> str:
+    """The batch script. Raises ConfigError for an extra word that is no option of sbatch."""
+    for word in submission.options.extra:
+        if not word.startswith("-"):
+            raise ConfigError("--pass", word, "must be an option of sbatch, such as --partition=gpu")
+    options = [
+        f"--job-name={submission.job.name or submission.id}",
+        f"--ntasks={submission.units}",
+        *([f"--nodes={submission.options.nodes}"] if submission.options.nodes else []),
+        *(["--nodelist=" + ",".join(submission.options.hosts)] if submission.options.hosts else []),
+        f"--cpus-per-task={submission.processes}",
+        f"--chdir={os.getcwd()}",
+        f"--output={submission.folder / OUTPUT}",
+        "--export=ALL",
+        "--no-requeue",
+        *submission.options.extra,
+    ]
+    lines = ["#!/bin/sh", *(f"#SBATCH {_directive(option)}" for option in options)]
+    return "\n".join([*lines, "exec " + shlex.join(srun.words(submission, inside=True)), ""])
+
+
+def _directive(option: str) -> str:
+    """sbatch splits a line at spaces, and takes double quotes as a shell would."""
+    return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"' if " " in option else option
+
+
+def command(submission: Submission) -> str:
+    """The batch script, and the variables that sbatch inherits."""
+    return submission.show(script(submission))
+
+
+def start(submission: Submission) -> Ended:
+    """Queue the script, and with `wait` follow it to its end. Raises ConfigError where there is no sbatch."""
+    text = script(submission)
+    sbatch = foreground_tool.find("sbatch", srun.INSTALL)
+    submission.write()
+    path = submission.folder / SCRIPT
+    write_text(path, text)
+    done = subprocess.run(
+        [sbatch, "--parsable", str(path)],
+        env={**os.environ, **submission.environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise ConfigError("sbatch", shlex.join(submission.options.extra), "was refused: " + done.stderr.strip())
+    job = done.stdout.strip().partition(";")[0]  # behind it stands the cluster, where there are several
+    said = {"job": job, "output": str(submission.folder / OUTPUT.replace("%j", job))}
+    if not submission.options.wait:
+        return Ended(0, said)
+    return Ended(follow(job, Path(said["output"]), submission), said)
+
+
+def follow(job: str, output: Path, submission: Submission) -> int:
+    """Wait for the end of a batch job, telling on stderr what it is doing; returns the units' exit code.
+
+    A signal cancels the job and returns 128 + its number. A job that did not end well shows its last lines.
+    """
+    told = ""
+    try:
+        with foreground_tool.interruptible():
+            while True:
+                state, code = look(job)
+                if state != told:
+                    print(f"topotrain: Slurm job {job} is {state}", file=sys.stderr, flush=True)
+                    told = state
+                if state not in QUIET_STATES:
+                    break
+                time.sleep(LOOK_S)
+    except foreground_tool.Interrupted as came:
+        subprocess.run(["scancel", job], stdin=subprocess.DEVNULL, capture_output=True)
+        return 128 + came.number
+    if code:
+        print(log_tail(output), file=sys.stderr, flush=True)
+    return foreground_tool.agreed(submission, code)
+
+
+def look(job: str) -> tuple[str, int]:
+    """The state of a job, and its exit code (1 for an end without one)."""
+    done = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner", job], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        # The controller may be away for a while, as when it is restarted; the job goes on.
+        return ("FORGOTTEN", 1) if "Invalid job id" in done.stderr else ("OUT OF SIGHT", 0)
+    words = dict(word.partition("=")[::2] for word in done.stdout.split())
+    state = words.get("JobState", "FORGOTTEN")
+    code, _, number = words.get("ExitCode", "0:0").partition(":")
+    if state == "COMPLETED":
+        return state, 0
+    return state, int(code) or (128 + int(number) if int(number) else 1)

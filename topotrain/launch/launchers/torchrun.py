@@ -1,0 +1,65 @@
+"""torchrun: the units as the workers of torch.distributed.run, in front.
+
+Rule: torchrun ends everybody when one unit fails, and starts everybody again if it is told to (--pass=--max-restarts=1;
+not by itself): it cannot start one role alone. What starts again is a new job, from its beginning and under a name of
+its own, for a unit of the second life must not hear how the first one ended. On several nodes the same command is given
+on each; they find each other at the first of --hosts.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from urllib.parse import parse_qs, urlsplit
+
+from topotrain.config.job import ConfigError
+from topotrain.launch.agent.workspace import JOB_FILE
+from topotrain.launch.launchers.foreground_tool import OneLine
+from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, Submission
+from topotrain.launch.multinode.node_info import with_job
+
+PORT = 29400
+
+
+def words(submission: Submission) -> list[str]:
+    """The command, the same on every node. Raises ConfigError."""
+    options = submission.options
+    nodes = options.nodes or len(options.hosts) or 1
+    per_node = submission.per_node(nodes)
+    line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={per_node}"]
+    if nodes == 1:
+        line += ["--standalone"]
+    else:
+        line += ["--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint(submission)}", f"--rdzv-id={submission.id}"]
+    unit = [sys.executable, "-m", "topotrain.launch.launchers.torchrun", str(submission.folder / JOB_FILE)]
+    return [*line, *options.extra, "--no-python", *unit]
+
+
+def _endpoint(submission: Submission) -> str:
+    options = submission.options
+    if not options.hosts:
+        raise ConfigError("--hosts", "", "must begin with the node at which all meet, such as node1 or node1:29400")
+    if not options.id:
+        raise ConfigError("--id", "", "must be given for several nodes, the same on each")
+    first = options.hosts[0]
+    return first if ":" in first else f"{first}:{PORT}"
+
+
+_TOOL = OneLine(words)
+command, start = _TOOL.command, _TOOL.start
+
+
+def rendezvous(environ: Mapping[str, str]) -> str:
+    """Where the units of this life meet. Raises KeyError for what `start` or torchrun has not set."""
+    url, life = environ[RENDEZVOUS_VARIABLE], environ["TORCHELASTIC_RESTART_COUNT"]
+    job = parse_qs(urlsplit(url).query)["job"][0]
+    return url if life == "0" else with_job(url, f"{job}.life-{life}")
+
+
+def main(conf: str) -> None:
+    """What torchrun starts: becomes the unit."""
+    environ = {**os.environ, RENDEZVOUS_VARIABLE: rendezvous(os.environ)}
+    os.execve(sys.executable, [sys.executable, "-m", "topotrain", "unit", conf], environ)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

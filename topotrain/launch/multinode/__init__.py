@@ -1,0 +1,1 @@
+"""Units on several hosts: how they meet and act together."""

@@ -1,0 +1,235 @@
+"""The line between unit 0, which decides for the whole job, and each other unit, while a job runs over several units.
+
+It goes through the store in which the units have met, and not over a connection of its own: all units have the store
+open, it knows who may speak, it outlives a broken connection, and who cannot write to it any more is not heard, so that
+two sides of a cut network never decide two things. up/R.WORD and down/R.WORD are the pages of unit R and of unit 0
+(letters.py); who writes a page to unit 0 rings its bell. WORD is new for each process that is unit R, so nothing that
+was said to a dead one is taken for the words to its successor.
+
+Rule: nobody waits for the store. A page that could not be written, or that was wiped out, is written again, every
+BEAT_S until it is there.
+"""
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from topotrain.comm.store import Store, StoreError
+from topotrain.core.events import Failed
+from topotrain.launch.multinode.node_info import Introduction
+from topotrain.launch.multinode.node_rendezvous import BEAT_S
+from topotrain.launch.multinode.reliable_messages import Ends, Words
+
+_BELL = "bell"
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """Unit `rank` has said something."""
+
+    rank: int
+    words: Words
+
+
+@dataclass(frozen=True, slots=True)
+class Vanished:
+    """Unit `rank` gives no sign of life any more."""
+
+    rank: int
+    failed: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """A new process is unit `rank`, which had vanished."""
+
+    rank: int
+    unit: Introduction
+
+
+News = Letter | Vanished | Back
+
+
+@dataclass(slots=True)
+class _Line:
+    """To one other unit. word: of the process that is unit R, on whichever side of the line that is."""
+
+    rank: int
+    word: str
+    ends: Ends
+    written: bytes = b""
+    heard: bytes | None = None
+
+
+class Post:
+    """One unit's end of its lines.
+
+    Args:
+        run: the keys of this start of the job.
+        rank: of this unit.
+        words: rank -> word of the process that is that unit, for units other than 0: {0: its own word}.
+        away_s: a store that has not answered for so long is not waited for.
+    """
+
+    def __init__(self, run: Store, rank: int, words: Mapping[int, str], away_s: float) -> None:
+        self._run, self._rank, self._away_s = run, rank, away_s
+        self.suspicious = False
+        """Somebody has lost a peer, so that a unit that is silent is thought to be gone sooner."""
+        self._lines = {other: _Line(other, word, Ends()) for other, word in words.items()}
+        self._lock = threading.Condition()
+        self._news: deque[News] = deque()
+        self._told, self._teller = socket.socketpair()
+        self._closed = False
+        self._rung = 0
+        self._answered = time.monotonic()
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name=f"post {work.__name__.strip('_')}s", daemon=True).start()
+
+    def fileno(self) -> int:
+        """Readable when there is news."""
+        return self._told.fileno()
+
+    @property
+    def alone(self) -> bool:
+        """The store has not answered for so long that nobody waits for it."""
+        return time.monotonic() - self._answered > self._away_s
+
+    @property
+    def all_told(self) -> bool:
+        """The others have heard everything."""
+        with self._lock:
+            return not any(line.ends.waiting for line in self._lines.values())
+
+    @property
+    def others(self) -> list[int]:
+        """Whom one can write to."""
+        with self._lock:
+            return sorted(self._lines)
+
+    def say(self, rank: int, words: Words) -> None:
+        """Send words to a unit, if there is one; does not wait."""
+        with self._lock:
+            if rank in self._lines:
+                self._lines[rank].ends.say(words)
+                self._lock.notify_all()
+
+    def news(self) -> list[News]:
+        """What has come since this was asked last."""
+        with self._lock:
+            if self._news:
+                self._told.recv(4096)
+            found = list(self._news)
+            self._news.clear()
+            return found
+
+    def tell(self, news: News) -> None:
+        """Bring news that did not come by a page."""
+        with self._lock:
+            self._put(news)
+
+    def open(self, rank: int, word: str) -> None:
+        """From now on another process is that unit; what was said to the former one is void."""
+        with self._lock:
+            if rank in self._lines and self._lines[rank].word == word:
+                return
+            self._lines[rank] = _Line(rank, word, Ends())
+            self._lock.notify_all()
+
+    def close(self) -> None:
+        """Neither write nor read any more."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+            self._told.close()
+            self._teller.close()
+
+    def _put(self, news: News) -> None:
+        if self._closed:
+            return
+        if not self._news:
+            self._teller.send(b"!")
+        self._news.append(news)
+
+    # --- pages
+
+    def _outward(self, line: _Line) -> str:
+        return f"up/{self._rank}.{line.word}" if self._rank else f"down/{line.rank}.{line.word}"
+
+    def _inward(self, line: _Line) -> str:
+        return f"down/{self._rank}.{line.word}" if self._rank else f"up/{line.rank}.{line.word}"
+
+    def _write(self) -> None:
+        """Bring the pages into the store, and look now and then whether they are still there."""
+        due = time.monotonic() + BEAT_S
+        while True:
+            with self._lock:
+                fresh = [line for line in self._lines.values() if line.ends.fresh]
+                if not fresh and not self._closed:
+                    self._lock.wait(max(0.0, due - time.monotonic()))
+                if self._closed:
+                    return
+                late = time.monotonic() >= due
+                lines = [line for line in self._lines.values() if line.ends.fresh or (late and line.written)]
+                pages = [(line, self._page(line)) for line in lines]
+            try:
+                for line, page in pages:
+                    self._bring(line, page)
+                self._answered = time.monotonic() if pages else self._answered
+            except StoreError:
+                with self._lock:
+                    for line, page in pages:
+                        line.ends.fresh |= line.written != page
+                    self._lock.wait(BEAT_S / 4)
+            if late:
+                due = time.monotonic() + BEAT_S
+
+    def _page(self, line: _Line) -> bytes:
+        line.ends.fresh = False
+        return line.ends.page()
+
+    def _bring(self, line: _Line, page: bytes) -> None:
+        key = self._outward(line)
+        if line.written == page and self._run.get(key) == page:
+            return
+        self._run.set(key, page)
+        line.written = page
+        if self._rank:
+            self._rung += 1
+            self._run.set(_BELL, f"{self._rank}.{line.word}.{self._rung}".encode())
+
+    def _read(self) -> None:
+        """Hear the bell, or the page itself where only one can change; a missed bell costs a beat."""
+        known: bytes | None = None
+        while not self._closed:
+            with self._lock:
+                lines = list(self._lines.values())
+            try:
+                key = _BELL if self._rank == 0 or not lines else self._inward(lines[0])
+                with suppress(TimeoutError):
+                    known = self._run.watch(key, BEAT_S, known)
+                for line in lines:
+                    self._look(line)
+                self._answered = time.monotonic()
+            except StoreError:
+                with self._lock:
+                    self._lock.wait(BEAT_S / 4)
+
+    def _look(self, line: _Line) -> None:
+        page = self._run.get(self._inward(line))
+        if page is None or page == line.heard:
+            return
+        line.heard = page
+        with self._lock:
+            if self._lines.get(line.rank) is not line:
+                return
+            try:
+                found = line.ends.read(page)
+            except ValueError:  # of somebody who has no business there; the next page is the unit's own
+                return
+            for words in found:
+                self._put(Letter(line.rank, words))
+            self._lock.notify_all()

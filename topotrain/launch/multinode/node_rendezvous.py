@@ -1,0 +1,383 @@
+"""What the units of a job say to each other in the store, until every one knows the same.
+
+jobs/ID/job      the job's text, put there by who submitted it; unit 0 may bring its own
+jobs/ID/run      a random word for this start of the job, by unit 0
+jobs/ID/stop     set by `topotrain jobs stop`
+jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, what units say to each other while it runs
+                 (post.py), back/R of a unit that is started again meanwhile, and the addresses of its processes
+jobs/ID.RUN.N/   those of the processes, after the job has started again as a whole for the Nth time
+
+Rule: what one start has left behind cannot be taken for another one's, because each has keys of its own. What a unit
+that comes later needs to find its way is kept by unit 0 (`KeptValues`), also in a store that was wiped.
+"""
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Self, TypeVar
+
+from topotrain.comm.security.secret import job_key
+from topotrain.comm.store import Store, StoreError, within
+from topotrain.comm.store.maintained_values import KeptValues
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError, Job
+from topotrain.config.topology import layout
+from topotrain.launch.multinode.node_info import End, Hosts, Introduction, Over, address_towards, hosts_of, machine
+
+MEETING_S = 60.0
+"""How long units wait for each other before training starts."""
+QUIET_S, REPEAT_S = 5.0, 20.0
+"""Waiting is told after so many seconds, and then again every so many."""
+BEAT_S, ALIVE_S = 1.0, 4.0
+"""A unit says so often that it lives, and is forgotten after so long a silence."""
+_LOOK_S = 1.0
+_MISSED = 3
+"""So many looks in a row may find no start in the store: it may have been wiped, and unit 0 writes it again."""
+_T = TypeVar("_T")
+_FROM = "from"
+
+
+class Waiting:
+    """Says on stderr what a unit waits for, when that takes long."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._due = time.monotonic() + QUIET_S
+
+    def __call__(self, what: str) -> None:
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + REPEAT_S
+            print(f"topotrain: unit {self.rank} waits for {what}", file=sys.stderr, flush=True)
+
+
+class Pulse:
+    """Tells in the store that this unit lives, every BEAT_S, until it is closed."""
+
+    def __init__(self, run: Store, rank: int) -> None:
+        self._run, self._key = run, f"alive/{rank}"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    def start(self) -> Self:
+        """Begin."""
+        self._thread.start()
+        return self
+
+    def _beat(self) -> None:
+        count = 0
+        while True:
+            count += 1
+            with suppress(StoreError):  # training goes on while the store is away
+                self._run.set(self._key, str(count).encode(), ALIVE_S)
+            if self._closed.wait(BEAT_S):
+                return
+
+    def close(self) -> None:
+        """Say goodbye."""
+        self._closed.set()
+        self._thread.join(2 * ALIVE_S)
+        with suppress(StoreError):
+            self._run.delete(self._key)
+
+
+class Hall:
+    """Where one unit meets the others.
+
+    Args:
+        root: the whole store.
+        job: the name of the job in the store.
+        rank, nprocs: of this unit.
+        secret: of the job.
+        patience: seconds to wait for the others; 0: MEETING_S.
+    """
+
+    def __init__(self, root: Store, job: str, rank: int, nprocs: int, secret: bytes, patience: float = 0) -> None:
+        self._root, self.id, self.rank, self._nprocs, self._secret = root, job, rank, nprocs, secret
+        self.shared = within(root, f"jobs/{job}")
+        self.patience = patience or MEETING_S
+        self._deadline = time.monotonic() + self.patience
+        self._waiting = Waiting(rank)
+        self.word = ""
+        self.pulse: Pulse | None = None
+        self._kept = KeptValues(root)
+        self._missing = 0  # looks in a row at which no start of the job was found in the store
+        self.me: Introduction | None = None
+        self.known: list[Introduction] = []
+        """By unit 0: all units, by their ranks."""
+        self.returns = False
+        """This unit was started again while its job runs."""
+
+    @property
+    def run_id(self) -> str:
+        """The name of this start in the store."""
+        return f"{self.id}.{self.word}"
+
+    @property
+    def run(self) -> Store:
+        """The keys of this start."""
+        return within(self._root, f"jobs/{self.run_id}")
+
+    def close(self) -> None:
+        """Leave: the others need not look for this unit any more."""
+        self._kept.close()
+        if self.pulse is not None:
+            self.pulse.close()
+
+    # --- coming in
+
+    def enter(self, me: Introduction) -> None:
+        """Unit 0 opens a start of the job, the others come to it. Raises ConfigError, StoreError."""
+        self.me, self.returns = me, False
+        self._kept.close()  # of an earlier start
+        self._kept = KeptValues(self._root)
+        if self.rank == 0:
+            self._open()
+            self._kept.keep(f"jobs/{self.id}/run", self.word.encode())
+            self._set("host/0", me.dumped())
+            self.pulse = Pulse(self.run, 0).start()
+            return
+        old = ""
+        while True:
+            self.word = self._await(self.shared, "run", "unit 0", old).decode()
+            old = self.word  # of an earlier start, if we have to look again
+            if not self.run.compare_and_set(f"host/{self.rank}", None, me.dumped()):
+                self._check_twin()
+                if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
+                    return
+            elif self.shared.get("run") == self.word.encode():
+                self._kept.keep(self._whole(f"host/{self.rank}"), me.dumped())
+                self.pulse = Pulse(self.run, self.rank).start()
+                return
+            else:  # an earlier start, of which all was forgotten between our looking and our coming
+                self.run.delete(f"host/{self.rank}")
+
+    def _return(self, me: Introduction) -> bool:
+        """This unit was lost while the job ran: unit 0 is told that there is one again, and has a word for it, later.
+
+        False: another start has begun. Until unit 0 has answered there is no pulse: of a start in which nobody lives no
+        sign of life must be seen. Raises Over, StoreError.
+        """
+        self._set(f"back/{self.rank}", me.dumped())
+        what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
+        try:
+            self._await(self.run, f"down/{self.rank}.{me.word}", what)
+        except Restarted:
+            self._kept.close()
+            self.run.delete(f"back/{self.rank}")  # it may have come when all of that start was forgotten
+            self._kept = KeptValues(self._root)
+            return False
+        self.returns = True
+        self.pulse = Pulse(self.run, self.rank).start()
+        return True
+
+    def _open(self) -> None:
+        known = self._patiently(lambda: self.shared.get("run"), "the store")
+        old = None if known is None else within(self._root, f"jobs/{self.id}.{known.decode()}")
+        if old is not None:
+            self._outlive(old)
+        self.word = secrets.token_hex(4)
+        if not self.shared.compare_and_set("run", known, self.word.encode()):
+            raise self._running("another unit 0")
+        if old is not None:
+            forget(old)  # not before: who still comes to it shall find its place taken
+            forget_lives(self._root, f"{self.id}.{(known or b'').decode()}")
+
+    def _outlive(self, old: Store) -> None:
+        """Return when nobody of an earlier start is left."""
+        first = {key: old.get(key) for key in old.keys("alive/")}
+        while living := old.keys("alive/"):
+            self._waiting(f"the end of an earlier start of job {self.id!r}")
+            moving = [key for key in living if (now := old.get(key)) is not None and now != first.get(key)]
+            if time.monotonic() > self._deadline or (moving and old.get("end") is None):
+                raise self._running(", ".join(f"unit {key.partition('/')[2]}" for key in moving or living))
+            time.sleep(BEAT_S / 4)
+
+    def _running(self, who: str) -> ConfigError:
+        accepted = f"runs already ({who}): end it with `topotrain jobs stop`, or choose a name with ?job=NAME"
+        return ConfigError("job", self.id, accepted)
+
+    def _check_twin(self) -> None:
+        """Raise ConfigError when another process is this unit, too."""
+        raw = self.run.get(f"host/{self.rank}")
+        beat = self.run.get(f"alive/{self.rank}")
+        if raw is None or (beat is None and self.run.get("hosts") is not None):
+            return
+        with suppress(TimeoutError):
+            self.run.watch(f"alive/{self.rank}", ALIVE_S, beat)
+            there = Introduction.loaded(raw).who
+            raise ConfigError("--rank", self.rank, f"is taken: {there} is in job {self.id!r} already")
+
+    @property
+    def lines(self) -> dict[int, str]:
+        """For `Post`. By unit 0: after `gather`."""
+        assert self.me is not None
+        return {0: self.me.word} if self.rank else {unit.rank: unit.word for unit in self.known if unit.rank}
+
+    def _whole(self, key: str) -> str:
+        """The name of a key of this start in the whole store."""
+        return f"jobs/{self.run_id}/{key}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        """Write a value of this start, and keep it. Raises StoreError."""
+        self._kept.set(self._whole(key), value)
+
+    # --- agreeing
+
+    def bring(self, job: Job | None) -> Job:
+        """The job, by unit 0: the one given, or the one that was submitted. Raises ConfigError, StoreError."""
+        if job is None:
+            text = self._await(self.shared, "job", "a job: unit 0 was given none, and nobody has submitted one")
+            job = job_file.loads(text.decode(), "the job in the store")
+        self._set("job", job_file.dumps(job).encode())
+        return job
+
+    def take(self, given: Job | None) -> Job:
+        """The job, by any other unit. Raises Over, ConfigError for another one than that which was `given`."""
+        job = job_file.loads(self._await(self.run, "job", "the job from unit 0").decode(), "the job in the store")
+        if given is not None and given.digest() != job.digest():
+            raise ConfigError("JOB.conf", given.name or None, f"differs from that of unit 0 ({job.name or 'no name'})")
+        return job
+
+    def check(self, job: Job) -> None:
+        """Raise ConfigError where the job has another number of units."""
+        units = len(layout(job.cluster).units)
+        if self._nprocs != units:
+            raise ConfigError("--nprocs", self._nprocs, f"must be {units}, the number of units of this job")
+
+    def gather(self, url: str, served: bool) -> Hosts:
+        """By unit 0: hear everybody out, and tell all where all are. Raises Over, ConfigError, StoreError."""
+        known: dict[int, Introduction] = {}
+        while len(known) < self._nprocs:
+            rank = next(rank for rank in range(self._nprocs) if rank not in known)
+            others = [str(r) for r in range(self._nprocs) if r not in known and self.run.get(f"host/{r}") is None]
+            what = ("unit " if len(others) < 2 else "units ") + ", ".join(others or [str(rank)])
+            known[rank] = self.hear(self._await(self.run, f"host/{rank}", what))
+        self.known = [known[rank] for rank in range(self._nprocs)]
+        hosts = hosts_of(self.known, url, served)
+        for unit in self.known:  # so that whoever comes after a loss of the store finds its place taken
+            self._kept.keep(self._whole(f"host/{unit.rank}"), unit.dumped())
+        self._set("hosts", hosts.dumped())
+        return hosts
+
+    def regather(self, back: Mapping[int, Introduction], hosts: Hosts) -> Hosts:
+        """By unit 0: where all are, now that these are others. Raises ConfigError."""
+        self.known = [back.get(unit.rank, unit) for unit in self.known]
+        return hosts_of(self.known, hosts.url, hosts.served)
+
+    def learn(self) -> Hosts:
+        """By all others: where all are. Raises Over, StoreError."""
+        return Hosts.loaded(self._await(self.run, "hosts", "the other units"))
+
+    def choose(self, name: str, seal: str) -> None:
+        """By unit 0, before all know where all are: from which snapshot the job goes on, if any. Raises StoreError."""
+        if name:
+            self._set(_FROM, f"{seal} {name}".encode())
+
+    def chosen(self) -> tuple[str, str]:
+        """By all others, once they know where all are: its name and seal. Raises StoreError."""
+        sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
+        return name, sealed
+
+    def introduce(self, given: str, url: str) -> Introduction:
+        """This unit, at the address that was `given`, or else the one that it has on its way to the store."""
+        address, proof = given or address_towards(url), self._proof(self.rank)
+        return Introduction(
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            machine(),
+            address,
+            proof,
+            self._nprocs,
+            bool(given),
+            secrets.token_hex(4),
+        )
+
+    def _proof(self, rank: int) -> str:
+        # The store may be one that knows nothing of secrets; without this a wrong one is found by a worker, much later.
+        return job_key(self._secret, "unit", self.id, str(rank)).hex()
+
+    def hear(self, raw: bytes) -> Introduction:
+        """Who has come. Raises ConfigError for one that was told something else, StoreError."""
+        unit = Introduction.loaded(raw)
+        if unit.proof != self._proof(unit.rank):
+            accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
+            raise ConfigError("secret", None, f"{unit.who} has another one than unit 0; it {accepted}")
+        if unit.nprocs != self._nprocs:
+            accepted = f"must be {self._nprocs} as for unit 0"
+            raise ConfigError(f"--nprocs of unit {unit.rank}", unit.nprocs, accepted)
+        return unit
+
+    # --- waiting
+
+    def _await(self, store: Store, key: str, what: str, old: str = "") -> bytes:
+        """A value, when it is there. Raises Over, StoreError after MEETING_S."""
+        while True:
+            try:
+                return self._patiently(lambda: store.watch(key, _LOOK_S, old.encode() or None), what)
+            except TimeoutError:
+                self._waiting(what)
+                self._check_start(store is self.shared)
+            if time.monotonic() > self._deadline:
+                who = f"(job {self.id!r}, unit {self.rank})"
+                raise StoreError(f"{what} did not come within {self.patience:g} s {who}")
+
+    def _check_start(self, outside: bool) -> None:
+        """Raise Over if this start has ended, or another one has taken its place."""
+        if outside or not self.word:
+            return
+        raw = self.run.get("end")
+        if raw is not None:
+            raise Over(End.loaded(raw))
+        known = self.shared.get("run")
+        self._missing = self._missing + 1 if known is None else 0
+        if self._missing > _MISSED or known not in (None, self.word.encode()):
+            raise Restarted
+
+    def _patiently(self, ask: Callable[[], _T], what: str) -> _T:
+        """Ask a store that may not be there yet."""
+        while True:
+            try:
+                return ask()
+            except StoreError as error:
+                if _is_final(error) or time.monotonic() > self._deadline:
+                    raise
+                self._waiting(f"{what} ({error})")
+                time.sleep(BEAT_S / 4)
+
+
+class Restarted(Exception):
+    """Unit 0 has begun another start of the job."""
+
+
+def _is_final(error: StoreError) -> bool:
+    """Whether asking again is in vain."""
+    from topotrain.comm.store.tcp_store import Denied
+
+    return isinstance(error, Denied)
+
+
+def outlast(run: Store) -> None:
+    """By unit 0: return when all others have left this start, or are gone."""
+    until = time.monotonic() + ALIVE_S + 2 * BEAT_S
+    with suppress(StoreError):
+        while time.monotonic() < until and set(run.keys("alive/")) - {"alive/0"}:
+            time.sleep(BEAT_S / 10)
+
+
+def forget_lives(root: Store, run_id: str) -> None:
+    """Remove what the lives of a start after the first one have left. Raises StoreError."""
+    for key in root.keys(f"jobs/{run_id}."):
+        root.delete(key)
+
+
+def forget(store: Store, but: str = "") -> None:
+    """Remove all keys but one. Raises StoreError."""
+    for key in store.keys(""):
+        if key != but:
+            store.delete(key)

@@ -1,0 +1,1 @@
+"""What happens when a process of a job dies."""

@@ -1,0 +1,59 @@
+"""What is to be done about a death (`recovery`): words for whoever has the processes (`running`, `following`)."""
+
+from dataclasses import dataclass
+
+from topotrain.core.events import Event, Failed
+from topotrain.launch.recovery.elastic_groups import Answer, Ask, Gone
+from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay
+
+
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """To do: end what is left of this group, then start its workers with this incarnation.
+
+    why: for their logs. who: the one worker that is meant; "": all of them.
+    """
+
+    group: int
+    incarnation: int
+    why: str
+    who: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """To do: end this process, which does nothing any more; what follows from its loss is said beside."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reseat:
+    """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
+
+    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`. unit: where the fresh one is
+    to stand; -1: nowhere, the seat stays empty.
+    """
+
+    who: str
+    number: int
+    why: str
+    seats: list[list[int]]
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """To do: end every process, then start the whole job again."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """To do: end the job for one of these reasons; nobody needs to wait for a better one."""
+
+    failures: tuple[Failed, ...]
+
+
+Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer | AskSnapshot | Refused | Relay

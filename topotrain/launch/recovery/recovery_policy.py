@@ -1,0 +1,685 @@
+"""What a job does about processes that die: what is lost with them, what starts again, and when that is enough.
+
+Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
+peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
+a wrong setting, ends the job at once. A process that stays frozen is ended, and is as lost as a dead one. Who has told
+that it finished is missed by nobody. Over several units the first one decides for all: the others tell it what they
+hear (`following`), and a unit that is not heard of any more is lost with all who lived in it.
+
+Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
+A group that has used that up is given up, where others can read what it leaves; so is one that leaves (`attendance`).
+Workers leave a job of one group, and join it, between two lives of the whole job (`resizing`).
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+
+from topotrain.config.job import ConfigError, Job, OnFailure
+from topotrain.config.topology import Address, Topology
+from topotrain.core.events import (
+    Agreed,
+    Bounded,
+    Covered,
+    Differs,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Incident,
+    Joined,
+    Left,
+    Lost,
+    Missed,
+    Resized,
+    Saved,
+    Started,
+    StepDone,
+    Unrepeatable,
+    Unsaved,
+)
+from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal, refusal, singly
+from topotrain.extensions.replication import replica_placement
+from topotrain.extensions.replication.replica_placement import Seats
+from topotrain.launch import choose_cause
+from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
+from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
+from topotrain.launch.recovery.recovery_time import Waits
+from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay, Resize, Resizing
+from topotrain.launch.recovery.restart_budget import Allowance
+from topotrain.launch.recovery.stopped_processes import Patience
+from topotrain.launch.recovery.unit_map import Homes
+
+CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
+"""How long an error that may follow from a death waits for one to be told; over several units, for one to be silent."""
+_WHOLE = -1  # counts with the groups
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What may start again here.
+
+    groups: the worker groups that can do so alone. limit: how often within WINDOW_S, each group and the whole job for
+    itself. refusals: group -> why it cannot leave and come, "": it can. absent: groups that are not there at the start.
+    singly: a worker starts again without the others of its group. cause_s: how long an error that may follow from a
+    death waits for one to be told. door: groups may be asked to leave and come.
+    """
+
+    groups: frozenset[int]
+    limit: int
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    absent: frozenset[int] = frozenset()
+    singly: bool = False
+    cause_s: float = CAUSE_S
+    door: bool = True
+
+
+@dataclass(slots=True)
+class _Told:
+    """What is known of the present life of the job."""
+
+    up: set[str]
+    """Residents whose process has not ended, or is about to start again."""
+    leaving: set[str] = field(default_factory=set)
+    """Workers that start again, up to the moment in which their new process is there."""
+    finished: set[str] = field(default_factory=set)
+    incarnations: dict[int, int] = field(default_factory=dict)
+    held: list[Failed] = field(default_factory=list)
+    bounds: dict[bool, str] = field(default_factory=dict)
+    """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
+    frozen: Patience = field(default_factory=Patience)
+    gone: set[int] = field(default_factory=set)
+    """Units."""
+    missed: set[str] = field(default_factory=set)
+    """Servers that have lost the way to another one, of whose end nobody has told."""
+
+
+class Recovery:
+    """Decides for a job, over all its lives.
+
+    Args:
+        topology: of the whole job, whatever runs here of it.
+        terms: see there.
+        began: when the job started, by the clock whose time it is told.
+        twice: every server has two copies.
+        near: the workers of whom every step is told; None: all. Of the others only while somebody waits (`listens`).
+        resizing: whether its workers can become more or fewer.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        terms: Terms,
+        began: float,
+        twice: bool = False,
+        near: frozenset[str] | None = None,
+        resizing: Resizing | None = None,
+    ) -> None:
+        self._began, self._near = began, near
+        self._allowance = Allowance(terms.limit, began)
+        self._incidents = 0
+        self._fresh = 0  # server processes that have taken another's seat
+        self._settle(topology, terms, twice, resizing)
+
+    def _settle(self, topology: Topology, terms: Terms, twice: bool, resizing: Resizing | None) -> None:
+        """What depends on who lives where."""
+        self._terms, self._resizing = terms, resizing
+        self._topology, self._homes = topology, Homes(topology)
+        self._units = {f"unit {unit.rank}": unit.rank for unit in topology.units}
+        residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
+        workers = [worker for unit in topology.units for worker in unit.workers]
+        self._residents = frozenset(map(str, residents))
+        self._group_of = {str(worker): worker.group for worker in workers}
+        servers = [server for unit in topology.units for server in unit.servers]
+        self._seat_of = {str(server): server.index for server in servers} if twice else {}
+        self._seats = Seats(replica_placement.domains(topology)) if twice else None
+        self._differed: set[str] = set()  # servers whose copies have differed once
+        self.attendance = Attendance(terms.refusals, terms.absent)
+        self._told = _Told(self._up())
+        self._waits = Waits(self._group_of, self._near)
+        self._over = False  # the job ends, or this life of it
+        self._due: float | None = None  # when those who wait for the cause of an error have waited enough
+
+    @property
+    def due(self) -> float | None:
+        """When `turn` has something to say."""
+        if self._over:
+            return None
+        change = None if self._resizing is None else self._resizing.due
+        found = (self._due, self._told.frozen.due, self.attendance.due, change)
+        return min((due for due in found if due is not None), default=None)
+
+    @property
+    def complete(self) -> bool:
+        """Every process has ended, and none is to start again."""
+        told = self._told
+        return not (self._over or told.up or told.leaving or told.held)
+
+    @property
+    def suspects(self) -> bool:
+        """Somebody has said what may follow from a loss that was not told yet."""
+        return bool(self._told.held or self._told.missed)
+
+    @property
+    def gone(self) -> AbstractSet[int]:
+        """Units that have vanished in this life of the job: what they still say counts for nothing."""
+        return self._told.gone
+
+    @property
+    def listens(self) -> bool:
+        """Somebody has not made a step since an incident, so that every step matters."""
+        return bool(self._waits)
+
+    def renewed(self) -> None:
+        """The whole job starts again."""
+        self.attendance.renewed()
+        self._told = _Told(self._up())
+        self._waits.renewed()
+        self.stands(self._topology)
+        self._resizing = None if self._resizing is None else Resizing(self._resizing.job)
+        self._over, self._due = False, None
+
+    def stands(self, topology: Topology) -> None:
+        """The next life of the job begins, in units that may stand on other hosts than those of the one before.
+
+        Raises ValueError where those do not do for two copies, see `seats.check`.
+        """
+        self._topology, self._homes = topology, Homes(topology)
+        self._seats = None if self._seats is None else Seats(replica_placement.domains(topology))
+
+    def relaid(self, job: Job, topology: Topology) -> None:
+        """The whole job starts again, with another layout. What has happened so far counts on."""
+        waited = self._waits
+        self._settle(topology, _terms(job, topology), job.cluster.replicas > 1, Resizing(job))
+        self._waits.take_over(waited)
+
+    @property
+    def missing(self) -> set[str]:
+        """Workers that are not there, and that nobody waits for."""
+        return {who for who, group in self._group_of.items() if group in self.attendance.away}
+
+    def _up(self) -> set[str]:
+        return set(self._residents - self.missing)
+
+    def _members(self, group: int) -> set[str]:
+        return {who for who, number in self._group_of.items() if number == group}
+
+    def _all_finished(self) -> bool:
+        """No worker that is there has anything left to do; who has just joined has not begun."""
+        coming = {who for who, group in self._group_of.items() if self._arriving(group)}
+        return self._group_of.keys() - self.missing - coming <= self._told.finished
+
+    def _arriving(self, group: int) -> bool:
+        return group in self._terms.refusals and self.attendance[group].arriving
+
+    def heard(self, event: Event, now: float) -> list[Word]:
+        """What follows from an event, which is among it unless nobody else needs to hear it."""
+        told = self._told
+        told.frozen.heard(event, now)
+        match event:
+            case Failed():
+                return self._failed(event, now)
+            case Lost(who=who, text=text, log=log):
+                return self._lost(Failed(who, "died", text, log), now)
+            case Started(who=who) if who in self._residents:
+                told.leaving.discard(who)
+                told.up.add(who)
+            case Exited(who=who) if who not in told.leaving:
+                # No unit ends before who lives there.
+                told.up -= self._homes.who(self._units[who]) if who in self._units else {who}
+                return [event, *self._emptied(self._group_of.get(who), now)]
+            case Unrepeatable(text=text, job=job):
+                told.bounds[job] = text
+                return []
+            case Agreed():
+                return self._agreed(event, now)
+            case Bounded():
+                if self._resizing is not None:
+                    self._resizing.bound(event)
+                return []
+            case Saved(why="end") | Unsaved():
+                return [event, *self._snapshot(event, now)]
+            case Finished(who=who):
+                told.finished.add(who)
+                return [event, *self._stepped(who, now), *self._needless()]
+            case Covered(who=who, shadows=shadows) if self._seats is not None:
+                self._seats.covered(self._seat_of[who], shadows)
+                told.missed.discard(who)
+            case Missed(who=who):
+                told.missed.add(who)
+            case Differs() if self._seats is not None:
+                return self._unlike(event, self._seats, now)
+            case StepDone(who=who):
+                return [event, *self._stepped(who, now)]
+            case _:
+                pass
+        return [event]
+
+    def turn(self, now: float) -> list[Word]:
+        """What follows from the time: somebody was frozen, or has waited for the cause of an error, for long enough."""
+        found: list[Word] = []
+        for lost, since in [] if self._over else self._told.frozen.over(now):
+            # It was lost when it stopped: so long the others have waited for it.
+            found += [Dismiss(lost.who), *self._lost(lost, since)]
+        for group in self.attendance.late(now):
+            part = self.attendance[group]
+            part.how = f"did not leave within {part.within_s:g} s and was ended"
+            found += self._dismiss(group)
+        late = None if self._resizing is None or self._over else self._resizing.late(now)
+        return found + self._explained(now) + ([] if late is None else [late])
+
+    def _explained(self, now: float) -> list[Word]:
+        """Whoever waited for the cause of an error has waited enough."""
+        if self._due is None or now < self._due:
+            return []
+        self._due = None
+        held, self._told.held = self._told.held, []
+        cause = choose_cause(held)
+        if cause is None:
+            return []
+        found = self._follows(cause, now)
+        if found is None:
+            return self._give_up(*held)
+        for other in held:  # of several groups that have lost somebody each starts again
+            group = self._group_of.get(other.who)
+            same = other is cause or (group == self._group_of.get(cause.who) and not self._terms.singly)
+            if not (self._over or same or group is None) and other.kind == "peer":
+                found += self._follows(other, now) or []
+        return found
+
+    def _follows(self, cause: Failed, now: float) -> list[Word] | None:
+        """What follows from an error for which there is no other cause; None: the end."""
+        group = self._group_of.get(cause.who, _WHOLE)
+        if cause.who in self._told.leaving:
+            return []
+        if self._arriving(group):
+            return self._lost(cause, now)
+        # A worker that came back and is not taken in again: the servers may be past the point where they could.
+        again = self._waits.for_group(group)
+        return self._lost(cause, now, alone=not again) if cause.kind == "peer" or again else None
+
+    # --- causes
+
+    def _failed(self, failed: Failed, now: float) -> list[Word]:
+        if self._over:
+            return [failed]
+        if failed.who in self._told.leaving:
+            return []
+        if failed.kind in ("program", "config"):
+            self._over, self._due = True, None
+            return [failed]
+        if failed.kind == "died":
+            return self._lost(failed, now)
+        if self.attendance.going(self._group_of.get(failed.who)):
+            return self._dismiss(self._group_of[failed.who])
+        if failed.kind == "quarantine" and failed.who in self._group_of:
+            return self._lose(self._group_of[failed.who], failed, "is in quarantine", now)
+        self._told.held.append(failed)
+        self._due = self._due or now + self._terms.cause_s
+        return []
+
+    def vanished(self, rank: int, lost: Failed, now: float) -> list[Word]:
+        """What follows when a unit is not heard of any more, with all who live there."""
+        told, gone = self._told, self._homes.who(rank)
+        if self._over or rank in told.gone:
+            return []
+        told.gone.add(rank)
+        told.up -= gone
+        told.leaving -= gone
+        for who in gone:
+            told.frozen.forget(who)
+        servers = gone & self._seat_of.keys()
+        if gone <= told.finished or (self._all_finished() and not servers):
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        groups = {self._group_of[who] for who in gone if who in self._group_of and who not in told.finished}
+        groups -= self.attendance.away
+        rest = set(self._group_of.values()) - self.attendance.away - groups
+        lasting = gone - self._group_of.keys() - servers
+        if lasting or not rest or not all(self.attendance.elastic(group) for group in groups):
+            return self._renew(lost, now) if True not in told.bounds else self._give_up(self._unrepeated(lost))
+        found = self._lost_servers(servers, lost, now) if servers else []
+        for group in [] if self._over else sorted(groups):
+            found += (
+                self._emptied(group, now)
+                if self.attendance.going(group)
+                else self._lose(group, lost, "is given up", now)
+            )
+        return found
+
+    def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
+        """Somebody is lost. alone: its group may start again without the others."""
+        if self._over:
+            return [lost]
+        if lost.who in self._told.leaving:
+            return []
+        if lost.who in self._seat_of and alone:
+            return self._lost_servers({lost.who}, lost, now)
+        group = self._group_of.get(lost.who)
+        if group is not None and self.attendance.going(group):
+            self.attendance[group].how = self.attendance[group].how or "was lost while it left"
+            return self._dismiss(group)
+        if lost.who in self._told.finished or self._all_finished():
+            incident = self._incident(lost, "nothing is missing: its part was done", now)
+            return [incident, *(self._dismiss(group) if group is not None and self._arriving(group) else [])]
+        served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
+        if alone and served and group is not None and group in self._terms.groups and not self._told.bounds:
+            return self._regroup(group, lost, now)
+        if True not in self._told.bounds:
+            return self._renew(lost, now)
+        return self._give_up(self._unrepeated(lost))
+
+    def _lost_servers(self, gone: AbstractSet[str], lost: Failed, now: float) -> list[Word]:
+        """Servers with two copies are missed until the workers' processes have ended, and not only their scripts."""
+        told, seats = self._told, self._seats
+        assert seats is not None
+        missed = sorted(gone - told.finished)
+        heirs = {heir for who in missed for heir in seats.heirs(self._seat_of[who])}
+        ended = {seat for who, seat in self._seat_of.items() if who in told.finished}
+        if not missed or heirs & ended or not self._group_of.keys() & told.up:
+            return [self._incident(lost, "nothing is missing: its part was done", now)]
+        return self._reseat(missed, lost, now)
+
+    def _reseat(self, missed: Sequence[str], lost: Failed, now: float) -> list[Word]:
+        """Server processes are lost: the second copies of what they were speak, if they are complete.
+
+        All are lost before a seat is filled: what one of them was, none of the others can go on with.
+        """
+        seats, keys = self._seats, {who: _WHOLE - 1 - self._seat_of[who] for who in missed}
+        spent = next((key for key in keys.values() if not self._allowance.allows(key, now)), None)
+        if spent is not None:
+            return self._give_up(self._exhausted(lost, spent))
+        moved = seats is not None and seats.standing[0].lead in map(self._seat_of.__getitem__, missed)
+        if seats is None or not all(seats.lost(self._seat_of[who]) for who in missed):
+            return self._renew(lost, now) if True not in self._told.bounds else self._give_up(self._unrepeated(lost))
+        told, words = self._told, list[Word]()
+        for who, key in keys.items():
+            self._allowance.count(key, _what(lost), now)
+            words.append(self._refilled(who, seats, lost))
+        told.held = [held for held in told.held if held.who not in self._seat_of]
+        told.missed.clear()
+        self._due = self._due if told.held else None
+        self._waits.begin(self._incidents, None, now)
+        incident = self._incident(lost, _seated([word.unit for word in words if isinstance(word, Reseat)], lost), now)
+        again = self._said_again() if moved else []
+        if self._resizing is not None and self._resizing.under_way is not None:
+            again = [*again, AskSnapshot()]  # whoever was asked to take one may be the one that has died
+        return [incident, *words, *again]
+
+    def _refilled(self, who: str, seats: Seats, lost: Failed) -> Reseat:
+        """A fresh process takes a seat that is empty, where one may stand."""
+        told, seat = self._told, self._seat_of[who]
+        rank = self._homes.refuge(who, seat, seats, told.gone)
+        told.frozen.forget(who)
+        if rank >= 0:
+            seats.filled(seat, self._homes.domain(seat, rank))
+            self._homes.move(who, rank)
+            told.leaving.add(who)
+            told.up.add(who)
+            self._fresh += 1
+        return Reseat(who, self._fresh, _what(lost), seats.to_data(), rank)
+
+    def _said_again(self) -> list[Word]:
+        """What the coordinator may have been told in vain: its successor is told, whom nothing of it surprises."""
+        words: list[Word] = [Ask(wish, group) for group, wish in self.attendance.asked()]
+        gone = sorted(group for group in self.attendance.away)
+        return words + [Gone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
+
+    def speaks(self, server: Address) -> tuple[str, int]:
+        """The server in whose process this one speaks, and the unit in which that is."""
+        lead = server.index if self._seats is None else self._seats.standing[server.index].lead
+        home = str(Address(server.role, server.group, lead))
+        return home, self._homes.of(home)
+
+    def _unlike(self, event: Differs, seats: Seats, now: float) -> list[Word]:
+        """The copies of a server have come to differ, which only a fault of memory or of ours can do."""
+        who = event.who
+        seats.uncovered(self._seat_of[who], event.shadows)
+        if self._over:
+            return []
+        if who in self._differed:
+            text = f"{who} and its second copy differ once more, so the values of one of them are wrong"
+            return self._give_up(Failed(who, "internal", f"{text}: look at the memory of their hosts", ""))
+        self._differed.add(who)
+        found = Failed(who, "internal", f"{who} and its second copy differ", "")
+        return [self._incident(found, "the job goes on with the first; the second copy is made anew", now)]
+
+    def _needless(self) -> list[Word]:
+        """Server processes that only listen, once all that spoke have finished."""
+        if self._seats is None:
+            return []
+        told = self._told
+        leads = {who for who, seat in self._seat_of.items() if seat in self._seats.leads()}
+        rest = sorted(self._seat_of.keys() - told.finished) if leads <= told.finished else []
+        told.finished.update(rest)
+        told.leaving.difference_update(rest)
+        return [Dismiss(who) for who in rest]
+
+    def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
+        if not self._allowance.allows(group, now):
+            return self._lose(group, self._exhausted(lost, group), "is given up", now)
+        self._allowance.count(group, _what(lost), now)
+        answers = self._not_now(group)
+        who = lost.who if self._terms.singly else ""
+        incarnation = self._again(group, who)
+        self._waits.begin(self._incidents, group, now)
+        what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
+        incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
+        return [incident, Regroup(group, incarnation, _what(lost), who), *answers]
+
+    def _again(self, group: int, who: str = "") -> int:
+        """The workers of a group, or one of them, are about to start; returns their incarnation."""
+        told = self._told
+        members = self._forget({who} if who else self._members(group))
+        told.leaving |= members
+        told.up |= members
+        told.finished -= members
+        told.incarnations[group] = told.incarnations.get(group, 0) + 1
+        return told.incarnations[group]
+
+    def _forget(self, members: set[str]) -> set[str]:
+        """What was heard of these workers counts no more; returns them."""
+        told = self._told
+        self._waits.forget(members)
+        for who in members:
+            told.frozen.forget(who)
+        told.held = [held for held in told.held if held.who in self._group_of and held.who not in members]
+        self._due = self._due if told.held else None
+        return members
+
+    def _renew(self, lost: Failed, now: float) -> list[Word]:
+        if not self._allowance.allows(_WHOLE, now):
+            return self._give_up(self._exhausted(lost, _WHOLE))
+        self._allowance.count(_WHOLE, _what(lost), now)
+        self._over, self._due = True, None
+        self._waits.widen()
+        self._waits.begin(self._incidents, None, now)
+        return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
+
+    def _give_up(self, *failures: Failed) -> list[Word]:
+        self._over, self._due = True, None
+        return [GiveUp(failures)]
+
+    # --- workers that leave, and come
+
+    def resize(self, wish: Resize, now: float) -> list[Word]:
+        """What follows from a user's wish; what is said to that comes with it, or later."""
+        if self._resizing is None or self._over or self._all_finished():
+            return [Refused(wish, "the job ends, or starts again as a whole just now")]
+        if True in self._told.bounds:
+            return [Refused(wish, f"it would go on from a snapshot, which cannot be: {self._told.bounds[True]}")]
+        try:
+            return [self._resizing.begin(wish, now)]
+        except ConfigError as error:
+            return [Refused(wish, str(error))]
+
+    def ends(self) -> list[Word]:
+        """The job is asked to end behind its next step: it does not go on with other workers."""
+        refused = None if self._resizing is None else self._resizing.give_up("the job is ending")
+        return [] if refused is None else [refused]
+
+    def _snapshot(self, event: Saved | Unsaved, now: float) -> list[Word]:
+        """The first server has answered: perhaps there is a snapshot now that somebody has waited for."""
+        if self._resizing is None or self._over:
+            return []
+        if self._resizing.under_way is not None and self._all_finished():
+            late = self._resizing.give_up("the job has come to its end meanwhile")
+            return [] if late is None else [late]
+        former = self._resizing.job.cluster.nworkers_per_group
+        word = self._resizing.answered(event, self._incidents)
+        if not isinstance(word, Relay):
+            return [] if word is None else [word]
+        number, self._incidents = self._incidents, self._incidents + 1
+        self._over, self._due = True, None
+        self._waits.widen()
+        self._waits.begin(number, None, now)
+        workers = word.job.cluster.nworkers_per_group
+        return [Resized(number, former, workers, word.step, now - self._began), word]
+
+    # --- groups that leave, and come
+
+    def wish(self, wish: Wish, now: float) -> list[Word]:
+        """What follows from a user's wish; its Answer is among that, or comes later."""
+        if self._over:
+            return [_no(wish, "the job ends, or starts again as a whole just now")]
+        why = self.attendance.refusal(wish)
+        if why:
+            return [_no(wish, why)]
+        part = self.attendance[wish.group]
+        part.state = State.COMING if wish.verb == JOIN else State.ASKED
+        part.within_s = wish.within_s
+        return [Ask(wish.verb, wish.group, self._told.incarnations.get(wish.group, 0))]
+
+    def _agreed(self, event: Agreed, now: float) -> list[Word]:
+        """The servers have answered."""
+        if self._over or event.group not in self._terms.refusals:
+            return []
+        group, part = event.group, self.attendance[event.group]
+        if (event.wish, part.state) == (JOIN, State.COMING):
+            if event.text:
+                part.state = State.AWAY
+                return [_no(Wish(JOIN, group), f"group {group} cannot join: {event.text}")]
+            self.attendance.put(group, Part(arriving=True))
+            incarnation = self._again(group)
+            joined = Joined(group, incarnation, now - self._began)
+            text = f"group {group} starts (incarnation {incarnation})"
+            return [joined, Regroup(group, incarnation, "it joins the job"), Answer(JOIN, group, text)]
+        if (event.wish, part.state) == (LEAVE, State.ASKED):
+            if event.text:
+                part.state = State.HERE
+                return [_no(Wish(LEAVE, group), f"group {group} cannot leave: {event.text}")]
+            part.state, part.until, part.agreed = State.LEAVING, now + part.within_s, True
+            return self._emptied(group, now)
+        if (event.wish, part.state) == (LOSE, State.LOST):
+            if event.text and part.lost is not None:
+                alone = part.lost.who in self._group_of  # else its unit is gone, for which another may come
+                return self._give_up(part.lost) if alone else self._renew(part.lost, now)
+            part.agreed = True
+            return self._emptied(group, now)
+        return []
+
+    def _lose(self, group: int, lost: Failed, how: str, now: float) -> list[Word]:
+        """A group cannot start again, or is not to: the others go on without it, if its servers say that they can."""
+        if not self.attendance.elastic(group):
+            return self._give_up(lost)
+        answers = self._not_now(group)
+        self.attendance.put(group, Part(State.LOST, how=how, lost=lost))
+        self._forget(self._members(group))
+        self._waits.drop(group)
+        back = ", which `topotrain join` can bring back" if self._terms.door else ""
+        action = f"the job goes on without group {group}{back}"
+        ask = Ask(LOSE, group, self._told.incarnations.get(group, 0))
+        return [self._incident(lost, action, now), *self._dismiss(group), ask, *answers]
+
+    def _emptied(self, group: int | None, now: float) -> list[Word]:
+        """Once no process is left of a group that leaves: it is not there any more."""
+        if group is None or self._over or not self.attendance.going(group):
+            return []
+        part, members = self.attendance[group], self._members(group)
+        if not part.agreed or members & self._told.up:
+            return []
+        if members <= self._told.finished:
+            self.attendance.put(group, Part())
+            return [_no(Wish(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
+        self._forget(self._members(group))
+        how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
+        self.attendance.put(group, Part(State.AWAY))
+        left = Left(group, how, now - self._began)
+        return [left, Gone(group, gone), Answer(LEAVE, group, f"group {group} {how}")]
+
+    def _not_now(self, group: int) -> list[Word]:
+        """Something happens to a group that was asked to leave."""
+        if group not in self._terms.refusals or self.attendance[group].state is not State.ASKED:
+            return []
+        self.attendance[group].state = State.HERE
+        return [_no(Wish(LEAVE, group), f"group {group} has just lost a process, and starts again: try once more")]
+
+    def _dismiss(self, group: int) -> list[Word]:
+        """End what is left of a group."""
+        return [Dismiss(who) for who in sorted(self._members(group) & self._told.up)]
+
+    def _incident(self, lost: Failed, action: str, now: float) -> Incident:
+        number, self._incidents = self._incidents, self._incidents + 1
+        return Incident(number, lost.who, _what(lost), action, now - self._began)
+
+    def _unrepeated(self, lost: Failed) -> Failed:
+        """With why nothing starts again, where the user wants it."""
+        if lost.kind != "died" or not self._terms.limit:
+            return lost
+        return replace(lost, text=f"{lost.text}; it does not start again: {self._told.bounds[True]}")
+
+    def _exhausted(self, lost: Failed, key: int) -> Failed:
+        """The last straw, with those before it."""
+        before = self._allowance.before(key)
+        name = "the job" if key == _WHOLE else f"group {key}" if key >= 0 else f"the process of {lost.who}"
+        return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
+
+    def _stepped(self, who: str, now: float) -> list[Word]:
+        """Somebody has made a step: those who waited for it have recovered."""
+        if self._over or who in self._told.leaving:
+            return []
+        group = self._group_of.get(who)
+        if group is None:  # a server's last word
+            return []
+        if self._arriving(group):
+            self.attendance[group].arriving = False
+        return [*self._waits.step(who, self._told.finished, now)]
+
+
+def _what(lost: Failed) -> str:
+    """What happened, beginning with to whom."""
+    return lost.text if lost.text.startswith(lost.who) else f"{lost.who} cannot go on: {lost.text}"
+
+
+def _seated(units: Sequence[int], lost: Failed) -> str:
+    """What becomes of seats that are filled in these units, -1 being nowhere."""
+    if not lost.who.startswith("unit"):
+        return "its second copy goes on; a fresh process becomes the second one"
+    if min(units) < 0:
+        return "the second copies of its servers go on, alone where no other unit may have a second one"
+    where = " and ".join(f"unit {unit}" for unit in sorted(set(units)))
+    return f"the second copies of its servers go on; fresh processes in {where} become the second ones"
+
+
+def _no(wish: Wish, error: str) -> Answer:
+    return Answer(wish.verb, wish.group, "", error)
+
+
+def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> Recovery | None:
+    """What decides for a job; None where a death is to end it. Raises ConfigError.
+
+    near: where others start the units, the workers of this one; None: all units have one launcher.
+    """
+    replica_placement.check(job, topology)
+    if job.on_failure is not OnFailure.kContinue:
+        return None
+    terms = _terms(job, topology)
+    if near is not None:
+        terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
+    return Recovery(topology, terms, began, job.cluster.replicas > 1, near, Resizing(job))
+
+
+def _terms(job: Job, topology: Topology) -> Terms:
+    groups = range(topology.worker_groups)
+    alone = frozenset(group for group in groups if not refusal(job, topology, group))
+    refusals = {group: leave_refusal(job, topology, group) for group in groups}
+    return Terms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))

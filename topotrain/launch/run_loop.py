@@ -1,0 +1,652 @@
+"""The units of a job that run on this machine: one process per unit, and one loop that hears them all.
+
+Rule: the first failure starts a short wait for its cause (who loses a peer is heard before the peer's end is), then
+everything is asked to end, then made to. Where other units run elsewhere, what ends the job is agreed upon with them
+first (`Company`), and unit 0 decides what starts again: it hears what the others have to tell, and says to them what is
+to be done (`Post`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the units
+and the forkserver find the end of their stdin. Where a job goes on when processes die, `Recovery` hears everything
+first, and what it says is done: a group starts again, or this run ends so that another one follows.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.events import Event, Exited, Failed, Left, Lost, Notice, Saved, Started, Unsaved, from_json
+from topotrain.launch import (
+    RUN_VARIABLE,
+    AlwaysTaken,
+    OnEvent,
+    Outcome,
+    Outlet,
+    Place,
+    choose_cause,
+    exit_code,
+)
+from topotrain.launch.agent.children import MAIN, Calls, Life
+from topotrain.launch.agent.forkserver_handle import Kept
+from topotrain.launch.agent.pipes import ending, log_tail
+from topotrain.launch.agent.stop_signals import Signals
+from topotrain.launch.agent.supervisor import GRACE_S
+from topotrain.launch.agent.unit_process import BegunUnit, begin
+from topotrain.launch.agent.workspace import Processes
+from topotrain.launch.control_socket import Door, Promise
+from topotrain.launch.grace_period import LEADER, WORDS, grace, hint
+from topotrain.launch.multinode.follower import Following
+from topotrain.launch.multinode.mailbox import Back, Letter, News, Post, Vanished
+from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.recovery.elastic_groups import Answer, Ask, Gone, Wish
+from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
+from topotrain.launch.recovery.recovery_policy import Recovery
+from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay, Resize
+from topotrain.launch.recovery.stall_detector import Standstill
+
+CAUSE_S = 1.0
+"""How long after a first failure we listen for its cause."""
+END_S = GRACE_S + 1.0
+"""How long units may take to end their children before they are killed themselves."""
+SERVERS_S = 20.0
+"""How long servers may take to end after the last worker."""
+DECIDE_S = 15.0
+"""How long the company may take to agree on a cause before this machine's units end without it."""
+
+
+class Company(Protocol):
+    """The units of the job that run elsewhere."""
+
+    def fileno(self) -> int:
+        """Readable when the job's end has been decided."""
+        ...
+
+    @property
+    def over(self) -> bool:
+        """The job's end has been decided."""
+        ...
+
+    def tell(self, cause: Failed) -> None:
+        """This is why the job cannot go on here; does not wait."""
+        ...
+
+    @property
+    def saves(self) -> bool:
+        """The job is to end, and the first server, which is here, is to take a last snapshot before."""
+        ...
+
+    def heard(self) -> None:
+        """What `fileno` was readable for has been seen."""
+        ...
+
+    def save(self, number: int) -> None:
+        """A signal asks the job to end after a last snapshot; does not wait."""
+        ...
+
+    def signalled(self, number: int, more: str = "") -> None:
+        """A signal asks the job to end; does not wait. more: what there is to say about it."""
+        ...
+
+    def cast_out(self) -> None:
+        """The job goes on without this unit, which has to end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grounds:
+    """Where the files of a run are on this machine: the list of processes, the logs, and the folder of the door.
+
+    door: None where nothing can be asked of the job: others start its units.
+    """
+
+    processes: Path
+    logs: Path
+    door: Path | None = None
+
+
+class Run:
+    """Some units of one started job, from the first process to the last.
+
+    Args:
+        job, topology: the job; of the layout, the units that run here.
+        on_event: hears every event, on the caller's thread.
+        grounds: see there.
+        signals: as `signals` gives them.
+        kept: the forkserver.
+        mark: the run's, see RUN_VARIABLE.
+        company: the units that run elsewhere, if there are any.
+        recovery: decides what starts again; None where a death ends the job. Where another unit decides, a `Following`.
+        post: to and from the units that run elsewhere, where what starts again is decided for all of them.
+        outlet: where the program's output goes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        topology: Topology,
+        on_event: OnEvent,
+        grounds: Grounds,
+        signals: Signals,
+        kept: Kept,
+        mark: str,
+        company: Company | None = None,
+        recovery: Recovery | Following | None = None,
+        post: Post | None = None,
+        outlet: Outlet | None = None,
+    ) -> None:
+        self.job = job
+        self.topology = topology
+        self._on_event = on_event
+        self._grounds = grounds
+        self._signals = signals
+        self._kept = kept
+        self._mark = mark
+        self._company = company
+        self._recovery = recovery
+        self._post = post
+        self._outlet = outlet or AlwaysTaken()
+        self._holds = False
+        self._life = 0
+        self._listened = False
+        self._began = time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._units: list[BegunUnit] = []
+        self._pidfds: list[int] = []
+        self._failures: list[Failed] = []
+        self._exits: dict[str, int] = {}
+        self._pids: dict[str, int] = {}
+        self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
+        self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
+        self._is_whole = len(self._workers) == topology.worker_groups * topology.workers_per_group
+        self._standstill = Standstill(self._workers)
+        self._alarm: tuple[float, Callable[[], None]] | None = None
+        self._stopping = False
+        self._released = False
+        self._saving = False
+        self.saved: Saved | None = None
+        """The last snapshot that was heard of, here or elsewhere."""
+        self.unread: list[News] = []
+        """What was told to the life of the job after this one."""
+        self._door: Door | None = None
+        self.again = False
+        """The job is not over: it is to start again as a whole."""
+        self.relaid: Job | None = None
+        """With another layout, as this job."""
+        self.promised: Promise | None = None
+        """What is to be said to whoever wanted that, once it trains."""
+
+    def begin(self, calls: Calls, places: Sequence[Place], life: Life = Life()) -> None:  # noqa: B008
+        """Start the units at `places`."""
+        environ = {**os.environ, RUN_VARIABLE: self._mark}
+        self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
+        if self._company is not None:
+            self._selector.register(self._company.fileno(), selectors.EVENT_READ, self._decided)
+        if self._post is not None:
+            self._selector.register(self._post.fileno(), selectors.EVENT_READ, self._came)
+        self._life = life.number
+        served_at = self._kept.up(calls.preload, environ, again=life.number > 0)
+        self._processes = Processes(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
+        if self._grounds.door is not None:
+            self._door = Door(self._grounds.door, self._selector, self._wished)
+        served = self._kept.process
+        if served is not None:
+            self._watch_process(served, lambda: self._forkserver_ended(served))
+            self._processes(Started("forkserver", served.pid))
+        for place in places:
+            self._start_unit(replace(place, forkserver=served_at), calls, life, environ)
+        for group in sorted(life.absent):
+            self._tell_servers(group, "away", incarnation=0)
+            if not life.number:
+                self._on_event(Left(group, "is not there yet", 0.0))
+
+    def _start_unit(self, place: Place, calls: Calls, life: Life, environ: dict[str, str]) -> None:
+        unit = begin(place, calls, life, environ, self._grounds.logs / f"unit-{place.rank}.log")
+        self._units.append(unit)
+        self._selector.register(unit.lines.fd, selectors.EVENT_READ, lambda: self._heard(unit))
+        self._watch_process(unit.process, lambda: self._unit_ended(unit))
+        self._tell(Started(unit.who, unit.process.pid))
+
+    def _watch_process(self, process: "subprocess.Popen[bytes]", ended: Callable[[], None]) -> None:
+        pidfd = os.pidfd_open(process.pid)
+        self._pidfds.append(pidfd)
+
+        def once() -> None:
+            self._selector.unregister(pidfd)
+            process.wait()
+            ended()
+
+        self._selector.register(pidfd, selectors.EVENT_READ, once)
+
+    def watch(self) -> Outcome:
+        """Until every unit has ended."""
+        while any(unit.process.returncode is None for unit in self._units) or self._is_needed():
+            due = [self._alarm[0]] if self._alarm is not None else []
+            if self._recovery is not None and self._recovery.due is not None and not self._stopping:
+                due.append(self._recovery.due)
+            wait_s = min([self.job.cluster.poll_time / 1000, *(at - time.monotonic() for at in due)])
+            for key, _ in self._selector.select(max(0.0, wait_s)):
+                if key.fd in self._selector.get_map():
+                    key.data()
+            if self._alarm is not None and time.monotonic() >= self._alarm[0]:
+                _, do = self._alarm
+                self._alarm = None
+                do()
+            if self._post is not None:
+                self._await_post(self._post)
+            if self._recovery is not None and not self._stopping:
+                self._obey(self._recovery.turn(time.monotonic()))
+            still = self._standstill.turn(time.monotonic(), self._missing)
+            if still is not None and not self._stopping:
+                self._on_event(still)
+            self._processes.save(self._missing)
+            self._regulate()
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
+        by_itself = self._saving and not self._stopping
+        self.destroy()
+        self._processes.save(self._missing)
+        seconds = time.monotonic() - self._began
+        if self._signals.came and not by_itself:
+            return Outcome(128 + self._signals.came[0], seconds, None, self._exits, self._pids)
+        cause = choose_cause(self._failures)
+        return Outcome(exit_code(cause) if cause else 0, seconds, cause, self._exits, self._pids)
+
+    # Hearing
+
+    def _regulate(self) -> None:
+        """Have the program wait while its output is not taken."""
+        if self._outlet.full is not self._holds:
+            self._holds = not self._holds
+            self._send_here("hold", on=self._holds)
+
+    def _heard(self, unit: BegunUnit) -> None:
+        for line in unit.lines.read() or []:
+            self._tell(from_json(line.decode()))
+        if not unit.lines.open:
+            self._selector.unregister(unit.lines.fd)
+
+    def _tell(self, event: Event) -> None:
+        if self._recovery is None or self._stopping:
+            self._pass_on(event)
+        else:
+            self._obey(self._recovery.heard(event, time.monotonic()))
+
+    def _obey(self, words: Sequence[Word]) -> None:
+        """Do what the recovery says."""
+        for word in words:
+            match word:
+                case Regroup():
+                    self._regroup(word)
+                case Dismiss(who=who):
+                    self._send("dismiss", who=who)  # one of them has it
+                case Reseat(who=who, number=number, why=why, seats=seats, unit=unit):
+                    self._send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
+                    if self._saving:  # whoever was asked to may be the one that has died
+                        self._ask_to_save()
+                case Renew():
+                    self._renew()
+                case Ask(wish=wish, group=group, incarnation=incarnation):
+                    self._tell_servers(group, wish, incarnation=incarnation)
+                case Gone(group=group, incarnation=incarnation):
+                    self._tell_servers(group, "away", incarnation=incarnation)
+                case Answer():
+                    if self._door is not None:
+                        self._door.answer(word)
+                case AskSnapshot():
+                    self._ask_to_save()
+                case Refused(wish=wish, error=error):
+                    if self._door is not None:
+                        self._door.refuse(wish, error)
+                case Relay():
+                    self._relay(word)
+                case GiveUp(failures=failures):
+                    for failed in failures:
+                        self._on_event(failed)
+                    self._failures += failures
+                    self._decide()
+                case event:
+                    self._pass_on(event)
+        if self._recovery is not None and self._recovery.complete:
+            self._release()
+        if isinstance(self._recovery, Recovery) and self._recovery.listens is not self._listened:
+            self._listened = self._recovery.listens
+            self._say("listen", on=self._listened)
+
+    def _release(self) -> None:
+        """Nothing is to start again."""
+        if not self._released:
+            self._released = True
+            self._send("end")
+
+    def _send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Give a command to these units, here and elsewhere; None: to all."""
+        self._send_here(command, ranks, **values)
+        self._say(command, ranks, **values)
+
+    def _send_here(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        for unit in self._units:
+            if ranks is None or unit.rank in ranks:
+                unit.command(command, **values)
+
+    def _say(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
+        """Give a command to these of the units that run elsewhere, if this one decides for them."""
+        if self._post is None or not isinstance(self._recovery, Recovery):
+            return
+        for rank in self._post.others:
+            if ranks is None or rank in ranks:
+                self._post.say(rank, {"life": self._life, "command": command, **values})
+
+    # Other units
+
+    def _is_needed(self) -> bool:
+        """Other units have something to say to this one, or to hear from it, though its own processes have ended."""
+        return not (self._post is None or self._recovery is None or self._stopping or self._released)
+
+    def _await_post(self, post: Post) -> None:
+        """A store that is away for long does not keep anybody whose part is done."""
+        if isinstance(self._recovery, Following):
+            self._recovery.told(post.all_told, post.alone)
+            return
+        if self._recovery is not None:
+            post.suspicious = self._recovery.suspects
+        if post.alone and self._residents - self._missing <= self._exits.keys() and not self._stopping:
+            self._release()
+
+    def _came(self) -> None:
+        """Other units have said something, or have vanished."""
+        assert self._post is not None
+        for news in self._post.news():
+            match news:
+                case Letter(rank=rank, words=words) if words.get("life") == self._life and "ready" not in words:
+                    if not self._stopping and not self._is_void(rank):
+                        self._read(words)
+                case Letter():
+                    self.unread.append(news)
+                case Back():
+                    self._came_back(news)
+                case Vanished(rank=rank, failed=failed):
+                    self.unread.append(news)
+                    self._lost_unit(rank, failed)
+
+    def _is_void(self, rank: int) -> bool:
+        """The job goes on without that unit: whoever lived there may live elsewhere."""
+        return isinstance(self._recovery, Recovery) and rank in self._recovery.gone
+
+    def _lost_unit(self, rank: int, failed: Failed) -> None:
+        if isinstance(self._recovery, Recovery) and not self._stopping:
+            self._obey(self._recovery.vanished(rank, failed, time.monotonic()))
+            if not self._stopping and self._post is not None:  # if it lives after all, it must not go on
+                self._post.say(rank, {"life": self._life, "outcast": True})
+
+    def _came_back(self, news: Back) -> None:
+        """Somebody stands where a unit was lost; the job that starts again takes it in, and no other one can."""
+        what = f"unit {news.rank} is gone, and {news.unit.who} has come in its place"
+        self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
+        if self.again:
+            self.unread.append(news)
+        elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed should more be lost
+            self.unread.append(news)
+            if self._post is not None:
+                self._post.open(news.rank, news.unit.word)
+            text = f"{news.unit.who} waits until the whole job starts again, if it does: others do its part"
+            self._on_event(Notice("launcher", text))
+        elif not self._stopping and self._post is not None:
+            self._post.open(news.rank, news.unit.word)
+            self._post.say(news.rank, {"life": self._life, "outcast": True})
+
+    def _read(self, words: Words) -> None:
+        """An event of another unit, or what unit 0 says is to be done."""
+        if isinstance(self._recovery, Recovery):
+            event = from_json(json.dumps(words["event"]))
+            if isinstance(event, Saved):
+                self.saved = event
+            if isinstance(event, Unsaved) or (isinstance(event, Saved) and event.why == "end"):
+                self._ends_now()  # we have asked for it, or this does nothing
+            said = self._recovery.heard(event, time.monotonic())
+            # The other unit shows and keeps what it has told; it is in its report.
+            self._obey([word for word in said if word is not event or isinstance(event, Failed)])
+            return
+        assert isinstance(self._recovery, Following)
+        if "outcast" in words:
+            assert self._company is not None
+            self._company.cast_out()
+            return
+        values = {key: value for key, value in words.items() if key not in ("life", "command")}
+        match words["command"]:
+            case "renew":
+                self._renew()
+            case "end":
+                self._recovery.end()
+            case "listen":
+                self._recovery.listen(values["on"])
+            case command:
+                self._send(command, **values)
+        self._obey(())
+
+    def _wished(self, wish: Wish | Resize) -> None:
+        """Somebody at the door wants something."""
+        error = "the job is ending" if self._stopping or self._saving else ""
+        if not isinstance(self._recovery, Recovery):
+            error = "with on_failure: kStop whoever is lost ends the job; kContinue is needed"
+        if isinstance(wish, Resize):
+            self._obey([Refused(wish, error)] if error else self._decider.resize(wish, time.monotonic()))
+        else:
+            no = Answer(wish.verb, wish.group, "", error)
+            self._obey([no] if error else self._decider.wish(wish, time.monotonic()))
+
+    @property
+    def _decider(self) -> Recovery:
+        assert isinstance(self._recovery, Recovery)
+        return self._recovery
+
+    def _tell_servers(self, group: int, command: str, **values: Any) -> None:
+        """Say something to the coordinator of a worker group."""
+        server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
+        home, rank = self._home_of(server)
+        words = {"command": command, "group": group, **values}
+        self._send("tell", {rank}, who=home, words=words)
+
+    def _home_of(self, server: Address) -> tuple[str, int]:
+        """The server in whose process this one speaks, and the unit in which that is."""
+        if isinstance(self._recovery, Recovery):
+            return self._recovery.speaks(server)
+        return str(server), self.topology.unit_of(server)
+
+    def _ask_to_save(self) -> None:
+        """Ask the process in which the first server speaks for a last snapshot, if it is here, or if we know it."""
+        twice = self.job.cluster.replicas > 1
+        if twice and isinstance(self._recovery, Following):  # it may have moved: the unit that decides asks it
+            return
+        home, rank = self._home_of(LEADER)
+        send = self._send if twice else self._send_here
+        send("tell", {rank}, who=home, words=WORDS)
+
+    @property
+    def _missing(self) -> set[str]:
+        """Workers that are not there, and that nobody waits for."""
+        return set() if self._recovery is None else self._recovery.missing
+
+    def _regroup(self, word: Regroup) -> None:
+        ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
+        values = {"group": word.group, "incarnation": word.incarnation, "why": word.why, "who": word.who}
+        self._send("restart", ranks, **values)
+
+    def _relay(self, word: Relay) -> None:
+        """The same with another layout; whoever wanted it waits for the first step."""
+        self.relaid = word.job
+        if self._door is not None:
+            data = {"workers": word.job.cluster.nworkers_per_group, "step": word.step, "text": word.text}
+            self.promised = self._door.promise(word.wish, word.number, data)
+        self._renew()
+
+    def _renew(self) -> None:
+        """End everything at once; who called `watch` starts the job again."""
+        self._say("renew")
+        self.again = self._stopping = True
+        self._alarm = (time.monotonic() + END_S, self._kill)
+        self._send_here("kill")
+
+    def _pass_on(self, event: Event) -> None:
+        if self.again and isinstance(event, Failed | Lost):  # they follow from what is known
+            return
+        self._processes(event)
+        self._on_event(event)
+        self._standstill.heard(event, time.monotonic())
+        match event:
+            case Failed():
+                self._failed(event)
+            case Started(who=who, pid=pid):
+                self._pids[who] = pid
+                self._exits.pop(who, None)
+            case Saved():
+                self.saved = event
+                if event.why == "end":
+                    self._ends_now()
+            case Unsaved():
+                self._ends_now()
+            case Exited(who=who, code=code):
+                self._exits[who] = code
+                ended = self._workers - self._missing <= self._exits.keys()
+                if self._is_whole and not self._stopping and ended:  # servers may serve workers of units elsewhere
+                    self._alarm = self._alarm or (time.monotonic() + SERVERS_S, self._servers_stayed)
+            case _:
+                pass
+
+    def _unit_ended(self, unit: BegunUnit) -> None:
+        for line in unit.lines.drain():
+            with contextlib.suppress(ValueError):  # a killed unit may leave half a line
+                self._tell(from_json(line.decode()))
+        if unit.lines.fd in self._selector.get_map():
+            self._selector.unregister(unit.lines.fd)
+        code, left = unit.process.returncode, self._unheard(unit.rank)
+        self._tell(Exited(unit.who, unit.process.pid, code))
+        if (code or left) and not self._stopping and (code < 0 or not self._failures):
+            early = "" if code else f" before {', '.join(left)} had ended"
+            text = f"{unit.who} (pid {unit.process.pid}) {ending(code)}{early}"
+            self._tell(Failed(unit.who, "died", text, log_tail(unit.log)))
+
+    def _unheard(self, rank: int) -> list[str]:
+        """Residents of a unit that nobody has seen end."""
+        there = [unit for unit in self.topology.units if unit.rank == rank]
+        residents = {str(who) for unit in there for who in (*unit.workers, *unit.servers)}
+        return sorted(residents - self._missing - self._exits.keys())
+
+    def _forkserver_ended(self, process: "subprocess.Popen[bytes]") -> None:
+        self._processes(Exited("forkserver", process.pid, process.returncode))
+        if not self._stopping:
+            text = f"forkserver (pid {process.pid}) {ending(process.returncode)}"
+            self._tell(Failed("forkserver", "died", text, log_tail(self._kept.log)))
+
+    # Ending
+
+    def _failed(self, failed: Failed) -> None:
+        if self._stopping:  # what fails while it is asked to end explains nothing
+            return
+        self._failures.append(failed)
+        first = str(MAIN)  # whoever finds the same fault sooner must not silence the one whose words are shown
+        if failed.kind in ("program", "config") and (failed.who == first or first in self._exits):
+            self._decide()  # nothing explains these
+        elif len(self._failures) == 1:
+            self._alarm = (time.monotonic() + CAUSE_S, self._decide)
+
+    def _decide(self) -> None:
+        """It is known why the job cannot go on here; elsewhere there may be a reason for that."""
+        cause = choose_cause(self._failures)
+        if self._company is None or cause is None:
+            self._stop()
+        elif not self._stopping:
+            self._alarm = (time.monotonic() + DECIDE_S, self._stop)
+            self._company.tell(cause)
+
+    def _decided(self) -> None:
+        assert self._company is not None
+        if self._company.saves and not self._company.over:
+            self._company.heard()
+            self._save(grace(self.job, signal.SIGTERM))
+            return
+        self._selector.unregister(self._company.fileno())
+        self._stop()
+
+    def _servers_stayed(self) -> None:
+        if not self._workers - self._missing <= self._exits.keys():  # a worker has started again meanwhile
+            return
+        stayed = ", ".join(who for who in self._pids if who.startswith("server") and who not in self._exits)
+        text = f"{stayed or 'a unit'} did not end within {SERVERS_S:g} s after the last worker"
+        self._pass_on(Failed("launcher", "internal", text, ""))
+        self._stop()
+
+    def _signalled(self) -> None:
+        self._signals.woken.recv(64)
+        came = self._signals.came
+        seconds = grace(self.job, came[0]) if len(came) == 1 and not self._stopping else 0.0
+        if seconds:
+            if self._company is not None:
+                self._company.save(came[0])
+            self._save(seconds)
+            return
+        if came and self._company is not None:
+            self._company.signalled(came[0])
+        if len(came) > 1:
+            self._kill()
+        elif came:
+            self._stop()
+
+    def _save(self, seconds: float) -> None:
+        """Take a last snapshot, then end; or end when the time is over."""
+        if self._saving:
+            return
+        self._saving = True
+        if isinstance(self._recovery, Recovery):
+            self._obey(self._recovery.ends())
+        self._alarm = (time.monotonic() + seconds, self._ends_now)
+        text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"
+        self._on_event(Notice("launcher", text))
+        self._ask_to_save()
+
+    def _ends_now(self) -> None:
+        """There is a last snapshot, or none will come in time."""
+        if not self._saving or self._stopping:
+            return
+        if self._company is not None:
+            self._company.signalled(signal.SIGTERM, hint(self.saved))
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._alarm = (time.monotonic() + END_S, self._kill)
+        self._send_here("stop")
+
+    def _kill(self) -> None:
+        for unit in self._units:
+            unit.process.kill()
+
+    def destroy(self) -> None:
+        """End whatever is left, but for a forkserver that is needed again; a second time finds nothing."""
+        self._stopping = True
+        self._kill()
+        for unit in self._units:
+            unit.close()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self._pidfds.clear()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+        self._selector.close()
+        if self.again:
+            self._kept.sweep()
+            return
+        served = self._kept.process
+        code = self._kept.close()
+        if served is not None and code is not None:
+            self._processes(Exited("forkserver", served.pid, code))

@@ -1,0 +1,254 @@
+"""A child's side of its life: it is born from the forkserver, is called, and tells its unit what happens.
+
+Rule: the control channel is a stream socket; JSON lines of events go up, JSON lines of commands come down, and its end
+of file means that the unit is gone. A child then leaves at once with its whole process group: nobody would hear it.
+The same goes for a child whose program has closed the channel. The last word on it is that the process is about to end.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from topotrain.config.job import ConfigError
+from topotrain.core.events import Ending, Event, Failed, Notice, to_json
+from topotrain.launch.agent.remaining_threads import Remains
+
+OnCommand = Callable[[dict[str, Any]], None]
+THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread per process where the user says nothing: the number changes bits, and many processes share the cores."""
+_OMP = "OMP_NUM_THREADS"
+_MOST_THREADS = 4096
+LOOK_S = 1.0
+"""How often a child looks whether its channel is still its own."""
+CLOSED = (
+    "topotrain: the program has closed descriptors that it did not open (os.closerange, os.close?), by which this "
+    "process hears of its job: it ends here"
+)
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Control:
+    """The channel of one child to its unit. `emit` may be called from any thread."""
+
+    def __init__(self, channel: socket.socket, on_command: OnCommand | None = None) -> None:
+        """`on_command` gets each command, such as {"command": "stop"}, on the channel's own thread."""
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._on_command = on_command
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def emit(self, event: Event) -> None:
+        """Tell the unit. A unit that is gone is not an error here: the listening thread ends this process."""
+        line = to_json(event).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self._channel.sendall(line)
+
+    def _listen(self) -> None:
+        try:
+            for line in _lines(self._channel):
+                if self._on_command is not None:
+                    self._on_command(json.loads(line))
+        except _Closed:
+            _say_closed()
+            os._exit(1)
+        leave_with_group()
+
+
+class _Closed(Exception):
+    """The program has closed the channel to the unit."""
+
+
+def _lines(channel: socket.socket) -> Iterator[bytes]:
+    rest = b""
+    file = _file(channel.fileno())
+    readable = select.poll()
+    readable.register(channel, select.POLLIN)
+    while True:
+        # Not recv alone: it would go on waiting on a socket whose descriptor the program has closed meanwhile.
+        ready = readable.poll(LOOK_S * 1000)
+        if _file(channel.fileno()) != file:
+            raise _Closed
+        if not ready:
+            continue
+        try:
+            data = channel.recv(4096)
+        except OSError:
+            return
+        if not data:
+            return
+        *whole, rest = (rest + data).split(b"\n")
+        yield from whole
+
+
+def _file(fd: int) -> tuple[int, int] | None:
+    """Which file a descriptor leads to; None: to none any more."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _say_closed() -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{CLOSED}\n".encode())
+
+
+def leave_with_group() -> None:
+    """End this process and, where it leads a process group, everything it started (DataLoader workers)."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Call "module:function" as function(spec, channel, fds); returns the exit code it asks for.
+
+    What the function raises is printed, told to the unit as Failed (kind "config" for a ConfigError, else "internal":
+    the user's program is caught further inside), and becomes exit code 2 or 1.
+    """
+    try:
+        if "torch" in sys.modules:  # it was loaded before the fork, with the forkserver's one thread
+            sys.modules["torch"].set_num_threads(threads(os.environ))
+        module, _, name = target.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        return int(function(spec, channel, fds) or 0)
+    except SystemExit as leaving:
+        return exit_code(leaving.code)
+    except BaseException as error:
+        text = traceback.format_exc()
+        print(text, file=sys.stderr, end="", flush=True)
+        wrong = isinstance(error, ConfigError)
+        summary = str(error) if wrong else traceback.format_exception_only(error)[-1].strip()
+        failed = Failed(spec.get("who", target), "config" if wrong else "internal", summary, text)
+        with contextlib.suppress(OSError):
+            channel.sendall(to_json(failed).encode() + b"\n")
+        return 2 if wrong else 1
+
+
+def threads(environ: Mapping[str, str]) -> int:
+    """Threads of a process's arithmetic: OMP_NUM_THREADS (of a list, its first number), or else 1.
+
+    Raises ConfigError for what is no such number.
+    """
+    said = environ.get(_OMP, THREADS[_OMP])
+    first = said.partition(",")[0].strip()
+    if not (first.isascii() and first.isdigit() and 1 <= int(first) <= _MOST_THREADS):
+        raise ConfigError(_OMP, said, f"must be a whole number from 1 to {_MOST_THREADS}, or not set, for 1")
+    return int(first)
+
+
+def exit_code(code: object) -> int:
+    """What Python's exit code is for `sys.exit(code)`; a text is printed."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr, flush=True)
+    return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a fresh fork becomes: what the request asks for, with its descriptors [control, stdout, stderr, …]."""
+
+    request: dict[str, Any]
+    fds: list[int]
+    parent: int
+
+
+def live(birth: Birth) -> NoReturn:
+    """Turn a fresh fork into the process that was asked for, run it, and end."""
+    code = 1
+    try:
+        for fd in birth.fds:  # a program that takes this one's place (os.exec…) must not hold them open
+            os.set_inheritable(fd, False)
+        _become(birth)
+        control, fds = birth.fds[0], birth.fds[3:]
+        channel, file = socket.socket(fileno=control), _file(control)
+        code = call(birth.request["call"], birth.request["spec"], channel, fds)
+        if _file(control) == file:
+            _announce(birth.request["who"], channel)
+        else:
+            _say_closed()
+    finally:
+        end_process(code)
+
+
+def _announce(who: str, channel: socket.socket) -> None:
+    """Tell the unit that this process is about to end, and, if that takes long, what it still waits for."""
+
+    def tell(event: Event) -> None:
+        with contextlib.suppress(OSError):
+            channel.sendall(to_json(event).encode() + b"\n")
+
+    tell(Ending(who))
+    Remains(lambda text: tell(Notice(who, text))).watch()
+
+
+def die_with_parent(yes: bool) -> None:
+    """Have the kernel kill this process when the thread that made it ends; forks do not inherit this."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
+
+
+def _become(birth: Birth) -> None:
+    request = birth.request
+    die_with_parent(True)
+    if os.getppid() != birth.parent:
+        os._exit(1)
+    os.setsid()  # a group of its own: the terminal's Ctrl-C comes once, through the launcher
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.SIG_IGN if request["ignore_sigint"] else signal.default_int_handler)
+    _libc.prctl(_PR_SET_NAME, request["who"].encode()[:15])
+    _open_streams(*birth.fds[1:3])
+    os.environ.clear()
+    asked = request["environ"]
+    os.environ.update(asked if _OMP in asked else {**THREADS, **asked})
+    os.chdir(request["cwd"])
+    if "numpy.random" in sys.modules:  # a fresh process would not share its random state with its siblings
+        sys.modules["numpy"].random.seed()
+
+
+def _open_streams(stdout: int, stderr: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, number in ((nothing, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(fd, number)
+        os.close(fd)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    faulthandler.enable()
+
+
+def end_process(code: int) -> NoReturn:
+    """End as Python ends, but without taking modules apart: torch and daemon threads do not always survive that.
+
+    A function that runs at exit may call it, too: it knows no other way to give the process a code of its own.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

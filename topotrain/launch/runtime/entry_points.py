@@ -1,0 +1,356 @@
+"""The processes of a job from the inside: what the forkserver calls in a fresh worker or server process."""
+
+import contextlib
+import os
+import runpy
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any
+
+from topotrain.comm.router import Place
+from topotrain.comm.store import open_store
+from topotrain.config import job_file
+from topotrain.config.job import OnFailure
+from topotrain.config.private_files import open_file
+from topotrain.config.topology import Address, Role
+from topotrain.core.events import (
+    Apart,
+    Counted,
+    Covered,
+    Differs,
+    Ending,
+    Event,
+    Failed,
+    Finished,
+    Missed,
+    Serving,
+    Waits,
+)
+from topotrain.core.protocol import Fail
+from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
+from topotrain.extensions.checkpointing.checkpoint_writer import Writer, writer_for
+from topotrain.extensions.elastic.eligibility import refusal
+from topotrain.extensions.elastic.leave import Leaving, leave
+from topotrain.extensions.elastic.resize_requests import Orders
+from topotrain.extensions.replication.replica_host import Seat
+from topotrain.extensions.replication.replica_placement import Standing, standings
+from topotrain.extensions.tables.frontend.table_registry import roads_of
+from topotrain.launch.agent.workspace import TOKEN_FILE
+from topotrain.launch.runtime.child_channel import Control, exit_code
+from topotrain.launch.runtime.final_snapshot import Farewell
+from topotrain.launch.runtime.process_exit import OwnEnd
+from topotrain.launch.runtime.process_host import Homes, WorkerRoads, serve
+from topotrain.launch.runtime.sigterm import Termination
+from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
+from topotrain.training.context import Context, enter
+from topotrain.training.final_parameters import NotSaved
+from topotrain.training.finish_job import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
+from topotrain.training.worker_profile import Profile
+
+_SITE = "site-packages"
+_LEFT = -1
+
+
+def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Be the servers of one unit."""
+    seating = Seating()
+    addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
+    orders, farewell, termination = Orders(), Farewell(str(addresses[0])), Termination()
+
+    def hear(command: dict[str, Any]) -> None:
+        termination.hear(command)
+        orders.hear(command)
+        farewell.hear(command)
+        seating.hear(command)
+
+    control = Control(channel, hear)
+    orders.emit = farewell.emit = control.emit
+    profile = Profile(Path(spec["run_dir"]), addresses[0])
+    serving, trouble = _voices(control, addresses[0])
+    # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
+    place = _place(spec)
+    termination.take_over(place.job)
+    watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
+    farewell.writer = writer = _writer(place, addresses, control)
+    seat = _seat(spec, control, seating)
+    homes: list[Homes] = []
+
+    def opened(servers: Homes) -> None:
+        homes.append(servers)
+        orders.open(servers)
+
+    ears = (watchful, writer, opened, seat)
+    tell = partial(_tell_distance, control)
+    sent, received = serve(place, addresses, serving, trouble, profile.server, *ears, ended=tell)
+    profile.leave()
+    _tell_counts(control.emit, place, homes[-1])
+    for number, me in enumerate(addresses):
+        # The process counts as a whole; its first server speaks for it.
+        own = (sent, received) if number == 0 else (0, 0)
+        control.emit(Finished(str(me), 0, 0, 0.0, 0, *own))
+    return 0
+
+
+def _tell_distance(control: Control, server: Server) -> None:
+    found = server.distance
+    if found.exchanges:
+        control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
+
+
+class Seating:
+    """Takes the unit's commands about seats, and keeps them until somebody wants them."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+
+    def hear(self, command: dict[str, Any]) -> None:
+        """Called on the control channel's thread."""
+        if command.get("command") == "seats":
+            self._queue.put(standings(command["seats"]))
+
+    def to(self, take: Callable[[Mapping[int, Standing]], None]) -> None:
+        """From now on they go there, in order, on a thread of their own."""
+
+        def live() -> None:
+            while True:
+                take(self._queue.get())
+
+        threading.Thread(target=live, name="orders", daemon=True).start()
+
+
+def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | None:
+    """What a server process needs to know where every server has two copies."""
+    if not spec.get("seats"):
+        return None
+
+    def covered(server: Address, shadows: int) -> None:
+        control.emit(Covered(str(server), shadows))
+
+    def differs(server: Address, shadows: int) -> None:
+        control.emit(Differs(str(server), shadows))
+
+    def missed(server: Address) -> None:
+        control.emit(Missed(str(server)))
+
+    def despair(why: str) -> None:
+        print(why, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    return Seat(standings(spec["seats"]), seating.to, covered, differs, despair, missed)
+
+
+class Watchful:
+    """Tells the unit when a server of its own lost somebody too early; see `host.Attendant`.
+
+    comes_back: whether a worker that is lost will be there again, so that its end here is no news.
+    """
+
+    def __init__(self, control: Control, comes_back: Callable[[Address], bool]) -> None:
+        self._control, self._comes_back = control, comes_back
+
+    def came(self, server: Server, worker: Address) -> None:
+        """Nothing to tell."""
+
+    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+        """The worker's own unit hears it, too."""
+
+    def lost(self, server: Server, peer: Address, reason: str) -> None:
+        """Tell, unless the peer had nothing left to do here."""
+        if peer.role is Role.SERVER:
+            over = not server.running
+        else:
+            over = peer.group not in server.groups or server.has_finished(peer) or self._comes_back(peer)
+        if not over:
+            self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
+
+
+def _tell_counts(emit: Callable[[Event], None], place: Place, homes: Homes) -> None:
+    """What the servers of this process that decide for others have counted."""
+    found = {home.server.me: home.server for g in range(place.topology.worker_groups) if (home := homes.coordinator(g))}
+    for me, server in found.items():
+        emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
+
+
+def _comes_back(place: Place, worker: Address) -> bool:
+    """Its group starts again, or unit 0 says that it cannot."""
+    return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
+
+
+def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
+    """What the servers of a process are to call: when they can be reached, and when one cannot go on."""
+
+    def serving(me: Address, urls: tuple[str, ...]) -> None:
+        control.emit(Serving(str(me), urls, os.getpid()))
+
+    def trouble() -> None:
+        text = traceback.format_exc()
+        control.emit(Failed(str(first), "internal", text.strip().splitlines()[-1], text))
+        os._exit(1)
+
+    return serving, trouble
+
+
+def _place(spec: dict[str, Any]) -> Place:
+    job = job_file.loads(spec["job"], "the job")
+    token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
+    store = open_store(spec["rendezvous"])
+    place = Place.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
+    return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
+
+
+def _writer(place: Place, servers: Sequence[Address], control: Control) -> Writer | None:
+    """Who writes snapshots of these servers, if anybody; the unit is told of them, and may ask for a last one."""
+    resumed = None if place.resumed is None else place.resumed.path
+    again = place.identity.incarnation > 0
+    return writer_for(place.job, place.topology, servers, resumed, again, control.emit)
+
+
+def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
+    """Be one worker: run the user's program in its place in the job."""
+    ((group, index),) = spec["workers"]
+    farewell, termination = Farewell(str(Address(Role.WORKER, group, index))), Termination()
+
+    def hear(command: dict[str, Any]) -> None:
+        termination.hear(command)
+        farewell.hear(command)
+
+    control = Control(channel, hear)
+    farewell.emit = control.emit
+    place = _place(spec)
+    termination.take_over(place.job)
+    me = Address(Role.WORKER, group, index)
+    shared = fds[0] if spec["shared_memfd"] else None
+    profile = Profile(Path(spec["run_dir"]), me)
+    here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared, spans=profile.worker())
+    here.resumed = place.resumed
+    serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
+    beside = [Address(Role.SERVER, 0, me.index)] if place.topology.inline else []
+    farewell.writer = writer = _writer(place, beside, control) if beside else None
+
+    def long_wait(seconds: float) -> None:
+        control.emit(Waits(str(me), seconds))
+
+    here.roads_of = partial(
+        WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer, long_wait=long_wait
+    )
+    enter(here)
+    # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
+    log = Path(spec["log"]) if here.is_main else None
+    part = _Part(here, log, profile, [Address(Role.SERVER, group, index) for group, index in spec["servers"]])
+    own_end = OwnEnd(part)
+    own_end.watch()
+    here.loop_ended = own_end.watch_c
+    code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
+    own_end.forget()
+    return part.leave(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A worker's part in the job, as its end goes; servers: those beside it."""
+
+    here: Context
+    log: Path | None
+    profile: Profile
+    servers: Sequence[Address]
+
+    def is_complete(self) -> bool:
+        """As `ownend.Part` has it."""
+        return is_complete(self.here)
+
+    def end(self) -> int:
+        """As `ownend.Part` has it."""
+        code = self.leave(0)
+        self.here.emit(Ending(str(self.here.me)))
+        return code
+
+    def leave(self, code: int) -> int:
+        """End with the code of the program; returns that of the process."""
+        if code == 0:
+            code = _guarded(self.here, self.log, lambda: finish(self.here))
+        self.profile.leave()
+        close(self.here, finished=code == 0)
+        homes = roads_of(self.here).beside if code == 0 and self.here.roads is not None else None
+        if homes is not None:
+            _tell_counts(self.here.emit, self.here.place, homes)
+        for server in self.servers if code == 0 else ():
+            self.here.emit(Finished(str(server), 0, 0, 0.0, 0, 0, 0))
+        return 0 if code == _LEFT else code
+
+
+def _run_program(program: str, args: Sequence[str]) -> None:
+    sys.argv = [program, *args]
+    sys.path[0:1] = [str(Path(program).resolve().parent)]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as leaving:
+        code = exit_code(leaving.code)
+        if code:
+            trace = _users_part(leaving.__traceback__)
+            raise RuntimeError(f"the program left with exit code {code}").with_traceback(trace) from None
+
+
+def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
+    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code.
+
+    _LEFT is none: the script was stopped, since its group leaves the job.
+    """
+    try:
+        do()
+        return 0
+    except Leaving:
+        leave(here)
+        return _LEFT
+    except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here
+        kind = kind_of(error)
+        if here.worker is not None or here.tables is not None:
+            roads_of(here).exchange.leave()  # what the others hear from here on is no cause
+        trace = "".join(traceback.format_exception(error.with_traceback(_users_part(error.__traceback__))))
+        explained = isinstance(
+            error, Unfinished | NotSaved | SpoiledResult
+        )  # the lines of topotrain that met it explain nothing
+        text = f"{error}\n" if explained else trace
+        _write(text, log)
+        if kind == "quarantine" and here.parting is not None:
+            here.parting()  # the report of a job that goes on has all of it
+        told = explained or kind in ("config", "quarantine")
+        words = str(error) if told else traceback.format_exception_only(error)[-1].strip()
+        shown = _users_line(error.__traceback__) if explained or kind == "config" else text
+        here.emit(Failed(str(here.me), kind, words, shown))
+        return 2 if kind == "config" else 1
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the program's own first line on: the calls that lead there are the same for everybody."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _users_line(trace: TracebackType | None) -> str:
+    """The line of the program that a wrong setting was met at: what lies behind it explains nothing to its author."""
+    ours = str(Path(__file__).parents[1])
+    theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
+    return "".join(traceback.format_list(theirs[-1:]))
+
+
+def _write(text: str, log: Path | None) -> None:
+    if log is None:
+        print(text, file=sys.stderr, end="", flush=True)
+        return
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(
+            open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8", errors="backslashreplace"
+        ) as file,
+    ):
+        file.write(text)

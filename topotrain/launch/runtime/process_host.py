@@ -1,0 +1,606 @@
+"""One operating-system process of a job: open the roads, let residents in, hand messages over.
+
+It knows addresses, roads and locks, and no algorithm. A server process holds all servers of its unit, a worker process
+holds one worker. Server processes meet each other before they let workers in, so that nobody ever has to send a
+message for which there is no way yet.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import sha256
+from typing import Protocol
+
+import torch
+
+from topotrain.comm.router import Place, Roads
+from topotrain.comm.store import within
+from topotrain.comm.store.discovery.static_addresses import StaticStore
+from topotrain.comm.torch_store.c10d_store import TorchStore
+from topotrain.comm.transport import Broken, WireError
+from topotrain.comm.transport.inline_reader import Pump
+from topotrain.comm.transport.shared_memory import Memory
+from topotrain.config.job import ConfigError, OnFailure
+from topotrain.config.topology import Address, Role, Topology
+from topotrain.core.client.client import Exchange
+from topotrain.core.model.schema import Allocate
+from topotrain.core.profiling.message_spans import sending
+from topotrain.core.profiling.spans import SILENT, Recorder
+from topotrain.core.protocol import Fail, Message, ProtocolError
+from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_writer import Aside, Writer
+from topotrain.extensions.collectives.collective_server import make_server
+from topotrain.extensions.collectives.torch_client import EngineExchange
+from topotrain.extensions.replication.replica_connections import Lifelines
+from topotrain.extensions.replication.replica_host import CopiedServers, Seat
+from topotrain.parallel.runtime.network_channel import Crossing
+
+# --- servers -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    """Take tiny numbers for zero on this thread, and on those that it starts inside.
+
+    Tiny momentum values would make an update several times slower.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+class Attendant(Protocol):
+    """Hears who comes to a server and who goes, on the readers' threads."""
+
+    def came(self, server: Server, worker: Address) -> None:
+        """A worker said its first word."""
+        ...
+
+    def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
+        """A worker says that it cannot go on, and why."""
+        ...
+
+    def lost(self, server: Server, peer: Address, reason: str) -> None:
+        """The connection ended of a server, or of a worker that had said something."""
+        ...
+
+
+class Home(Protocol):
+    """A server, as its launcher speaks to it."""
+
+    @property
+    def server(self) -> Server: ...
+
+    def told(self, message: Message) -> None:
+        """The launcher has something to say to it, which comes in its own name."""
+        ...
+
+    def may_change(self, group: int, wish: str) -> str:
+        """See `Server.may_change`."""
+        ...
+
+
+class Homes(Protocol):
+    """The servers of a process."""
+
+    def coordinator(self, group: int) -> Home | None:
+        """The one that decides for a worker group; None: it is not here (yet)."""
+        ...
+
+
+class _ServerResident:
+    """A server at its address: one message at a time, answers in the order in which they were decided."""
+
+    def __init__(
+        self,
+        make: Callable[[Callable[[Address, Message], None]], Server],
+        roads: Roads,
+        change: threading.Condition,
+        trouble: Callable[[], None],
+        goes_on: bool = False,
+    ) -> None:
+        self._goes_on = goes_on  # without workers that are lost, until they are started again
+        self.server = make(self._answer)
+        self.flushes = False  # the thread is a script's, which keeps its denormals
+        self.workers: set[Address] = set()
+        self.attendant: Attendant | None = None
+        self.aside: Aside | None = None
+        self._roads = roads
+        self._lock = threading.Lock()
+        self._change = change
+        self._trouble = trouble
+
+    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
+        with self._lock:
+            return self.server.place(sender, message, viewable)
+
+    def handle(self, sender: Address, message: Message) -> None:
+        if sender.role is Role.WORKER and sender not in self.workers:
+            self.server.manners.check(sender, message)  # or it is nobody who could come
+            self.workers.add(sender)
+            if self.attendant is not None:
+                self.attendant.came(self.server, sender)
+        if isinstance(message, Fail) and sender.role is Role.WORKER and self.attendant is not None:
+            self.attendant.gives_up(self.server, sender, message)
+            return
+        try:
+            with self._lock:
+                self._handle(sender, message)
+                self._hear()
+        except ProtocolError:  # the peer's fault: it ends this connection, and nothing else
+            raise
+        except Exception:
+            self._trouble()
+            raise
+        self._look_whether_done()
+
+    def poke(self) -> None:
+        """There is something to hear from this host; on any thread that is no script's."""
+        try:
+            with self._lock:
+                self._hear()
+        except Exception:
+            self._trouble()
+            raise
+        self._look_whether_done()
+
+    def told(self, message: Message) -> None:
+        """The launcher has something to say to it, which comes in its own name."""
+        try:
+            with self._lock:
+                self._handle(self.server.me, message)
+                self._hear()
+        except Exception:
+            self._trouble()
+            raise
+        self._look_whether_done()
+
+    def may_change(self, group: int, wish: str) -> str:
+        """See `Server.may_change`."""
+        with self._lock:
+            return self.server.may_change(group, wish)
+
+    def catch_up(self) -> None:
+        """Ask what the coordinator has decided while there was no way here: workers may have died already."""
+        if self._goes_on and self.server.me.index:
+            with self._lock:
+                for to, message in self.server.ask():
+                    self._answer(to, message)
+
+    def _hear(self) -> None:
+        if self.aside is not None:
+            for message in self.aside.heard():
+                self._handle(self.server.me, message)
+
+    def _look_whether_done(self) -> None:
+        if self.server.done:
+            with self._change:
+                self._change.notify_all()
+
+    def _handle(self, sender: Address, message: Message) -> None:
+        if not self.flushes:
+            self.server.handle(sender, message)
+            return
+        torch.set_flush_denormal(True)  # not `flushing`: this runs for every message
+        try:
+            self.server.handle(sender, message)
+        finally:
+            torch.set_flush_denormal(False)
+
+    def _answer(self, to: Address, answer: Message) -> None:
+        if to.role is Role.WORKER and to not in self.workers and not isinstance(answer, Fail):
+            return  # it was meant for one that is gone, and whose place another has taken who has said nothing yet
+        # A peer that is gone is the supervisor's business: the answer has nobody to go to.
+        with suppress(WireError), sending(self.server.spans, to, answer):
+            self._roads.send(self.server.me, to, answer)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        if self.attendant is not None and (peer in self.workers or peer.role is Role.SERVER):
+            self.attendant.lost(self.server, peer, reason)
+        try:
+            with self._lock:  # nobody is in the middle of an answer: what comes after is not for this one
+                self.workers.discard(peer)
+                if self._goes_on and peer.role is Role.WORKER:
+                    self.server.lost(peer)
+        except Exception:
+            self._trouble()
+            raise
+        with self._change:
+            self._change.notify_all()
+
+    @property
+    def done(self) -> bool:
+        return self.server.done and not self.workers
+
+
+Recorders = Callable[[Address, Sequence[int]], Recorder]
+
+
+class Servers:
+    """The servers of one process, reachable and connected with their peers.
+
+    Args:
+        place: the process.
+        roads: its roads.
+        allocate: memory for the servers, as `server.Server` wants it.
+        addresses: the servers.
+        trouble: called inside `except`, on the thread that handled a message, when a server cannot go on.
+        recorder: makes what a server tells its spans to, from its address and the worker groups that it serves.
+        writer: writes their snapshots, if there are to be any.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        roads: Roads,
+        allocate: Allocate,
+        addresses: Sequence[Address],
+        trouble: Callable[[], None],
+        recorder: Recorders = lambda *_: SILENT,
+        writer: Writer | None = None,
+    ) -> None:
+        self._place, self._roads = place, roads
+        self._change = threading.Condition()
+        self.residents: dict[Address, _ServerResident] = {}
+        for me in addresses:
+            make = partial(_server, me, place, allocate)
+            goes_on = place.job.on_failure is OnFailure.kContinue
+            self.residents[me] = resident = _ServerResident(make, roads, self._change, trouble, goes_on)
+            resident.server.spans = recorder(me, resident.server.groups)
+            if writer is not None:
+                # Where a script's thread does the server's work, it hears what is new with the next message.
+                poke = (lambda: None) if place.topology.inline else resident.poke
+                resident.aside = writer.follow(me, resident.server.snapshots, poke)
+
+    def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
+        """Let everybody in; `serving` is told each server's URLs once it can be reached."""
+        urls = {me: self._roads.attach(me, resident) for me, resident in self.residents.items()}
+        for me in urls:
+            self._roads.publish("door", me, urls[me])
+        for me in urls:
+            for peer in peers(me, self._place.topology):
+                if peer in urls:
+                    self._roads.connect_inside(me, peer)
+                else:
+                    self._roads.connect(me, peer, "door")
+        for resident in self.residents.values():
+            resident.catch_up()
+        for me in urls:
+            self._roads.publish("server", me, urls[me])
+            serving(me, urls[me])
+
+    def coordinator(self, group: int) -> Home | None:
+        """See `Homes`."""
+        found = (r for me, r in self.residents.items() if me.index == 0 and group in r.server.groups)
+        return next(found, None)
+
+    def wait(self) -> None:
+        """Return when the job has no more use for them."""
+        with self._change:
+            while not all(resident.done for resident in self.residents.values()):
+                self._change.wait(self._place.job.cluster.poll_time / 1000)
+
+
+def serve(
+    place: Place,
+    addresses: Sequence[Address],
+    serving: Callable[[Address, tuple[str, ...]], None],
+    trouble: Callable[[], None],
+    recorder: Recorders = lambda *_: SILENT,
+    attendant: Attendant | None = None,
+    writer: Writer | None = None,
+    opened: Callable[[Homes], None] = lambda servers: None,
+    seat: Seat | None = None,
+    ended: Callable[[Server], None] = lambda server: None,
+) -> tuple[int, int]:
+    """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
+
+    opened: called once everybody is let in, and again when one more server is here. seat: where every server has two
+    copies, see `copies`. ended: told each server once it has nothing left to do, where none has two copies.
+    """
+    memory = Memory()
+    roads = Roads(place, memory)
+    allocate = memory.allocate if place.shared else _zeros
+    if place.job.cluster.replicas > 1:
+        if seat is None:
+            raise ConfigError(
+                "cluster.replicas",
+                2,
+                "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
+            )
+        with flushing():
+            copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)
+            seat.taken(copied.arrange)
+            copied.open(serving)
+            copied.wait()
+            roads.close()
+        return roads.traffic()
+    with flushing():
+        servers = Servers(place, roads, allocate, addresses, trouble, recorder, writer)
+        for resident in servers.residents.values():
+            resident.attendant = attendant
+        servers.open(serving)
+        opened(servers)
+        servers.wait()
+        for resident in servers.residents.values():
+            ended(resident.server)
+        roads.close()
+    return roads.traffic()
+
+
+def _server(me: Address, place: Place, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
+    return make_server(me, place.job, place.topology, allocate, place.shared, answer, place.resumed)
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+def peers(me: Address, topology: Topology) -> list[Address]:
+    """Whom a server calls on: its coordinator, and its own shard in the groups before it; in a collective, all."""
+    shards = range(me.index) if topology.relayed else range(min(me.index, 1))
+    peers = [Address(Role.SERVER, me.group, shard) for shard in shards]
+    groups = range(me.group) if topology.synced else range(min(me.group, 1))
+    return peers + [Address(Role.SERVER, group, me.index) for group in groups]
+
+
+_LEAVE_S = 60.0
+"""How long a worker that has come to its end waits until both copies of each server have all that it said."""
+LONG_S = 10.0
+"""How long a worker waits before that is told."""
+
+# --- workers -----------------------------------------------------------------------------------------------------
+
+
+class LongWait(Protocol):
+    """Is told on the waiting thread that it has waited for so many seconds, and goes on."""
+
+    def __call__(self, seconds: float) -> None: ...
+
+
+def _untold(seconds: float) -> None:
+    """Nobody wants to hear of it."""
+
+
+class _Patience:
+    """Tells of one wait when it has taken LONG_S, and whenever it has taken twice as long as when it told before."""
+
+    def __init__(self, tell: LongWait) -> None:
+        self._tell, self._began, self._next_s = tell, time.monotonic(), LONG_S
+
+    def look(self) -> None:
+        seconds = time.monotonic() - self._began
+        if seconds >= self._next_s:
+            self._next_s = 2 * seconds
+            self._tell(seconds)
+
+
+class Monitor:
+    """How a live worker waits: on a condition variable that the roads' readers notify."""
+
+    def __init__(self, poll_s: float, long_wait: LongWait = _untold) -> None:
+        self._condition = threading.Condition()
+        self._poll_s = poll_s
+        self._long_wait = long_wait
+        self._ready: Callable[[], bool] | None = None
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """A change; whoever waits is woken if it was what he waits for."""
+        with self._condition:
+            yield
+            if self._ready is not None and self._ready():
+                self._condition.notify_all()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true."""
+        with self._condition:
+            self._ready = ready
+            patience = _Patience(self._long_wait)
+            try:
+                while not ready():
+                    self._condition.wait(self._poll_s)
+                    patience.look()
+            finally:
+                self._ready = None
+
+    def look(self) -> None:
+        """Take in what has come. Here the roads' readers do so by themselves."""
+
+
+class Turns(Monitor):
+    """How a worker waits that is home to a server: by doing the server's work, and reading for both."""
+
+    def __init__(self, poll_s: float, roads: Roads, pump: Pump, long_wait: LongWait = _untold) -> None:
+        super().__init__(poll_s, long_wait)
+        self._roads, self._pump = roads, pump
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready()` is true."""
+        patience = _Patience(self._long_wait)
+        while not self._pump.released:
+            self._roads.deliver()
+            if ready():
+                return
+            self._roads.turn(self._poll_s)
+            patience.look()
+        super().wait(ready)
+
+    def look(self) -> None:
+        """Take in what has come, and do what it asks of the server."""
+        if not self._pump.released:
+            self._roads.deliver()
+            self._roads.turn(0.0)
+
+
+class WorkerRoads:
+    """A worker's side of the roads: connected to the servers of its group and to server (0,0).
+
+    Where the layout has it so (`Topology.inline`) the worker's process is home to a server, too.
+
+    Args:
+        place: the process.
+        me: the worker.
+        serving, trouble, recorder, writer: of the server beside the worker, as for `Servers`.
+        long_wait: hears when the worker waits for long.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        me: Address,
+        serving: Callable[[Address, tuple[str, ...]], None] = lambda *_: None,
+        trouble: Callable[[], None] = lambda: None,
+        recorder: Recorders = lambda *_: SILENT,
+        writer: Writer | None = None,
+        long_wait: LongWait = _untold,
+    ) -> None:
+        self.me = me
+        self.memory = Memory()
+        self._shared = place.shared
+        self._place = place
+        pump = Pump() if place.topology.inline else None
+        self._roads = Roads(place, self.memory, pump)
+        poll_s = place.job.cluster.poll_time / 1000
+        monitor = Monitor(poll_s, long_wait) if pump is None else Turns(poll_s, self._roads, pump, long_wait)
+        self._monitor = monitor
+        # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
+        twice = place.job.cluster.replicas > 1
+        send = self._say if twice else partial(self._roads.send, me, wait=pump is None)
+        self._lines: Lifelines | None = None
+        self.exchange = self._door(place, send, monitor)
+        if twice:
+            servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
+            life = place.identity.incarnation
+            way = (partial(self._roads.send, me), self._redial, self._noted, life)
+            self._lines = Lifelines(servers, self.exchange, *way)
+        self._beside: Servers | None = None
+        if pump is not None:
+            beside = Address(Role.SERVER, 0, me.index)
+            self._beside = Servers(place, self._roads, self.allocate, [beside], trouble, recorder, writer)
+            self._beside.residents[beside].flushes = True
+        try:
+            self._connect(serving)
+        except BaseException:  # nobody could leave what was never made
+            self.close(finished=False)
+            raise
+
+    def _connect(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
+        if self._beside is not None:
+            self._beside.open(serving)
+        resident = self._lines or self.exchange
+        self._urls = self._roads.attach(self.me, resident, dial_only=True, inside=self._beside is not None)
+        for server in dict.fromkeys((*self.exchange.servers, self.exchange.desk)):
+            if self._beside is not None and server in self._beside.residents:
+                self._roads.connect_inside(self.me, server)
+            elif self._lines is not None:
+                self._lines.begin(server)
+                self._roads.follow(self.me, server, 0)
+            else:
+                self._roads.connect(self.me, server, "server")
+        self.exchange.come_back()
+
+    # --- servers with two copies
+
+    def _say(self, to: Address, message: Message) -> None:
+        assert self._lines is not None
+        self._lines.send(to, message, wait=True)
+
+    def _noted(self) -> None:
+        with self._monitor.update():
+            pass
+
+    def _redial(self, server: Address, moves: int) -> None:
+        """A server's process is gone, or the way to it: look for the one that it has moved to."""
+        lines = self._lines
+        assert lines is not None
+
+        def look() -> None:
+            try:
+                lines.connected(server, self._roads.follow(self.me, server, moves))
+            except Broken as error:
+                lines.failed(server, str(error))
+            except (WireError, TimeoutError) as error:
+                lines.failed(server, f"its process has died, and no other one took its place: {error}")
+
+        threading.Thread(target=look, name=f"to {server}", daemon=True).start()
+
+    def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
+        incarnation = place.identity.incarnation
+        if not place.topology.foreign:
+            return Exchange(self.me, place.topology, send, monitor, place.shared, incarnation)
+        if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
+            store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
+            address = place.host
+        else:
+            # Several jobs may use the folder, and every run has a token of its own.
+            store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
+            address = ""
+        topology, job, shared = place.topology, place.job, place.shared
+        return EngineExchange(self.me, topology, send, monitor, shared, job, store, address, incarnation)
+
+    @property
+    def beside(self) -> Homes | None:
+        """The server that lives in the worker's process."""
+        return self._beside
+
+    def meet_group(self) -> Crossing:
+        """Open the ways to the other workers of the group, which all do this, too: one model is split over them.
+
+        A worker calls on those before it, and waits for those after it. To be called once, and after the exchange has
+        said which model this is: whoever has another one hears of it here.
+
+        Raises:
+            ConfigError: the job's processes have no store in which workers could find each other.
+            WireError, JobError, PeerLost: somebody was not there in time, or is gone.
+        """
+        if isinstance(self._place.store, StaticStore):
+            raise ConfigError(
+                "split model",
+                None,
+                "needs a store in which the workers find each other, such as a folder (file://) or tcp://: "
+                "a list of addresses names servers only",
+            )
+        send = partial(self._roads.send, self.me)
+        crossing = Crossing(self.exchange, send, self._monitor.look, self.allocate)
+        incarnation = self._place.identity.incarnation
+        kind = f"worker-{incarnation}" if incarnation else "worker"  # where others of the group were is of no use
+        self._roads.publish(kind, self.me, self._urls)
+        workers = self._place.topology.workers(self.me.group)
+        for peer in workers[: self.me.index]:
+            self._roads.connect(self.me, peer, kind)
+            crossing.greet(peer.index)
+        crossing.await_greetings(range(self.me.index + 1, len(workers)))
+        return crossing
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros, in memory that the road can show."""
+        return self.memory.allocate(numel, dtype) if self._shared else _zeros(numel, dtype)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of messages out and in."""
+        return self._roads.traffic()
+
+    def close(self, finished: bool = True) -> None:
+        """Leave: what is queued is sent first. A server beside the worker stays until the job has no use for it.
+
+        finished: the script came to its end; else nobody waits for anybody.
+        """
+        self.exchange.leave()
+        if self._lines is not None and finished:
+            self._lines.leave()
+            until = time.monotonic() + _LEAVE_S
+            self._monitor.wait(lambda: self._lines is None or self._lines.left or time.monotonic() > until)
+        if self._beside is not None:
+            if finished:
+                self._roads.deliver()
+            self._roads.release(self.me)  # also without an end to wait for: only who is read can be closed
+            for resident in self._beside.residents.values():
+                resident.lost(self.me, "its script has ended")
+            if finished:
+                self._beside.wait()
+        self._roads.close()

@@ -1,0 +1,191 @@
+"""`placement: kAuto` in a job, and whether what its processes will hold fits.
+
+What the forward is called with comes from the loader, the rest from the job alone.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from topotrain.config.job import Cluster, ConfigError, Job, Schedule
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Topology
+from topotrain.parallel.api.example_inputs import Inputs, inputs_of
+from topotrain.parallel.capture.capture_model import Captured
+from topotrain.parallel.estimate.cost_report import Bill, bill, buffer_bytes
+from topotrain.parallel.estimate.memory_check import Excess, Room, check, excesses, room
+from topotrain.parallel.estimate.process_memory import Load, Need, loads, needs
+from topotrain.parallel.placement.assign_modules import Assignment
+from topotrain.parallel.placement.auto_modules import Call, place
+from topotrain.parallel.placement.auto_placement import Chosen
+from topotrain.parallel.placement.cost_model import USUAL, Speeds
+from topotrain.parallel.placement.parameter_owners import Division, divide
+from topotrain.parallel.program.build_program import program
+from topotrain.parallel.runtime.local_model import described
+from topotrain.training.data.sampling import cut
+
+_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+_COPIES = 3  # of parameters, in what placements are first compared by
+_TRIES = 12
+_INDEX = re.compile(r"worker \d+/(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model that is to be split, and how: what a placement and its memory are found from.
+
+    captured: of `model`. found: what the conf and the script say, by `assign.assignments`. call: of the forward; None:
+    shapes are not known. state_factor: elements of optimizer state per element of a parameter.
+    """
+
+    job: Job
+    topology: Topology
+    model: nn.Module
+    captured: Captured
+    found: Mapping[str, Assignment]
+    call: Call | None
+    state_factor: float = 0.0
+
+
+def place_modules(asked: Asked, loader: Any) -> tuple[Mapping[str, Assignment], Chosen]:
+    """`placement: kAuto` in a job: where modules go that nobody has placed, the same on all workers of a group.
+
+    Args:
+        asked: the model; its call comes from the loader.
+        loader: the script's, before it is divided.
+
+    Raises:
+        ConfigError: shapes are not known, or nothing fits.
+    """
+    given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
+    return placed(replace(asked, call=call_of(asked.job, asked.model, given)), room())
+
+
+def placed(
+    asked: Asked, here: Room, times: Mapping[str, tuple[float, float]] | None = None
+) -> tuple[Mapping[str, Assignment], Chosen]:
+    """The same for a known call; `times` by module, where they were measured.
+
+    The quickest placement first. Where it does not fit, its workers must give up what is too much, and the quickest of
+    the rest is taken, until one fits. What is in use does not count, and hosts are taken to be alike: all workers must
+    choose the same.
+    """
+    job, call, workers = asked.job, asked.call, asked.topology.workers_per_group
+    assert call is not None
+    alive = min(1.0, workers / job.microbatches) if job.schedule is Schedule.k1F1B else 1.0
+    limits: list[int] | None = None
+    first: list[Excess] = []
+    quickest = ""
+    for _ in range(_TRIES):
+        try:
+            found, chosen = place(
+                *(asked.model, asked.captured, asked.found, job.partition, call, job.microbatches),
+                *(limits, speeds_of(job.cluster), times, _COPIES, alive),
+            )
+        except ConfigError:
+            if first:  # which says more: no cut is small enough
+                raise first[0].error() from None
+            raise
+        planned = needs_of(asked, found, bill_of(asked, found))
+        over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
+        if not over:
+            why = f"the quickest, {quickest}, would not: {first[0].who}: {first[0].words}" if first else ""
+            return found, replace(chosen, tight=why)
+        if not first:
+            first, quickest = over, f"{chosen.way} of about {1000 * chosen.seconds:.3g} ms"
+        if not all(any("worker" in need.who for need in excess.needs) for excess in over):
+            break  # servers alone have too much, wherever modules go
+        limits = _tighter(limits or [max(chosen.memory)] * workers, chosen, over)
+    raise first[0].error()
+
+
+def _tighter(limits: Sequence[int], chosen: Chosen, over: Sequence[Excess]) -> list[int]:
+    """Bytes that each worker may hold next time: those who have too much give it up, each its part."""
+    found = list(limits)
+    for excess in over:
+        mine = sorted({int(index) for need in excess.needs for index in _INDEX.findall(need.who)})
+        held = sum(chosen.memory[worker] for worker in mine)
+        for worker in mine:
+            part = excess.nbytes * chosen.memory[worker] // max(1, held)
+            found[worker] = min(found[worker], max(0, chosen.memory[worker] - part - 1))
+    return found
+
+
+def bill_of(asked: Asked, found: Mapping[str, Assignment]) -> Bill:
+    """What the cut costs with these assignments. Raises ConfigError: it cannot be cut so."""
+    call, workers = asked.call, asked.topology.workers_per_group
+    assert call is not None
+    made = program(
+        asked.captured, found, asked.model, call.args, call.kwargs, call.samples, workers, asked.model.training
+    )
+    division = divide(asked.model, found, workers)
+    named = inspect.signature(type(asked.model).forward).bind(asked.model, *call.args, **call.kwargs).arguments
+    return bill(made, asked.model, division, call.shares, asked.job.microbatches, named)
+
+
+def needs_of(asked: Asked, found: Mapping[str, Assignment], costs: Bill | None) -> tuple[Need, ...]:
+    """What every process of the job will hold; without a bill activations and messages are not counted."""
+    division = divide(asked.model, found, asked.topology.workers_per_group)
+    if costs is None:
+        loaded = tuple(Load(buffer_bytes(division, w)) for w in range(asked.topology.workers_per_group))
+    else:
+        loaded = loads(costs, asked.job.schedule)
+    return needs(asked.job, asked.topology, schema_of(division), asked.state_factor, loaded)
+
+
+def schema_of(division: Division) -> tuple[Parameter, ...]:
+    """One entry for each share of a parameter."""
+    return tuple(described(whole, share) for whole in division.parameters for share in whole.shares)
+
+
+def call_of(job: Job, model: nn.Module, given: Inputs) -> Call:
+    """A call for a group's batch, and each worker's part of it; a worker without samples repeats one."""
+    cluster, workers = job.cluster, job.cluster.nworkers_per_group
+    batch = given.samples * (workers if job.per_worker_batch else 1)
+    least = 2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1
+    shares = [high - low for low, high in cut(batch, workers, cluster.shares, least)]
+    return Call(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
+
+
+def speeds_of(cluster: Cluster) -> Speeds:
+    """The usual speeds, with the link that the job pretends."""
+    link = cluster.link
+    if link is None:
+        return USUAL
+    rate = USUAL.link if link.bandwidth is None else link.bandwidth * 1e6 / 8
+    return Speeds(link=rate, delay=USUAL.delay + link.delay / 1000)
+
+
+def check_room(asked: Asked, loader: Any, host: int) -> None:
+    """Refuse, before anything is made, what the processes of this host cannot hold.
+
+    Args:
+        asked: `found` is where everything goes. The call comes from the loader; where that does not tell, activations
+            are not counted.
+        loader: the script's, before it is divided.
+        host: this one's number in the topology.
+
+    Raises:
+        ConfigError: who would need how much, what there is, and what would help.
+    """
+    planned = needs_of(asked, asked.found, _bill_if_known(asked, loader))
+    check(planned, room(), host)
+
+
+def _bill_if_known(asked: Asked, loader: Any) -> Bill | None:
+    """The bill, if the loader tells what the forward is called with.
+
+    A stream is not asked, for what it gives is gone; and whatever is wrong here the first step tells better.
+    """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
+    try:
+        given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
+        return bill_of(replace(asked, call=call_of(asked.job, asked.model, given)), asked.found)
+    except Exception:
+        return None

@@ -1,0 +1,128 @@
+"""`with tt.device("/job:worker/task:1"):` and `tt.place`: where a script wants its modules.
+
+Rule: outside a job, and where a group has one worker, they note what they say and do nothing. On a worker of a larger
+group a layer that is made inside another worker's scope gives its memory back as soon as it is made: with a scope
+around each part, no worker ever holds more than its own part and one layer. Every worker draws the same random numbers
+for it first, so that all else gets the values that it has in an ordinary process.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from topotrain.config.job import ConfigError, Placement
+from topotrain.parallel.capture import device_scopes
+from topotrain.training import context as process
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of malloc.h
+_OWN_REFERENCES = 3  # of a parameter: the module's table, a local name, and the one that counts
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """What is made or computed inside belongs to this device. Raises ConfigError for a name that is none."""
+    _check_seen(name)
+    me = _releases()
+    with device_scopes.scope(name):
+        if me is None:
+            yield
+            return
+        release = _Release(me)
+        hook = register_module_parameter_registration_hook(release.registered)
+        try:
+            with _returned_at_once():
+                yield
+                release.finished()
+        finally:
+            hook.remove()
+
+
+def _check_seen(name: str) -> None:
+    here, said = process.current(), device_scopes.parse(name)
+    if here is None or here.worker is None or here.split is not None or here.place.topology.workers_per_group == 1:
+        return
+    if said.task is not None and said.job != "ps":
+        accepted = "comes too late: name a worker where modules are made, with tt.place, or in a partition block"
+        raise ConfigError("tt.device", name, accepted)
+
+
+def _releases() -> int | None:
+    """This worker's index, if what others hold can be given back before `tt.prepare` looks at the whole model."""
+    here = process.current()
+    if here is None or process.planning() or here.worker is not None:
+        return None
+    job, workers = here.place.job, here.place.topology.workers_per_group
+    decided_elsewhere = bool(job.partition) or job.placement is Placement.kAuto  # it may move what is made here
+    return None if workers == 1 or decided_elsewhere else here.me.index
+
+
+@contextmanager
+def _returned_at_once() -> Iterator[None]:
+    """Memory of layers that are given back goes to the system: in the C library's heap it would lie about in pieces.
+
+    Its settings cannot be read, so afterwards they are those to which it tends by itself (see mallopt(3)).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 64 << 20)
+
+
+class _Release:
+    """Gives back the memory of layers that are made, and another worker's."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._made: dict[int, nn.Module] = {}
+
+    def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """A module gets a parameter: those before it that are not under construction any more are complete."""
+        building = _under_construction()
+        for key in [key for key in self._made if key not in building and key != id(module)]:
+            _give_back(self._made.pop(key))
+        here = device_scopes.current()
+        if here is not None and here.job != "ps" and here.task is not None and here.task != self._me:
+            self._made[id(module)] = module
+
+    def finished(self) -> None:
+        """The scope ends; what is still under construction around it stays until `tt.prepare`."""
+        building = _under_construction()
+        for key, module in self._made.items():
+            if key not in building:
+                _give_back(module)
+
+
+def _under_construction() -> set[int]:
+    """The modules whose `__init__` is running."""
+    found = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+            found.add(id(module))
+        frame = frame.f_back
+    return found
+
+
+def _give_back(module: nn.Module) -> None:
+    for name in list(module._parameters):
+        parameter = module._parameters[name]
+        # One that somebody else holds, too, may be tied to another module: `localise` sees to it.
+        if parameter is None or parameter.is_meta or sys.getrefcount(parameter) > _OWN_REFERENCES:
+            continue
+        like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+        empty = nn.Parameter(like, parameter.requires_grad)
+        empty.__dict__.update(parameter.__dict__)  # what is noted on it
+        module._parameters[name] = empty

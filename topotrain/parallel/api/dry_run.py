@@ -1,0 +1,78 @@
+"""The model of a script, seen without training it: the script is run up to `tt.prepare`, and no further."""
+
+import contextlib
+import inspect
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from topotrain.config.async_momentum import momentum_of
+from topotrain.config.job import ConfigError, Updater
+from topotrain.config.sharding import Parameter
+from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
+from topotrain.training.context import Planning, plan_only
+from topotrain.training.parameters.flat_parameters import describe_model
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a script hands to `tt.prepare`."""
+
+    model: Any
+    optimizer: Any
+    loader: Any
+
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Those the servers would hold, apart from rows. Raises ConfigError."""
+        ours = isinstance(self.optimizer, torch.optim.Optimizer)
+        sparse = find_sparse(self.model, self.optimizer) if ours else []
+        aside = [entry.weight for entry in sparse]  # servers hold these row by row
+        return describe_model(self.model, aside).parameters
+
+    def momentum(self, updater: Updater | None) -> float:
+        """The optimizer's, or that of the block that makes one."""
+        if self.optimizer is None:
+            return 0.0 if updater is None else updater.momentum
+        return momentum_of(type(self.optimizer).__name__, self.optimizer.param_groups)
+
+    def state_factor(self) -> float:
+        """The optimizer's state per element, in elements."""
+        return state_factor(self.optimizer)
+
+
+def look(program: str, args: Sequence[str]) -> Seen:
+    """Run a script up to `tt.prepare`.
+
+    What the script prints goes to stderr. Raises ConfigError if it ends without calling `tt.prepare`.
+    """
+    plan_only()
+    sys.argv = [program, *args]
+    sys.path[0:1] = [str(Path(program).resolve().parent)]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            runpy.run_path(program, run_name="__main__")
+    except Planning as seen:
+        return Seen(seen.model, seen.optimizer, seen.loader)
+    except SystemExit as leaving:
+        raise ConfigError("program", program, f"left with code {leaving.code} before tt.prepare") from leaving
+    raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")
+
+
+def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
+    """Elements of optimizer state per parameter element, found by one step of the same class on a small tensor."""
+    if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
+        return 0.0
+    probe = torch.nn.Parameter(torch.zeros(64))
+    probe.grad = torch.zeros(64)
+    taken = inspect.signature(type(optimizer)).parameters  # a class may set group entries that it does not take
+    copy = type(optimizer)(
+        [probe], **{k: v for k, v in optimizer.param_groups[0].items() if k in taken and k != "params"}
+    )
+    copy.step()
+    held = [t for entry in copy.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    return sum(t.numel() for t in held if t.numel() == probe.numel()) / probe.numel()

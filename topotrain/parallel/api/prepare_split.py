@@ -1,0 +1,265 @@
+"""One model over the workers of a group: how `tt.prepare` cuts it, what `model(…)` then does, and the whole at the end.
+
+Rule: the script keeps the objects that it has. Until the job ends `model.forward` runs this worker's steps of the cut
+graph (`split.run`), and what belongs to other workers is on the meta device. At the end, on worker (0,0), the model is
+whole again, with the final values and its own forward.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from topotrain.config.job import ConfigError, Job, Placement
+from topotrain.extensions.tables.frontend.embedding import Embedding
+from topotrain.parallel.api.auto_prepare import Asked, check_room, place_modules
+from topotrain.parallel.api.dry_run import state_factor
+from topotrain.parallel.api.split_forward import Forward
+from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.capture.capture_model import Captured, capture
+from topotrain.parallel.placement.assign_modules import Assignment, assignments
+from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.parallel.runtime.channel import Passage
+from topotrain.parallel.runtime.gather import entries, gather, give
+from topotrain.parallel.runtime.local_model import Localised, localise, restore
+from topotrain.training.context import Context
+from topotrain.training.final_parameters import in_one_file, metadata_of
+from topotrain.training.parameters.flat_parameters import ModelParts, describe_model, in_file
+from topotrain.training.worker import Worker
+
+_ANY = 1 << 16
+"""More workers than a group has: where there is one only, a device may be called by any number."""
+
+
+def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) -> "Split | None":
+    """Cut the model, if the job or the script says so; None: every worker holds all of it.
+
+    Raises:
+        ConfigError: it cannot be cut in this way, or not in this job.
+    """
+    job, workers = here.place.job, here.place.topology.workers_per_group
+    said = None
+    if not (job.splits or tagged(model)):
+        said = says_where(model) if workers > 1 else None
+        if said is None:
+            return None
+    if "_orig_mod" in model._modules:
+        raise ConfigError("tt.prepare", "a compiled model", "one that is split must come before torch.compile")
+    captured = said or capture(model)
+    if workers == 1:
+        assignments(model, job, _ANY, captured)  # what is wrong is said all the same
+        localise(model, optimizer, divide(model, {}, 1), 0, job.seed)
+        return None
+    _check(job, model)
+    found = assignments(model, job, workers, captured)
+    topology, unit = here.place.topology, here.place.topology.unit_of(here.me)
+    asked = Asked(job, topology, model, captured, found, None, state_factor(optimizer))
+    if job.placement is Placement.kAuto:
+        with _dice_kept(loader):
+            found, chosen = place_modules(asked, loader)
+        if here.is_main:
+            print(chosen.explain(), file=sys.stderr)
+    division = divide(model, found, workers)
+    if not (job.splits or any(share.owners for whole in division.parameters for share in whole.shares)):
+        accepted = "names workers for nothing that has parameters: place a module, or write a partition block"
+        raise ConfigError("tt.device", None, accepted)
+    with _dice_kept(loader):
+        check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
+    return Split(here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed))
+
+
+def is_split(here: Context | None, model: nn.Module) -> bool:
+    """Whether `split` will cut the model."""
+    if here is None or here.place.topology.workers_per_group == 1:
+        return False
+    return here.place.job.splits or tagged(model) or says_where(model) is not None
+
+
+def tagged(model: nn.Module) -> bool:
+    """Whether the script has said of some part of the model which worker is to have it."""
+    tags = {thing.__dict__.get(device_scopes.PLACE) for thing in (*model.modules(), *model.parameters())}
+    return any(device_scopes.parse(tag).task is not None for tag in tags if tag)
+
+
+def says_where(model: nn.Module) -> Captured | None:
+    """The model's graph, if a forward names a worker with `tt.device`. Only code that speaks of it is traced."""
+    if not any(_speaks_of_device(kind) for kind in {type(module) for module in model.modules()}):
+        return None
+    try:
+        captured = capture(model)
+    except ConfigError:  # `tt.device()` in a forward is not forbidden to a model that nobody splits
+        return None
+    names = {node.meta.get("device") for node in captured.graph.nodes}
+    found = map(device_scopes.parse, filter(None, names))
+    return captured if any(device.task is not None and device.job != "ps" for device in found) else None
+
+
+def _speaks_of_device(kind: type[nn.Module]) -> bool:
+    code = getattr(kind.forward, "__code__", None)
+    if code is None or "device" not in code.co_names:
+        return False
+    spoken = [kind.forward.__globals__.get(name) for name in code.co_names]
+    return any(getattr(thing, "__name__", "").partition(".")[0] == "topotrain" for thing in spoken) or any(
+        getattr(thing, "__module__", "") == "topotrain.training.api" for thing in spoken
+    )
+
+
+@contextmanager
+def _dice_kept(loader: Any) -> Iterator[None]:
+    """Who only looks at a loader leaves the order of its batches as it was."""
+    sampler = getattr(loader, "sampler", None)
+    own = [
+        dice for thing in (loader, sampler) if isinstance(dice := getattr(thing, "generator", None), torch.Generator)
+    ]
+    states = [dice.get_state() for dice in own]
+    with torch.random.fork_rng(devices=[]):
+        yield
+    for dice, state in zip(own, states, strict=True):
+        dice.set_state(state)
+
+
+def _check(job: Job, model: nn.Module) -> None:
+    replace(job, placement=Placement.kAuto)  # refuses what it would refuse if the conf, and not the script, split
+    for name, module in model.named_modules():
+        rows = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if rows or isinstance(module, Embedding):
+            accepted = "its rows travel one by one, which a split model does not do: use nn.Embedding(sparse=False)"
+            raise ConfigError("model", name, accepted)
+
+
+class Split:
+    """A model that this worker holds its part of.
+
+    Args:
+        here: the worker's place.
+        model, optimizer: the script's, changed already.
+        captured, found: the model's graph, and where its modules are.
+        localised: what has been done to it.
+    """
+
+    def __init__(
+        self,
+        here: Context,
+        model: nn.Module,
+        optimizer: Optimizer,
+        captured: Captured,
+        found: Mapping[str, Assignment],
+        localised: Localised,
+    ) -> None:
+        self.parts = localised.parts
+        self.over = False  # the model is whole again
+        self._here, self._model, self._optimizer = here, model, optimizer
+        self._localised = localised
+        division = localised.division
+        self.metadata = metadata_of({whole.names[0]: whole.names[1:] for whole in division.parameters})
+        """Of a file that has what `gather` returns."""
+        self._forward = Forward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
+        names = {module: name for name, module in model.named_modules()}
+        self._hooks: list[RemovableHandle] = [
+            module.register_forward_pre_hook(_Elsewhere(self._forward, names[module], where))
+            for module, where in localised.absent.items()
+        ]
+        self._hooks.append(model.register_state_dict_pre_hook(_no_state))  # type: ignore[no-untyped-call]
+        model.forward = self._forward
+
+    def follow(self, worker: Worker, passage: Passage) -> None:
+        """The worker has begun: from now on the model can be called."""
+        self._forward.start(worker, passage)
+        self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
+        self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
+
+    def weight_said(self) -> None:
+        """The script says what the next backward counts. Raises RuntimeError if its forward has been done already."""
+        if self._forward.open:
+            raise RuntimeError("tt.weight must come before the forward of a split model: it takes part in the backward")
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this is the model."""
+        return model is self._model
+
+    def gather(self, what: str) -> dict[str, torch.Tensor] | None:
+        """What the model holds now: all workers of the group call this, at the same point of the training.
+
+        Args:
+            what: in words, what they do.
+
+        Returns:
+            On worker 0 of the group parameters and buffers, whole, by their first names: contiguous, in one nameless
+            file of the workspace, since there may be no room for them in memory. None on the others.
+
+        Raises:
+            ConfigError: another worker of the group goes on without it; the workspace has no room.
+        """
+        parts, division = self.parts, self._localised.division
+        held = entries(division.parameters, parts.tensors) + entries(division.buffers, parts.buffer_tensors)
+        if self._here.me.index:
+            give(self._forward.meeting, held, what)
+            return None
+        wholes = (*division.parameters, *division.buffers)
+        likes = [torch.empty(whole.shape, dtype=whole.tensor.dtype, device="meta") for whole in wholes]
+        found = dict(zip((whole.names[0] for whole in wholes), in_one_file(likes, self._here.workspace), strict=True))
+        gather(self._forward.meeting, held, lambda entry: entry.share.of(found[entry.whole.names[0]]), what)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and buffers of the whole model."""
+        division = self._localised.division
+        wholes = (*division.parameters, *division.buffers)
+        return sum(math.prod(whole.shape) * whole.tensor.dtype.itemsize for whole in wholes)
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """All names of what `gather` returns under the first."""
+        division = self._localised.division
+        return {whole.names[0]: whole.names for whole in (*division.parameters, *division.buffers)}
+
+    def whole(self, worker: Worker) -> ModelParts:
+        """Worker (0,0), at the end: take the job's result; the model is whole again.
+
+        What does not fit into memory is in nameless files of the workspace.
+        """
+        folder = self._here.workspace
+        worker.take_final(folder)
+        room = in_file(folder)
+        restore(
+            self._localised,
+            self._optimizer,
+            lambda index: worker.buffers.own("params", index),
+            worker.final_buffers.__getitem__,
+            lambda like: room(like.numel(), like.dtype).as_strided(like.shape, like.stride()),
+        )
+        for hook in self._hooks:
+            hook.remove()
+        del self._model.forward
+        self.over = True
+        return describe_model(self._model)
+
+
+class _Elsewhere:
+    """Refuses a call of a module that is not here, or not all of it, unless it is the cut graph that calls."""
+
+    def __init__(self, forward: Forward, name: str, where: str) -> None:
+        self._forward, self._name, self._where = forward, name, where
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not self._forward.inside:
+            accepted = f"is {self._where} of its group; call the whole model, on all workers of the group"
+            raise ConfigError("model", self._name, accepted)
+
+
+def _no_state(*_: Any) -> NoReturn:
+    accepted = "is in parts on several workers: call tt.state_dict(model) on all workers of the group"
+    raise ConfigError("model.state_dict()", None, accepted)
+
+
+def _no_optimizer_state(*_: Any) -> NoReturn:
+    accepted = "is of the parts of a split model, which no other optimizer has: it stays on the servers"
+    raise ConfigError("optimizer.state_dict()", None, accepted)

@@ -1,0 +1,156 @@
+"""What stands in the place of a split model's forward, in a job: its graphs, made when they are first needed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.core.client.client import StepEnd
+from topotrain.parallel.capture.capture_model import Captured
+from topotrain.parallel.placement.assign_modules import Assignment
+from topotrain.parallel.program.build_program import program
+from topotrain.parallel.runtime.channel import STEPPED, Key, Passage
+from topotrain.parallel.runtime.program_runner import Runner
+from topotrain.parallel.runtime.worker_sync import Hello, Meeting
+from topotrain.training.parameters.gradient_hooks import PushPath
+from topotrain.training.worker import Worker
+
+_DICE = STEPPED - 1
+"""`Key.edge` of the state of torch's generator."""
+
+
+class Forward:
+    """What stands in the place of `model.forward`. Graphs are cut when they are first needed: one for each kind of
+    arguments (dtypes, sizes apart from the samples, what is no tensor), and for each mode if the model looks at it."""
+
+    def __init__(
+        self, model: nn.Module, job: Job, captured: Captured, found: Mapping[str, Assignment], workers: int
+    ) -> None:
+        self._model, self._job = model, job
+        self._captured, self._found, self._workers = captured, found, workers
+        self._runners: dict[object, Runner] = {}
+        self._passage: Passage | None = None
+        self._weight: Callable[[], float] = lambda: 1.0
+        self._last: Runner | None = None
+        self.open = False  # a forward has been made whose backward has not begun
+        self.inside = False
+
+    def start(self, worker: Worker, passage: Passage) -> None:
+        """There is somebody to talk to."""
+        self._passage, self._weight = passage, worker.weight
+        self.meeting = _JobMeeting(passage, worker, self._begun)
+        worker.counts = self._counts
+        worker.exchange.data.drawing = self.meeting.draw
+        worker.before_commit.append(self._step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """This worker's part; the output for its samples."""
+        if self._passage is None:
+            raise ConfigError("model", None, "is split: it can be called once tt.prepare has returned")
+        self.inside = True
+        try:
+            runner = self._runner(self._passage, args, kwargs)
+            if torch.is_grad_enabled():  # else nothing is learned from it, and the step does not count it
+                self._last, self.open = runner, True
+            return runner(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def _runner(self, passage: Passage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
+        samples = samples_of(args, kwargs)
+        training = self._model.training
+        key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
+        if key not in self._runners:
+            cut = program(
+                self._captured, self._found, self._model, args, kwargs, samples, self._workers, training=training
+            )
+            job = self._job
+            self._runners[key] = Runner(
+                cut,
+                self._model,
+                passage,
+                self._weight,
+                job.microbatches,
+                job.schedule.value,
+                self.meeting,
+                self.meeting.dice,
+            )
+        return self._runners[key]
+
+    def _counts(self) -> float:
+        return self._weight() if self._last is None else self._last.counts
+
+    def _begun(self) -> None:
+        self.open = False
+
+    def _step(self, step: int, end: StepEnd) -> None:
+        self.open = False
+        self.meeting.stepped()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ConfigError("model", None, "is split over several workers and cannot be copied; at the end it is whole")
+
+    def __reduce__(self) -> NoReturn:
+        self.__deepcopy__(None)
+
+
+class _JobMeeting(Meeting):
+    """A meeting in a job: the worker hears of each backward, and all draw masks with the dice of worker 0.
+
+    A worker would not notice a backward that reaches none of its parameters. And the dice of the workers do not stay
+    alike: in a job one of them draws the order of the batches, as the only process of an ordinary script does.
+    """
+
+    def __init__(self, passage: Passage, worker: Worker, begins: Callable[[], None]) -> None:
+        super().__init__(passage)
+        self._begins = begins
+        assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
+        self._path = worker.path
+        self.dice = torch.default_generator if passage.me == 0 else torch.Generator()
+
+    def begun(self) -> None:
+        """A backward begins here."""
+        super().begun()
+        self._begins()
+        self._path.begin()
+
+    def meet(self, mine: Hello) -> tuple[Hello, ...]:
+        """As `Meeting.meet`; the dice come before worker 0's hello, so that nobody has to wait for them."""
+        passage, key, draws = self.passage, Key(self.forwards, 0, _DICE, False), mine.chance != 0
+        for other in range(1, passage.size if draws and passage.me == 0 else 1):
+            passage.send(other, key, self.dice.get_state())
+        hellos = super().meet(replace(mine, chance=int(draws)))
+        if draws and passage.me != 0:
+            self.dice.set_state(passage.take(0, key)[0])
+        return hellos
+
+
+def samples_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The samples in a call's arguments: the length of the first tensor that has one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for leaf in tree_leaves((args, dict(kwargs))):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    raise ConfigError("model(…)", None, "a split model needs a tensor whose first dimension counts the samples")
+
+
+def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: int) -> object:
+    """Calls of one kind have one graph."""
+    leaves, form = tree_flatten((args, dict(kwargs)))
+    return str(form), tuple(_kind(leaf, samples) for leaf in leaves)
+
+
+def _kind(leaf: Any, samples: int) -> object:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    sizes = list(leaf.shape)
+    if samples in sizes:
+        sizes[sizes.index(samples)] = -1
+    return leaf.dtype, tuple(sizes)

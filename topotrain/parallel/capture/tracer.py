@@ -1,0 +1,270 @@
+"""The tracer of a capture: what torch.fx asks, answered for models that are to be cut.
+
+With a bench every node is computed on shapes as soon as it is recorded, so what does not depend on the number of
+samples is plain Python to the user's code.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.capture.capture_modes import Mode
+from topotrain.parallel.capture.op_rules import WRITING
+from topotrain.parallel.capture.shape_propagation import Bench, Drawn, every, number
+from topotrain.parallel.capture.source_location import ADVICE, FIELD, definition, is_leaf, signature, user_line
+
+_ABOUT_SIZE = frozenset(
+    ("size", "dim", "ndim", "numel", "nelement", "shape", "stride", "dtype", "device", "is_cuda", "is_floating_point")
+)
+
+
+class Unfinished(Exception):
+    """Something that needs an example of the arguments."""
+
+
+class _Valued(fx.Proxy):
+    """A value in the graph; with a bench its attributes are known at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.node.meta.get("values")
+        if values is None or callable(getattr(values[0], name)):
+            return super().__getattr__(name)
+        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+
+    def __index__(self) -> int:
+        raise self._refused("counts in Python (range, index, int, float)")
+
+    def __int__(self) -> int:
+        raise self._refused("counts in Python (range, index, int, float)")
+
+    def __float__(self) -> float:
+        raise self._refused("counts in Python (range, index, int, float)")
+
+    def __len__(self) -> int:
+        raise self._refused("counts in Python (len)")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        accepted = "writes into a tensor, which cannot be captured; torch.where and torch.cat make a new one"
+        raise ConfigError(FIELD, None, accepted, user_line())
+
+    def _refused(self, does: str) -> Exception:
+        tracer: Any = self.tracer
+        error: Exception = tracer.undecided(self.node, does)
+        return error
+
+
+def _writing(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def record(self: _Valued, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return record
+
+
+for _operation in WRITING:  # fx takes `x += y` for `x = x + y`, which is another thing where x has a second name
+    setattr(_Valued, f"__{_operation.__name__}__", _writing(_operation))
+
+
+class Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, model: nn.Module, bench: Bench | None, given: Mapping[str, Any] | None) -> None:
+        super().__init__()
+        self._model = model
+        self._bench = bench
+        self._given = given
+        self._busy = False  # on the bench: modules run, nothing is recorded
+        self._thread = threading.get_ident()
+        self.by_mode = False
+
+    # --- what fx asks ----------------------------------------------------------------------------------------------
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_leaf(m)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self._busy else super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        return attr_val if self._busy else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Valued(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
+            names = (name for name, buffer in self.root.named_buffers() if buffer is a)
+            name = next(names, None) or self.tensor_attrs.get(a)
+            return self.create_proxy("get_attr", name, (), {}).node if name else a
+        return super().create_arg(a)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        given: dict[str, Any] = {}
+        for name, parameter in signature(self._model).parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                accepted = f"takes *{name}; give every argument a name of its own"
+                raise ConfigError(FIELD, None, accepted, definition(self._model))
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                if self._given and self._given.get(name):
+                    accepted = f"was given {', '.join(self._given[name])} as **{name}; give every argument a name"
+                    raise ConfigError(FIELD, None, accepted, definition(self._model))
+                continue
+            asked = parameter.default is inspect.Parameter.empty if self._given is None else name in self._given
+            if asked:
+                given[name] = self._input(name)
+        positional = [n for n, p in signature(self._model).parameters.items() if p.kind is p.POSITIONAL_ONLY]
+        first = [given.pop(name) for name in positional if name in given]
+        return (lambda: root_fn(self.root, *first, **given)), []
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> Any:
+        plain: Any = fx.node.map_aggregate((args, dict(kwargs)), self._plain)
+        node = super().create_proxy(kind, target, plain[0], plain[1], name, type_expr, proxy_factory_fn).node
+        scope = device_scopes.current()
+        node.meta.update(line=user_line(), device="" if scope is None else str(scope))
+        if self._bench is None:
+            return self.proxy(node)
+        if kind == "get_attr":
+            with self._on_the_bench():
+                node.meta.update(values=self._bench.attribute(target), draws=Drawn())
+            return self.proxy(node)
+        self._compute(node)
+        return self._known(node)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise self.undecided(obj.node, "decides (if, while, assert, and, or, not)")
+
+    def iter(self, obj: Any) -> Any:
+        values = obj.node.meta.get("values")
+        if values is None:
+            raise Unfinished(f"{user_line()}: goes through the parts of a value")
+        if isinstance(values[0], tuple | list):
+            return iter([obj[index] for index in range(len(values[0]))])
+        if isinstance(values[0], torch.Tensor) and every(lambda v: v.dim() > 0, values):
+            lengths = {value.shape[0] for value in values}
+            if len(lengths) == 1:
+                return iter([obj[index] for index in range(lengths.pop())])
+            raise self.undecided(obj.node, "goes through the samples one by one")
+        raise self.undecided(obj.node, "goes through the parts of a value")
+
+    # --- with a bench ----------------------------------------------------------------------------------------------
+
+    def _input(self, name: str) -> Any:
+        """An argument: a value in the graph if there is a tensor in it, itself if not."""
+        if self._given is not None:
+            assert self._bench is not None
+            value = self._given[name]
+            leaves = torch.utils._pytree.tree_leaves(value)
+            if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                return value
+        node = self.create_node("placeholder", name, (), {})
+        node.meta.update(line=definition(self._model), device="", draws=Drawn())
+        if self._bench is None or self._given is None:
+            return self.proxy(node)
+        with self._on_the_bench():
+            node.meta["values"] = self._bench.example(self._given[name])
+        return self._known(node)
+
+    def _plain(self, a: Any) -> Any:
+        """An argument as it is recorded: of a `training` that is handed on, the value."""
+        if not isinstance(a, Mode):
+            return a
+        self.by_mode = True
+        return int(a) != 0
+
+    def _compute(self, node: fx.Node) -> None:
+        assert self._bench is not None
+        try:
+            with self._on_the_bench():
+                node.meta["values"], node.meta["draws"] = self._bench.run(node)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            accepted = f"needs a tensor's values, for a number or a size, where only shapes are known; {ADVICE}"
+            raise ConfigError(FIELD, None, accepted, node.meta["line"]) from error
+
+    @contextmanager
+    def _on_the_bench(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _known(self, node: fx.Node) -> Any:
+        """A node's result as the user's code sees it: what does not depend on the samples is plain Python."""
+        values = node.meta["values"]
+        first = values[0]
+        if isinstance(first, torch.device):
+            self.graph.erase_node(node)
+            return torch.device(first.type)  # a GPU's number differs from worker to worker
+        if node.op != "placeholder" and _is_plain(first) and every(lambda v: v == first, values) and self._holds(node):
+            self.graph.erase_node(node)
+            return first
+        whole: Any = self.proxy(node)
+        if type(first) in (tuple, list, torch.Size) and len({len(value) for value in values}) == 1:
+            items = [whole[index] for index in range(len(first))]
+            return items if type(first) is list else tuple(items)
+        if type(first) is dict:
+            return {key: whole[key] for key in first}
+        return whole
+
+    def _holds(self, node: fx.Node) -> bool:
+        """Whether a result that is the same for the numbers of samples tried is so for all; of choices only."""
+        numbers = [n for n in node.all_input_nodes if every(lambda v: type(v) in (bool, int, float), n.meta["values"])]
+        if not numbers or not isinstance(node.meta["values"][0], bool):
+            return True
+        assert self._bench is not None
+        counts = self._bench.counts
+        return len({number(n.meta["values"], counts) for n in numbers}) == 1 and len(node.args) == len(numbers)
+
+    def undecided(self, node: fx.Node, does: str) -> Exception:
+        """The error for code that wants to know more of a value than is known."""
+        values = node.meta.get("values")
+        if values is None and _about_sizes(node):
+            return Unfinished(f"{user_line()}: {does} by a size")
+        if values is None or isinstance(values[0], torch.Tensor):
+            what = f"{does} by a tensor's values, and the graph must be the same for all data"
+        else:
+            what = f"{does} by the number of samples, which differs from worker to worker"
+        return ConfigError(FIELD, None, f"{what}; {ADVICE}", user_line())
+
+    def recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A maker of tensors, or len, that is a node where it is called in a forward."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The readers of the roads make tensors meanwhile, on threads of their own.
+            elsewhere = self._busy or threading.get_ident() != self._thread
+            if elsewhere or (original is len and not isinstance(args[0], fx.Proxy)):
+                return original(*args, **kwargs)
+            return self.create_proxy("call_function", original, args, kwargs)
+
+        return call
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.layout)
+
+
+def _about_sizes(node: fx.Node) -> bool:
+    """Whether a value is made of sizes, and the like, alone."""
+    if node.op == "call_method" and node.target in _ABOUT_SIZE:
+        return True
+    if node.target is getattr and node.args[1] in _ABOUT_SIZE:
+        return True
+    if node.target is len:
+        return True
+    return bool(node.all_input_nodes) and all(map(_about_sizes, node.all_input_nodes))

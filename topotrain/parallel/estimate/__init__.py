@@ -1,0 +1,1 @@
+"""What a split costs: time, bytes and memory, before anything runs."""

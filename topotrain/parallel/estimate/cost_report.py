@@ -1,0 +1,149 @@
+"""What a cut graph costs: memory per worker, bytes on every edge, operations per step.
+
+Bytes that travel are exact, for they are read from the table of transfers that the workers go by. Memory is what
+autograd keeps for the backward on shapes alone, and what each worker holds of the parameters. Operations are counted
+on shapes; a time that is made of them is an estimate.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.parallel.estimate.fake_run import NOTHING, Cost, rehearse, with_gradient
+from topotrain.parallel.placement.parameter_owners import Division, Whole
+from topotrain.parallel.program.layouts import even, transfers
+from topotrain.parallel.program.split_program import Edge, Program
+
+Pairs = Mapping[tuple[int, int], int]
+"""Bytes by (sender, receiver), workers of the group; nobody sends to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeBill:
+    """What one move costs per step of training: bytes from worker to worker, forward and back."""
+
+    edge: Edge
+    forward: Pairs
+    backward: Pairs
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes forward, and back."""
+        return sum(self.forward.values()), sum(self.backward.values())
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBill:
+    """What one worker needs and does per step of training. Memory in bytes.
+
+    parameters, buffers: its parts. trainable: of the parameters, what has a gradient.
+    kept: stays from the forward for the backward. peak: most that is live in the forward, `kept` included.
+    flops: operations of the forward and of the backward.
+    """
+
+    worker: int
+    parameters: int
+    trainable: int
+    buffers: int
+    kept: int
+    peak: int
+    flops: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """All of it, for so many samples. `steps[worker][step]` is what a step costs a worker that runs it."""
+
+    program: Program
+    samples: tuple[int, ...]
+    microbatches: int
+    edges: tuple[EdgeBill, ...]
+    workers: tuple[WorkerBill, ...]
+    steps: tuple[Mapping[int, Cost], ...]
+
+    def pairs(self, backward: bool = False) -> Pairs:
+        """Bytes per step from worker to worker over all edges."""
+        found: dict[tuple[int, int], int] = {}
+        for edge in self.edges:
+            for pair, size in (edge.backward if backward else edge.forward).items():
+                found[pair] = found.get(pair, 0) + size
+        return MappingProxyType(dict(sorted(found.items())))
+
+    def sent(self, worker: int) -> tuple[int, int]:
+        """Bytes one worker sends per step: in forwards, and in backwards."""
+        forward, backward = (self.pairs(back) for back in (False, True))
+        return (
+            sum(size for (source, _), size in forward.items() if source == worker),
+            sum(size for (source, _), size in backward.items() if source == worker),
+        )
+
+
+def bill(
+    program: Program,
+    model: nn.Module,
+    division: Division,
+    samples: Sequence[int],
+    microbatches: int = 1,
+    examples: Mapping[str, Any] = NOTHING,
+) -> Bill:
+    """Count what a program costs with these samples per worker; nothing is computed or sent.
+
+    Args:
+        program: of all workers of a group.
+        model: whole or localised; parameters may be on the meta device.
+        division: who holds what (`parts.divide`).
+        samples: each worker's share of the group's batch.
+        microbatches: into how many parts each share is cut.
+        examples: arguments of the forward for the group's batch, by name; of those that are tensors none is needed.
+    """
+    if len(samples) != program.workers:
+        raise ValueError(f"samples = {tuple(samples)}: must be one number for each of {program.workers} workers")
+    graded = with_gradient(program, model)
+    parts = chunks(samples, microbatches)
+    edges = tuple(_edge(edge, parts, edge.value in graded) for edge in program.edges)
+    steps, workers = [], []
+    for worker in range(program.workers):
+        done = rehearse(program, model, division, worker, samples, examples)
+        held = [_held(whole, worker) for whole in division.parameters]
+        trained = [_held(whole, worker) for whole in division.parameters if whole.tensor.requires_grad]
+        others = buffer_bytes(division, worker)
+        flops = [(cost.flops, cost.backward_flops) for cost in done.costs.values()]
+        both = (sum(forward for forward, _ in flops), sum(back for _, back in flops))
+        workers.append(WorkerBill(worker, sum(held), sum(trained), others, done.kept, done.peak, both))
+        steps.append(MappingProxyType(done.costs))
+    return Bill(program, tuple(samples), microbatches, edges, tuple(workers), tuple(steps))
+
+
+def chunks(samples: Sequence[int], microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """For each micro-batch the samples of each worker: every share is cut evenly."""
+    cuts = [even(share, microbatches) for share in samples]
+    return tuple(tuple(high - low for low, high in (cut[m] for cut in cuts)) for m in range(microbatches))
+
+
+def buffer_bytes(division: Division, worker: int) -> int:
+    """Bytes of the model's buffers that a worker holds."""
+    return sum(_held(whole, worker) for whole in (*division.buffers, *division.passing))
+
+
+def _held(whole: Whole, worker: int) -> int:
+    like = whole.like()
+    return sum(share.of(like).numel() for share in whole.shares if share.here(worker)) * like.element_size()
+
+
+def _edge(edge: Edge, parts: Sequence[Sequence[int]], graded: bool) -> EdgeBill:
+    size = getattr(torch, edge.shape.dtype).itemsize
+    forward: dict[tuple[int, int], int] = {}
+    for samples in parts:
+        for move in transfers(edge, samples):
+            count = 1
+            for low, high in move.box:
+                count *= high - low
+            if move.source != move.target and count:
+                pair = (move.source, move.target)
+                forward[pair] = forward.get(pair, 0) + count * size
+    backward = {(target, source): nbytes for (source, target), nbytes in forward.items()} if graded else {}
+    return EdgeBill(edge, MappingProxyType(forward), MappingProxyType(backward))

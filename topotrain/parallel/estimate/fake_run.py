@@ -1,0 +1,282 @@
+"""A worker's steps run on fake tensors: what each computes, reads, makes and keeps, without computing anything.
+
+Shapes and autograd are torch's own, so what the backward keeps is counted and not guessed: every tensor that autograd
+saves, each memory once, parameters left out. Steps are run one by one, each forward and backward, so costs are told by
+step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from topotrain.parallel.capture.shape_propagation import flat_weights
+from topotrain.parallel.estimate.flop_counter import Meter, storage, tensors
+from topotrain.parallel.placement.parameter_owners import Division, Whole
+from topotrain.parallel.program.layouts import box, sizes_of
+from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
+from topotrain.parallel.program.worker_program import references, replaced
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one step costs one worker and one pass over its samples.
+
+    `flops` and `touched` (bytes) of the forward and of the backward; `made`: bytes of its result that are new memory;
+    `kept`: bytes that stay for the backward because of this step, and of none before it.
+    """
+
+    flops: int = 0
+    touched: int = 0
+    backward_flops: int = 0
+    backward_touched: int = 0
+    made: int = 0
+    kept: int = 0
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """One worker's pass. `costs` by step; `kept` bytes stay for the backward; `peak` bytes live at once in it."""
+
+    costs: dict[int, Cost] = field(default_factory=dict)
+    kept: int = 0
+    peak: int = 0
+
+
+def rehearse(
+    program: Program,
+    model: nn.Module,
+    division: Division,
+    worker: int,
+    samples: Sequence[int],
+    examples: Mapping[str, Any] = NOTHING,
+) -> Rehearsal:
+    """Run one worker's steps of a program on fake tensors; nothing of the model's sizes is allocated.
+
+    Args:
+        model: whole or localised. Its modes (training or not) are as it has them.
+        division: who holds what of it (`parts.divide`).
+        samples: each worker's share of the batch.
+        examples: arguments of the forward for the group's batch, by name; of those that are tensors none is needed.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return _Stage(program, model, division, worker, samples, examples).run()
+
+
+def with_gradient(program: Program, model: nn.Module) -> frozenset[int]:
+    """The steps whose result has a gradient: something that is trained went into it, and it holds real numbers."""
+    found: set[int] = set()
+    for step in program.steps:
+        real = step.shape is None or getattr(torch, step.shape.dtype).is_floating_point
+        cut = step.kind is Kind.METHOD and step.target == "detach"
+        read = refs(step)
+        if real and not cut and (_trained(step, model) or any(ref.number in found for ref in read)):
+            found.add(step.number)
+    return frozenset(found)
+
+
+def refs(step: Step) -> tuple[Ref, ...]:
+    """What a step reads, in order."""
+    return tuple(references((step.args, step.kwargs)))
+
+
+class _Stage:
+    def __init__(
+        self,
+        program: Program,
+        model: nn.Module,
+        division: Division,
+        worker: int,
+        samples: Sequence[int],
+        examples: Mapping[str, Any],
+    ) -> None:
+        self._program = program
+        self._model = model
+        self._wholes = {
+            name: whole
+            for wholes in (division.parameters, division.buffers, division.passing)
+            for whole in wholes
+            for name in whole.names
+        }
+        self._worker = worker
+        self._samples = samples
+        self._examples = examples
+        self._graded = with_gradient(program, model)
+        self._results: dict[int, Any] = {}
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._same: dict[int, int] = {}  # storage of a copy that stands for another's memory -> that one
+        self._own: dict[str, torch.Tensor] = {}  # parameters and buffers, fake, by their first name
+        self._alive: list[Any] = []  # a storage's number is good while the storage lives
+        self._sizes: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._last = _last_uses(program)
+        self._done = Rehearsal()
+
+    def run(self) -> Rehearsal:
+        for at, step in enumerate(self._program.steps):
+            if step.layout.on(self._worker):
+                self._done.costs[step.number] = self._step(step)
+                self._done.peak = max(self._done.peak, self._live(at, step))
+        self._done.kept = sum(map(self._sizes.__getitem__, self._kept))
+        return self._done
+
+    def _step(self, step: Step) -> Cost:
+        if step.kind is Kind.INPUT:
+            self._results[step.number] = self._input(step)
+            return Cost()
+        if step.kind is Kind.ATTRIBUTE:
+            self._results[step.number] = self._attribute(step)
+            return Cost()
+        before, known = self._bytes_kept(), set(self._sizes)
+        leaves: list[torch.Tensor] = []
+        args, kwargs = replaced((step.args, step.kwargs), lambda leaf: self._argument(leaf, step, leaves))
+        state = self._states(step)
+        leaves += [tensor for tensor in state.values() if tensor.requires_grad]
+        forward, backward = Meter(), Meter()
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor), forward:
+            out = self._call(step, state, args, kwargs)
+        ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
+        if ends and leaves:
+            seeds = [torch.ones_like(end) for end in ends]
+            with backward:
+                torch.autograd.grad(ends, leaves, seeds, allow_unused=True)
+        self._results[step.number] = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
+        made = sum(self._note(t) for t in tensors(out) if self._of(t) not in known)
+        kept = self._bytes_kept() - before
+        return Cost(forward.flops, forward.touched, backward.flops, backward.touched, made, kept)
+
+    def _call(self, step: Step, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        if step.kind is Kind.FUNCTION:
+            return step.target(*args, **kwargs)
+        if step.kind is Kind.METHOD:
+            return getattr(args[0], step.target)(*args[1:], **kwargs)
+        module = self._model.get_submodule(step.target)
+        with flat_weights(module, state):
+            return functional_call(module, state, args, kwargs)
+
+    def _states(self, step: Step) -> dict[str, torch.Tensor]:
+        """A module's parameters and buffers by their names in it; of a function none."""
+        if step.kind is not Kind.MODULE:
+            return {}
+        module = self._model.get_submodule(step.target)
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        return {name: self._state(self._wholes[f"{step.target}.{name}".lstrip(".")]) for name in names}
+
+    def _state(self, whole: Whole) -> torch.Tensor:
+        """This worker's part of a parameter or buffer, fake."""
+        made = self._own.get(whole.names[0])
+        if made is None:
+            share = next(share for share in whole.shares if share.here(self._worker))
+            graded = isinstance(whole.tensor, nn.Parameter) and whole.tensor.requires_grad
+            made = torch.empty(share.of(whole.like()).shape, dtype=whole.tensor.dtype, requires_grad=graded)
+            self._own[whole.names[0]] = made
+        return made
+
+    def _attribute(self, step: Step) -> Any:
+        whole = self._wholes.get(step.target)
+        if whole is not None:
+            return self._state(whole)
+        owner, _, name = step.target.rpartition(".")
+        return getattr(self._model.get_submodule(owner), name)
+
+    def _input(self, step: Step) -> Any:
+        if step.shape is not None:
+            return self._fresh(step.shape, step.layout)
+        return tree_map(self._share, self._examples.get(step.target))
+
+    def _share(self, example: Any) -> Any:
+        """This worker's part of a tensor that lies in a list or dict of the forward's arguments."""
+        if not isinstance(example, torch.Tensor):
+            return example
+        sizes = list(example.shape)
+        if sum(self._samples) in sizes:
+            sizes[sizes.index(sum(self._samples))] = self._samples[self._worker]
+        made = torch.empty(sizes, dtype=example.dtype)
+        self._note(made)
+        return made
+
+    def _fresh(self, shape: Shape, layout: Layout) -> torch.Tensor:
+        part = box(layout, self._worker, shape, self._samples)
+        sizes = shape.at(self._samples[self._worker]) if part is None else sizes_of(part)
+        made = torch.empty(sizes, dtype=getattr(torch, shape.dtype))
+        self._note(made)
+        return made
+
+    def _argument(self, leaf: Ref | Size, step: Step, leaves: list[torch.Tensor]) -> Any:
+        """A number of samples; or a value as autograd may write into it: a copy that stands for the same memory."""
+        if isinstance(leaf, Size):
+            whole = step.layout.where in (Where.AT, Where.FEATURE)
+            samples = sum(self._samples) if whole else self._samples[self._worker]
+            return leaf.per_sample * samples + leaf.more
+        graded = leaf.number in self._graded
+        found = self._results.get(leaf.number) if leaf.edge is None else self._moved(leaf.edge)
+        return tree_map(lambda x: self._leaf(x, graded, leaves) if isinstance(x, torch.Tensor) else x, found)
+
+    def _leaf(self, tensor: torch.Tensor, graded: bool, leaves: list[torch.Tensor]) -> torch.Tensor:
+        leaf = tensor.detach()
+        if graded and leaf.is_floating_point():
+            leaf.requires_grad_()
+            leaves.append(leaf)
+        copy = leaf.clone()
+        self._alive.append(copy)
+        self._same[storage(copy)] = self._of(tensor)
+        return copy
+
+    def _moved(self, number: int) -> torch.Tensor:
+        if number not in self._arrived:
+            edge: Edge = next(edge for edge in self._program.edges if edge.number == number)
+            self._arrived[number] = self._fresh(edge.shape, edge.target)
+        return self._arrived[number]
+
+    # --- memory ----------------------------------------------------------------------------------------------------
+
+    def _of(self, tensor: torch.Tensor) -> int:
+        return self._same.get(storage(tensor), storage(tensor))
+
+    def _note(self, tensor: torch.Tensor) -> int:
+        """Remember a tensor's memory; gives its bytes."""
+        self._alive.append(tensor)
+        return self._sizes.setdefault(self._of(tensor), tensor.untyped_storage().nbytes())
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) and self._of(tensor) not in set(map(storage, self._own.values())):
+            self._note(tensor)
+            self._kept.add(self._of(tensor))
+        return tensor
+
+    def _bytes_kept(self) -> int:
+        return sum(map(self._sizes.__getitem__, self._kept))
+
+    def _live(self, at: int, step: Step) -> int:
+        """Bytes there are when this step is done: kept, just made, or still read by a later step or the output."""
+        held = set(self._kept)
+        values = {Ref(number): value for number, value in self._results.items()}
+        values |= {Ref(edge.value, edge.number): self._arrived.get(edge.number) for edge in self._program.edges}
+        for ref, value in values.items():
+            if self._last.get(ref, -1) > at or ref == Ref(step.number):
+                held.update(self._of(tensor) for tensor in tensors(value))
+        held -= set(map(storage, self._own.values()))
+        return sum(self._sizes.get(number, 0) for number in held)
+
+
+def _last_uses(program: Program) -> dict[Ref, int]:
+    """A value, moved or not -> the place in the order of the last step that reads it, or sends it on."""
+    last = {ref: at for at, step in enumerate(program.steps) for ref in refs(step)}
+    return last | dict.fromkeys(references(program.output), len(program.steps))
+
+
+def _trained(step: Step, model: nn.Module) -> bool:
+    if step.kind is Kind.MODULE:
+        return any(tensor.requires_grad for tensor in model.get_submodule(step.target).parameters())
+    if step.kind is Kind.ATTRIBUTE:
+        owner, _, name = step.target.rpartition(".")
+        return bool(getattr(getattr(model.get_submodule(owner), name), "requires_grad", False))
+    return False

@@ -1,0 +1,189 @@
+"""Whether what the processes of a job will hold fits into what they may have: asked before they start, answered with
+numbers.
+
+Bounds of one process: RLIMIT_DATA, which counts private memory that can be written, and RLIMIT_AS, which counts
+everything. Bounds of all processes of a host together: a part of its memory, or of what its control group may have.
+What happens to be in use is not asked, for it changes from one moment to the next.
+"""
+
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from topotrain.config.job import ConfigError
+from topotrain.parallel.estimate.process_memory import Need
+
+SAFE = 0.85
+"""How much of a host's memory a job may plan to use."""
+
+ITSELF = 285_000_000
+"""About what Python and torch take themselves in a process that trains: what it is forked with, and the pages of
+libraries that it reads then."""
+
+LIMITED = 210_000_000
+"""How much of that surely counts for the limits of a process: jobs have run where 75 MB more would not have fit, and
+what may fit is not refused."""
+
+COMMON = 240_000_000
+"""How much of that the processes of a unit have in common: they are forks of one."""
+
+CODE = 1_100_000_000
+"""What RLIMIT_AS counts besides: the addresses of torch's libraries."""
+
+_THREADS = 3
+_STACK = 8 << 20
+_MACHINE = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is, in bytes: for a process as data and as addresses, and of the host's memory for all processes
+    on it; `words` say what bounds the last. None: no bound is known."""
+
+    data: int | None = None
+    addresses: int | None = None
+    machine: int | None = None
+    words: str = ""
+
+    def least(self) -> int | None:
+        """The smallest bound."""
+        return min((bound for bound in (self.data, self.addresses, self.machine) if bound is not None), default=None)
+
+
+def room() -> Room:
+    """Of this process, which others have inherited or will, and of this host."""
+    data, addresses = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    bounds = [(_numbers(_MACHINE).get("MemTotal"), "memory"), (_group(), "control group")]
+    known = [(int(SAFE * bound), f"{SAFE:.0%} of its {what}") for bound, what in bounds if bound is not None]
+    machine, words = min(known, default=(None, ""))
+    return Room(data, addresses, machine, words)
+
+
+def stacks(peers: int) -> int:
+    """What the threads of a process reserve, in bytes; both limits count it, though hardly any of it is used."""
+    return (_THREADS + 2 * peers) * (_limit(resource.RLIMIT_STACK) or _STACK)
+
+
+def on_host(processes: Sequence[Need], each: int) -> int:
+    """What the processes of one host take of its memory together; `each`: what a worker's
+    takes itself."""
+    own = sum(each if "worker" in need.who else ITSELF for need in processes)
+    units = len({need.unit for need in processes})
+    return sum(need.total for need in processes) + own - COMMON * (len(processes) - units)
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Bytes by which processes are too large, together or the one, and all that is to be said of it."""
+
+    needs: tuple[Need, ...]
+    nbytes: int
+    who: str
+    words: str
+
+    def error(self) -> ConfigError:
+        """To be raised."""
+        return ConfigError("memory", self.who, f"does not fit: {self.words}. {_advice(self.needs)}")
+
+
+def excesses(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSELF) -> list[Excess]:
+    """What does not fit; nothing if all does.
+
+    Args:
+        needs: of all processes of the job; those on `host` are looked at.
+        here: what there is on it.
+        host: its number in the topology.
+        each: what a worker's process takes itself.
+    """
+    mine = tuple(need for need in needs if need.host == host)
+    found = [excess for need in mine for excess in _of_process(need, here, each if "worker" in need.who else ITSELF)]
+    wanted = on_host(mine, each)
+    if here.machine is not None and wanted > here.machine:
+        most = max(mine, key=lambda need: need.total)
+        told = f"{_mb(wanted)} MB ({_parts(mine)}; the largest is {most.who} with {_mb(most.total)} MB)"
+        words = f"its {len(mine)} processes would need {told}, {here.words} is {_mb(here.machine)} MB"
+        found.append(Excess(mine, wanted - here.machine, f"host {host}", words))
+    return found
+
+
+def _of_process(need: Need, here: Room, itself: int) -> Iterator[Excess]:
+    own = itself - ITSELF + LIMITED + stacks(need.peers)
+    bounds = (
+        ("RLIMIT_DATA", own, need.private, here.data),
+        ("RLIMIT_AS", own + CODE, need.resident, here.addresses),
+    )
+    for name, own, wanted, bound in bounds:
+        if bound is not None and own + wanted > bound:
+            told = f"{_mb(own + wanted)} MB ({_mb(own)} for itself and its threads, {_parts([need])})"
+            words = f"it would need {told}, {name} allows {_mb(bound)} MB"
+            yield Excess((need,), own + wanted - bound, need.who, words)
+
+
+def check(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSELF) -> None:
+    """Refuse what cannot fit; arguments as of `excesses`.
+
+    Raises:
+        ConfigError: who would need how much, what there is, and what would help.
+    """
+    for excess in excesses(needs, here, host, each):
+        raise excess.error()
+
+
+def _sizes(needs: Sequence[Need]) -> dict[str, int]:
+    return {
+        "parameters": sum(need.values for need in needs),
+        "gradients": sum(need.gradients for need in needs),
+        "what is on its way": sum(need.exchange for need in needs),
+        "optimizer state": sum(need.state for need in needs),
+        "activations": sum(need.activations for need in needs),
+        "the copy for a snapshot": sum(need.snapshot for need in needs),
+    }
+
+
+def _parts(needs: Sequence[Need]) -> str:
+    told = ", ".join(f"{what} {_mb(size)}" for what, size in _sizes(needs).items() if size)
+    shared = sum(need.shared for need in needs)
+    return told + (f"; {_mb(shared)} of it shared" if shared else "")
+
+
+def _advice(needs: Sequence[Need]) -> str:
+    """What would help against the largest part of it."""
+    sizes = _sizes(needs)
+    most = max(sizes, key=sizes.__getitem__)
+    if most == "activations":
+        return "A smaller batch, more workers per group, or microbatches with schedule: k1F1B would help"
+    if most == "the copy for a snapshot":
+        return "snapshot_s: 0 without checkpoint_freq, or more servers on other hosts, would help"
+    if most == "optimizer state":
+        return "More servers on other hosts, or an optimizer with less state, would help"
+    return "More workers per group and more servers, on more hosts, or other partition blocks would help"
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The lines "Name:  123 kB" of a file under /proc, in bytes; nothing where there is none."""
+    try:
+        lines = file.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}
+    rows = (line.replace(":", " ").split() for line in lines)
+    return {row[0]: 1024 * int(row[1]) for row in rows if len(row) == 3 and row[2] == "kB"}
+
+
+def _group() -> int | None:
+    """What the control group may have (version 2; in a container its own is at the root)."""
+    try:
+        most = _GROUP.read_text(encoding="ascii").strip()
+        return None if most == "max" else int(most)
+    except (OSError, ValueError):
+        return None
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f}"

@@ -1,0 +1,1 @@
+"""Which worker computes which part of a model."""

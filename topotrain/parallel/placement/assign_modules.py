@@ -1,0 +1,279 @@
+"""Which module is computed where: the conf's `partition` blocks, then the script's tags, then the batch.
+
+Rule: it depends on the model, the job and the number of workers alone, so that all workers find the same.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.capture.capture_model import Captured
+
+_SHOWN = 8
+_DIMS = (-1, 0, 1)
+
+
+class Block(Protocol):
+    """A `partition` block of the conf."""
+
+    @property
+    def match(self) -> str: ...
+
+    @property
+    def partition_dim(self) -> int: ...
+
+    @property
+    def location(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Where a module is computed: dim 0 by samples, 1 by features, -1 all of it on worker `location` of the group."""
+
+    dim: int = 0
+    location: int | None = None
+
+
+DEFAULT = Assignment()
+"""By samples: every worker has the module."""
+
+
+def location_of(text: str, workers: int, where: str = "", types: Sequence[str] = device_scopes.TYPES) -> int | None:
+    """The worker that a scope's name means; None: it leaves that open.
+
+    Raises:
+        ConfigError: there is no such device, or it is a server, which computes nothing of a model.
+    """
+    if not text:
+        return None
+    try:
+        device = device_scopes.complete(device_scopes.parse(text), workers, 0, types)
+    except ConfigError as error:
+        raise (error.at(where) if where else error) from None
+    return device.task
+
+
+def assignments(model: nn.Module, job: Any, workers: int, found: Captured) -> Mapping[str, Assignment]:
+    """Where each module is computed, by its name; a module that is not named there goes where its input is.
+
+    Named are the modules that are one node where they are called, if they have parameters or buffers or somebody has
+    said something about them, and parameters and buffers that belong to other modules, by their own names. If all that
+    such a module owns itself is in one place, the module is named, too.
+
+    Args:
+        job: its `partition` blocks count first, in their order; `match` is searched for in names of modules and of
+            their parameters. One that matches a module holds for all below it that have none of their own.
+        found: of this model.
+
+    Raises:
+        ConfigError: a block or a tag that cannot be; it names the block, or the module.
+    """
+    return _Assigning(model, tuple(job.partition), workers, found).all()
+
+
+class _Assigning:
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], workers: int, found: Captured) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._names = {id(module): name for name, module in reversed(self._modules.items())}  # the first of several
+        self._blocks = blocks
+        self._workers = workers
+        self._leaves = set(found.leaves)
+        self._types = sorted({_type(p.device.type) for p in found.stored.values() if p.device.type != "meta"}) or [
+            "CPU"
+        ]
+        self._loads = [0] * workers
+        self._counted: set[tuple[int, int]] = set()
+        self._open: dict[str, list[str]] = {}  # what is still to be given to the lightest, by the outermost module
+        self._calls = self._scopes_of_calls(found)
+        self._check_blocks()
+
+    def all(self) -> dict[str, Assignment]:
+        decided: dict[str, Assignment | None] = {}
+        for name in self._units():
+            decided[name] = self._decide(name)
+            chosen = decided[name]
+            if chosen is not None and chosen.location is not None:
+                self._load(name, chosen.location)
+        for names in self._open.values():  # those with a place are counted first: what is open evens it out
+            lightest = min(range(self._workers), key=lambda k: (self._loads[k], k))
+            for name in names:
+                decided[name] = Assignment(-1, lightest)
+                self._load(name, lightest)
+        kept = {name: assignment for name, assignment in decided.items() if assignment is not None}
+        for name, assignment in kept.items():
+            self._check(name, assignment)
+        return kept | self._owners(kept)
+
+    def _units(self) -> Iterator[str]:
+        """Leaves, and tensors that belong to no leaf, in definition order; what has two names under both."""
+        for name, module in self._modules.items():
+            if self._leaf_above(name) is not None:
+                continue
+            if name in self._leaves or self._names[id(module)] in self._leaves:
+                yield name
+            else:
+                for own in (*module._parameters, *module._buffers):
+                    if getattr(module, own) is not None:
+                        yield f"{name}.{own}".lstrip(".")
+
+    def _leaf_above(self, name: str) -> str | None:
+        return next((above for above in _above(name) if above in self._leaves), None)
+
+    def _owners(self, kept: Mapping[str, Assignment]) -> dict[str, Assignment]:
+        found: dict[str, set[Assignment]] = {}
+        for name in kept:
+            if name not in self._modules:
+                found.setdefault(name.rpartition(".")[0], set()).add(kept[name])
+        return {name: next(iter(every)) for name, every in found.items() if len(every) == 1}
+
+    # --- who decides -----------------------------------------------------------------------------------------------
+
+    def _decide(self, name: str) -> Assignment | None:
+        for said in (name, *_above(name)):
+            block = self._block(said, inside=said == name)
+            if block is not None:
+                return self._by_block(name, self._blocks[block], self._outermost(said, block))
+        by_tag = self._by_tags(name)
+        if by_tag is not None:
+            return by_tag
+        module = self._modules.get(name)
+        bare = module is not None and not any(True for _ in (*module.parameters(), *module.buffers()))
+        return None if bare else DEFAULT
+
+    def _block(self, name: str, inside: bool = False) -> int | None:
+        """The number of the first block that a name, or for a leaf the name of a parameter inside, is found by."""
+        texts = [name]
+        if inside and name in self._modules:
+            texts += [f"{name}.{own}" for own, _ in self._modules[name].named_parameters()]
+        for number, block in enumerate(self._blocks):
+            if any(re.search(block.match, text) for text in texts):
+                return number
+        return None
+
+    def _outermost(self, name: str, block: int) -> str:
+        """The outermost module that one and the same block is found by, without a gap from `name` on."""
+        for above in _above(name):
+            if self._block(above) != block:
+                break
+            name = above
+        return name
+
+    def _by_block(self, name: str, block: Block, unit: str) -> Assignment | None:
+        if block.location is not None and block.location >= 0:
+            return Assignment(-1, block.location)
+        if block.partition_dim == -1:
+            self._open.setdefault(unit, []).append(name)
+            return None
+        return Assignment(block.partition_dim)
+
+    def _by_tags(self, name: str) -> Assignment | None:
+        candidates = [*self._tags(name), *map(self._own_tag, _above(name))]
+        for tag in filter(None, candidates):
+            location = location_of(tag, self._workers, types=self._types)
+            if location is not None:  # a scope may leave the worker open, and then decides nothing
+                return Assignment(-1, location)
+        return None
+
+    def _own_tag(self, name: str) -> str | None:
+        return getattr(self._modules.get(name), device_scopes.PLACE, None)
+
+    def _tags(self, name: str) -> list[str | None]:
+        """Of a leaf: its own, then that of all its parameters, then that of its calls; of a tensor: its own."""
+        module = self._modules.get(name)
+        if module is None:
+            owner, _, own = name.rpartition(".")
+            return [getattr(getattr(self._modules[owner], own), device_scopes.PLACE, None)]
+        tags = {getattr(parameter, device_scopes.PLACE, None) for parameter in module.parameters()}
+        inside = next(iter(tags)) if len(tags) == 1 else None
+        return [self._own_tag(name), inside, self._calls.get(name)]
+
+    def _scopes_of_calls(self, found: Captured) -> dict[str, str]:
+        scopes: dict[str, tuple[str, str]] = {}
+        for node in found.graph.nodes:
+            name = str(node.target)
+            module = self._modules.get(name) if node.op == "call_module" else None
+            if module is None or not any(True for _ in module.parameters()):
+                continue
+            scope, line = node.meta["device"], node.meta["line"]
+            before = scopes.setdefault(name, (scope, line))
+            if before[0] != scope and name not in self._tagged():
+                accepted = (
+                    f"{name} is called in another scope at {before[1]}; place it where it is made, or by tt.place"
+                )
+                raise ConfigError("tt.device", scope or None, accepted, line)
+        return {name: scope for name, (scope, _) in scopes.items() if scope}
+
+    def _tagged(self) -> set[str]:
+        return {name for name in self._modules if self._own_tag(name) or self._block(name, True) is not None}
+
+    # --- counting and checking -------------------------------------------------------------------------------------
+
+    def _load(self, name: str, worker: int) -> None:
+        module = self._modules.get(name)
+        if module is None:
+            owner, _, own = name.rpartition(".")
+            tensors = [getattr(self._modules[owner], own)]
+        else:
+            tensors = list(module.parameters())
+        for tensor in tensors:
+            if (id(tensor), worker) not in self._counted:
+                self._counted.add((id(tensor), worker))
+                self._loads[worker] += tensor.numel() * tensor.element_size()
+
+    def _check_blocks(self) -> None:
+        own = {f"{m}.{p}".lstrip(".") for m, module in self._modules.items() for p in module._parameters}
+        names = [*self._modules, *sorted(own)]
+        for number, block in enumerate(self._blocks):
+            path = f"partition[{number}]"
+            if block.partition_dim not in _DIMS:
+                raise ConfigError(f"{path}.partition_dim", block.partition_dim, "must be 0, 1 or -1")
+            location = -1 if block.location is None else block.location
+            if not -1 <= location < self._workers:
+                accepted = f"must be a worker of the group, 0 to {self._workers - 1}, or -1 for none in particular"
+                raise ConfigError(f"{path}.location", block.location, accepted)
+            if location >= 0 and block.partition_dim == 1:
+                accepted = "must be -1 with partition_dim: 1, which is on all workers of the group"
+                raise ConfigError(f"{path}.location", block.location, accepted)
+            matched = [name for name in names if re.search(block.match, name)]
+            if not matched:
+                shown = [name for name in names if name][:_SHOWN]
+                more = "" if len(names) - 1 <= _SHOWN else f" and {len(names) - 1 - _SHOWN} more"
+                accepted = f"matches no module and no parameter; there are {', '.join(shown)}{more}"
+                raise ConfigError(f"{path}.match", block.match, accepted)
+            around = [self._leaf_above(name) for name in matched if name not in own]
+            if around and None not in around and not own.intersection(matched):
+                accepted = (
+                    f"matches only what is inside {', '.join(sorted({*filter(None, around)}))}, which stays whole"
+                )
+                raise ConfigError(f"{path}.match", block.match, accepted)
+
+    def _check(self, name: str, assignment: Assignment) -> None:
+        """Whether this kind of module can be cut by features."""
+        module = self._modules.get(name)
+        why = ""
+        if assignment.dim != 1 or module is None:
+            return
+        if isinstance(module, nn.MultiheadAttention):
+            why = "cannot cut nn.MultiheadAttention; use partition_dim 0, a location, or Linear layers"
+        elif isinstance(module, nn.Conv1d | nn.Conv2d) and module.groups != 1:
+            why = f"needs groups = 1, not {module.groups}"
+        elif isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+            why = "needs an Embedding without max_norm and with sparse=False"
+        if why:
+            raise ConfigError("partition_dim", 1, f"module {name}: {why}")
+
+
+def _above(name: str) -> Iterator[str]:
+    """The names of the modules that it is in, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _type(device: str) -> str:
+    return "CPU" if device == "cpu" else "GPU"

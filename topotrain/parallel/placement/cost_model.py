@@ -1,0 +1,273 @@
+"""A model's steps as tasks with times and sizes, and how long a placement of them would take.
+
+Times come from a profile: estimated from operations and bytes, or measured. Absolute numbers of an estimate mean
+little; what is compared is one placement with another.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+
+from topotrain.parallel.estimate.cost_report import Bill
+from topotrain.parallel.estimate.fake_run import Cost, refs
+from topotrain.parallel.program.split_program import Kind, Step
+
+EVERYWHERE = -1
+"""As a unit or location: on all workers, each its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What an estimate goes by: operations and memory bytes per second of a worker, bytes per second and seconds of
+    delay of a link between two. The defaults are one slow core and a link of 1 GB/s; only their ratios matter.
+    """
+
+    flops: float = 2e10
+    memory: float = 5e9
+    link: float = 1e9
+    delay: float = 1e-4
+
+    def transfer(self, nbytes: float) -> float:
+        """Seconds that so many bytes take from one worker to another."""
+        return self.delay + nbytes / self.link
+
+
+USUAL = Speeds()
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that is placed as one: its name, and the memory it needs where it is, in bytes.
+
+    fixed: its worker where the user has said one, None: free.
+    """
+
+    name: str
+    memory: int
+    fixed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One step: the unit with which it goes (or EVERYWHERE), seconds, and what it reads: (task, bytes)."""
+
+    unit: int
+    forward: float
+    backward: float
+    reads: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All tasks in an order in which they can run, the units in order of first use, and memory that all workers need.
+
+    All for the whole batch of a group.
+    """
+
+    tasks: tuple[Task, ...]
+    units: tuple[Unit, ...]
+    everywhere: int = 0
+
+    def seconds(self, unit: int) -> float:
+        """Forward and backward of a unit's tasks."""
+        return sum(task.forward + task.backward for task in self.tasks if task.unit == unit)
+
+
+def work_of(
+    whole: Bill,
+    model: nn.Module,
+    fixed: Mapping[str, int],
+    copies: int = 3,
+    speeds: Speeds = USUAL,
+    measured: Mapping[str, tuple[float, float]] | None = None,
+    alive: float = 1.0,
+) -> Work:
+    """Turn a bill into tasks: of a program in which what is free to be placed is computed by samples.
+
+    Args:
+        whole: the bill; what the workers do of a step is added up.
+        model: whose modules the program names.
+        fixed: modules whose place the user has said: a worker, or EVERYWHERE.
+        copies: bytes that training needs per byte of a parameter: value, gradient, what is on its way.
+        speeds: for the estimate.
+        measured: module -> seconds of its forward and backward, instead of the estimate.
+        alive: the part of the activations that is kept at once.
+    """
+    units: dict[str, int] = {}
+    memory: list[int] = []
+    unit_of: dict[int, int] = {}  # step -> unit
+    task_of: dict[int, int] = {}
+    tasks: list[Task] = []
+    everywhere = 0
+    costs = _together(whole)
+    made = {step.number: step for step in whole.program.steps}
+    for step in whole.program.steps:
+        inputs = sorted({ref.number for ref in refs(step)})
+        unit = _unit(step, model, fixed, units, memory, copies, [unit_of.get(number, EVERYWHERE) for number in inputs])
+        unit_of[step.number] = unit
+        cost = costs.get(step.number)
+        if step.kind in (Kind.INPUT, Kind.ATTRIBUTE) or cost is None:
+            continue
+        if unit == EVERYWHERE:
+            everywhere += round(alive * cost.kept)
+        else:
+            memory[unit] += round(alive * cost.kept)
+        seconds = (
+            cost.flops / speeds.flops + cost.touched / speeds.memory,
+            cost.backward_flops / speeds.flops + cost.backward_touched / speeds.memory,
+        )
+        known = (measured or {}).get(step.target) if step.kind is Kind.MODULE else None
+        forward, backward = known or seconds
+        reads = tuple((task_of[n], _size(made[n], whole, costs)) for n in inputs if n in task_of)
+        task_of[step.number] = len(tasks)
+        tasks.append(Task(unit, forward, backward, reads))
+    named = tuple(Unit(name, memory[number], fixed.get(name)) for name, number in units.items())
+    return Work(tuple(tasks), named, everywhere)
+
+
+def _unit(
+    step: Step,
+    model: nn.Module,
+    fixed: Mapping[str, int],
+    units: dict[str, int],
+    memory: list[int],
+    copies: int,
+    inputs: Sequence[int],
+) -> int:
+    if step.kind is Kind.MODULE:
+        module = model.get_submodule(step.target)
+        if fixed.get(step.target) == EVERYWHERE:
+            return EVERYWHERE
+        own = [*module.parameters(), *module.buffers()]
+        if step.target in fixed or own:
+            if step.target not in units:
+                units[step.target] = len(memory)
+                memory.append(copies * sum(tensor.numel() * tensor.element_size() for tensor in own))
+            return units[step.target]
+    placed = [unit for unit in inputs if unit != EVERYWHERE]
+    return placed[-1] if placed else EVERYWHERE
+
+
+def _together(whole: Bill) -> dict[int, Cost]:
+    """What each step costs all its workers."""
+    found: dict[int, Cost] = {}
+    for costs in whole.steps:
+        for number, cost in costs.items():
+            before = found.get(number, Cost())
+            found[number] = Cost(*(getattr(before, f.name) + getattr(cost, f.name) for f in fields(Cost)))
+    return found
+
+
+def _size(step: Step, whole: Bill, costs: Mapping[int, Cost]) -> int:
+    """Bytes of a step's result for the whole batch."""
+    if step.shape is None:
+        return costs[step.number].made
+    size = 1
+    for entry in step.shape.at(sum(whole.samples)):
+        size *= entry
+    return size * _itemsize(step.shape.dtype)
+
+
+def _itemsize(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+# --- how long a placement takes --------------------------------------------------------------------------------------
+
+
+def makespan(work: Work, places: Sequence[int], workers: int, microbatches: int, speeds: Speeds = USUAL) -> float:
+    """Seconds of a step with unit u on worker `places[u]`: all forwards, then all backwards (GPipe, Huang et al. 2019).
+
+    A worker runs what is ready, lowest micro-batch first; links are not shared.
+    """
+    nodes = _nodes(work, places, workers)
+    ahead = [(node.worker, node.forward, node.reads) for node in nodes]
+    readers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+    for number, node in enumerate(nodes):
+        for source, size in node.reads:
+            readers[source].append((number, size))
+    last = len(nodes) - 1
+    back = [
+        (
+            nodes[last - n].worker,
+            nodes[last - n].backward,
+            [(last - reader, size) for reader, size in readers[last - n]],
+        )
+        for n in range(len(nodes))
+    ]
+    return _simulate(ahead, microbatches, speeds) + _simulate(back, microbatches, speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A task on one of the workers that run it."""
+
+    worker: int
+    forward: float
+    backward: float
+    reads: Sequence[tuple[int, int]]
+
+
+def _nodes(work: Work, places: Sequence[int], workers: int) -> list[_Node]:
+    nodes: list[_Node] = []
+    of_task: list[dict[int, int]] = []  # worker -> node
+    for task in work.tasks:
+        where = range(workers) if task.unit == EVERYWHERE else (places[task.unit],)
+        mine: dict[int, int] = {}
+        for worker in where:
+            reads: list[tuple[int, int]] = []
+            for source, size in task.reads:
+                nodes_of = of_task[source]
+                if len(nodes_of) == workers and len(where) == workers:
+                    reads.append((nodes_of[worker], 0))
+                else:
+                    reads += [(node, size // max(len(nodes_of), len(where))) for node in nodes_of.values()]
+            mine[worker] = len(nodes)
+            nodes.append(_Node(worker, task.forward / len(where), task.backward / len(where), reads))
+        of_task.append(mine)
+    return nodes
+
+
+def _simulate(
+    nodes: Sequence[tuple[int, float, Sequence[tuple[int, int]]]], microbatches: int, speeds: Speeds
+) -> float:
+    """Event by event: when the last node of the last micro-batch is done. Nodes: (worker, seconds, reads)."""
+    readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    waiting = {}
+    for number, (_, _, reads) in enumerate(nodes):
+        for source, size in reads:
+            readers[source].append((number, size))
+        for micro in range(microbatches):
+            waiting[micro, number] = len(reads)
+    events = [(0.0, micro, number, False) for (micro, number), count in waiting.items() if not count]
+    heapq.heapify(events)
+    ready: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    busy: set[int] = set()
+    arrival: dict[tuple[int, int], float] = defaultdict(float)
+    now = 0.0
+    while events:
+        now, micro, number, done = heapq.heappop(events)
+        worker, _, _ = nodes[number]
+        if done:
+            busy.discard(worker)
+            for reader, size in readers[number]:
+                key = micro, reader
+                there = now if nodes[reader][0] == worker else now + speeds.transfer(size / microbatches)
+                arrival[key] = max(arrival[key], there)
+                waiting[key] -= 1
+                if not waiting[key]:
+                    heapq.heappush(events, (arrival[key], micro, reader, False))
+        else:
+            heapq.heappush(ready[worker], (micro, number))
+        soon = bool(events) and events[0][0] == now
+        if not soon:
+            for idle in [worker for worker, queue in sorted(ready.items()) if queue and worker not in busy]:
+                next_micro, next_number = heapq.heappop(ready[idle])
+                busy.add(idle)
+                took = nodes[next_number][1] / microbatches
+                heapq.heappush(events, (now + took, next_micro, next_number, True))
+    return now

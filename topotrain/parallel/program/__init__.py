@@ -1,0 +1,1 @@
+"""A graph with a placement becomes one program per worker."""

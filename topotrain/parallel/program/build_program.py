@@ -1,0 +1,247 @@
+"""From a captured forward to the cut graph: where every value is, and what has to travel.
+
+What a module, a scope or nobody says decides where a step is computed; where an input is needed otherwise than it is,
+an edge moves it. The same for all workers, so nothing here asks which worker it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
+
+from topotrain.parallel.capture.capture_model import Captured, trace
+from topotrain.parallel.capture.op_rules import (
+    draws_inside,
+    draws_masks,
+    takes_apart,
+    written,
+)
+from topotrain.parallel.capture.shape_propagation import Bench, Drawn, form, number
+from topotrain.parallel.placement.assign_modules import Assignment
+from topotrain.parallel.program.layout_inference import ADVICE, BATCH, OWN, SAME, WHOLE, Layouts, has_tensors, refused
+from topotrain.parallel.program.split_program import Edge, Kind, Layout, Mask, Program, Ref, Step
+
+_KINDS = {
+    "placeholder": Kind.INPUT,
+    "call_module": Kind.MODULE,
+    "call_function": Kind.FUNCTION,
+    "call_method": Kind.METHOD,
+    "get_attr": Kind.ATTRIBUTE,
+}
+_CHANCE = (
+    "draws random numbers, other ones on every worker; draw them outside and pass them as an argument "
+    "(attention's dropout: pass dropout_p by its name)"
+)
+
+
+def program(
+    captured: Captured,
+    assignments: Mapping[str, Assignment],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    samples: int,
+    workers: int,
+    training: bool = True,
+) -> Program:
+    """Cut a model's forward for such arguments.
+
+    Args:
+        captured: by `capture`, while the model was still whole.
+        assignments: of its modules, by `assign.assignments`.
+        model: whole or localised; parameters may be on the meta device. Nothing of its size is allocated.
+        args, kwargs: of a call of the model; of tensors only sizes, dtype and device count.
+        samples: the number of samples in them. In each tensor the first dimension of this size counts them, and a
+            tensor that has none is the same for all samples.
+        workers: of a group.
+        training: what `self.training` is where the forward looks at it or hands it on (`Captured.by_mode`); a
+            forward that does not needs one program for both.
+
+    Raises:
+        ConfigError: the forward cannot be captured, or a value has to travel that cannot; it names the user's line.
+    """
+    bench = Bench(model, captured.stored, samples, _device(captured, (args, kwargs)))
+    found = trace(model, captured.stored, bench, args, kwargs, training)
+    return _Cut(found, captured, assignments, model, bench.counts, workers).program()
+
+
+def _device(captured: Captured, arguments: Any) -> torch.device:
+    given = (leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    held = (stored.device for stored in captured.stored.values() if stored.device.type != "meta")
+    return next(held, None) or next(given, None) or torch.device("cpu")
+
+
+class _Cut:
+    def __init__(
+        self,
+        found: Captured,
+        before: Captured,
+        assignments: Mapping[str, Assignment],
+        model: nn.Module,
+        counted: tuple[int, ...],
+        workers: int,
+    ) -> None:
+        self._graph = found.graph
+        self._found = Layouts(before, assignments, model, counted, workers)
+        self._model = model
+        self._counts = counted
+        self._workers = workers
+        self._steps: list[Step] = []
+        self._edges: dict[tuple[int, Layout], Edge] = {}
+
+    def program(self) -> Program:
+        self._drop_unused()
+        inputs = []
+        output: Any = None
+        for node in self._graph.nodes:
+            if node.op == "output":
+                output = self._arguments(node.args[0], BATCH, node)
+            elif has_tensors(node) or node.op == "placeholder" or not _sized(node):
+                inputs += [str(node.target)] if node.op == "placeholder" else []
+                self._add(node)
+        self._check_writes()
+        return Program(self._workers, tuple(self._steps), tuple(self._edges.values()), tuple(inputs), output)
+
+    def _drop_unused(self) -> None:
+        for node in reversed(list(self._graph.nodes)):
+            looks = node.op == "get_attr" or (
+                node.op.startswith("call") and (takes_apart(node) or not has_tensors(node))
+            )
+            if looks and not node.users:
+                self._graph.erase_node(node)
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        return self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def _add(self, node: fx.Node) -> None:
+        module = self._module(node)
+        random = draws_masks(node, module)
+        inside = self._inside(node)
+        if node.meta["draws"] and not random and not inside and not draws_inside(node, module):
+            raise refused(node, _CHANCE)
+        layout, reads = self._found.place(node, module)
+        shape = None
+        if isinstance(node.meta["values"][0], torch.Tensor):
+            found = self._found.form(node, module)
+            layout = self._found.settled(node, layout, found)
+            self._found.forms[node] = found
+            shape = found.shape
+        args = self._arguments(node.args, reads, node)
+        kwargs = self._arguments(dict(node.kwargs), reads, node)
+        self._found.layouts[node] = layout
+        self._found.numbers[node] = len(self._steps)
+        step = Step(
+            len(self._steps),
+            node.name,
+            _KINDS[node.op],
+            node.target,
+            layout,
+            args,
+            MappingProxyType(kwargs),
+            shape,
+            random,
+            node.meta["line"],
+            inside,
+        )
+        self._steps.append(step)
+
+    def _inside(self, node: fx.Node) -> tuple[Mask, ...]:
+        """The masks that a step draws itself; none if it draws anything else, or they cannot be cut by samples."""
+        drawn: Drawn = node.meta["draws"]
+        found = [(form(values, self._counts), keep) for values, keep in drawn.masks or ()]
+        if any(one.odd for one, _ in found):
+            return ()
+        orders = [_order(values[0]) for values, _ in drawn.masks or ()]
+        return tuple(Mask(one.shape, keep, order) for (one, keep), order in zip(found, orders, strict=True))
+
+    # --- what it reads ---------------------------------------------------------------------------------------------
+
+    def _arguments(self, value: Any, reads: Layout, user: fx.Node) -> Any:
+        if isinstance(value, fx.Node):
+            return self._argument(value, reads, user)
+        if isinstance(value, slice):
+            return slice(*(self._arguments(part, reads, user) for part in (value.start, value.stop, value.step)))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._arguments(item, reads, user) for item in value))
+        if isinstance(value, tuple | list):
+            items = [self._arguments(item, reads, user) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: self._arguments(item, reads, user) for key, item in value.items()}
+        return value
+
+    def _argument(self, node: fx.Node, reads: Layout, user: fx.Node) -> Any:
+        if node not in self._found.numbers:
+            size = number(node.meta["values"], self._counts) if _whole_number(node) else None
+            if size is None:
+                accepted = f"needs {node.name}, a number that is not so many per sample, plus a constant; {ADVICE}"
+                raise refused(user, accepted)
+            return size
+        target = self._target(node, reads, user)
+        if target is None or target == self._found.layouts[node]:
+            return Ref(self._found.numbers[node])
+        return Ref(self._found.numbers[node], self._edge(node, target, user))
+
+    def _target(self, node: fx.Node, reads: Layout, user: fx.Node) -> Layout | None:
+        """The layout that it is needed in; None: as it is."""
+        layout = self._found.layouts[node]
+        if layout == SAME:
+            return None
+        by_shares = reads in (BATCH, SAME, OWN)
+        if layout == OWN:
+            if by_shares:
+                return None
+            raise refused(
+                user,
+                f"needs {node.name} ({node.meta['line']}), which each worker has computed from its own share of the "
+                f"batch and which has no sample dimension any more; {ADVICE}",
+            )
+        if not by_shares:
+            return reads
+        if layout == BATCH:
+            return None
+        batched = node not in self._found.forms or self._found.forms[node].shape.batch >= 0
+        return BATCH if batched else WHOLE
+
+    def _edge(self, node: fx.Node, target: Layout, user: fx.Node) -> int:
+        key = (self._found.numbers[node], target)
+        if key not in self._edges:
+            found = self._found.forms.get(node)
+            why = "it is no single tensor" if found is None else found.odd
+            if found is None or why:
+                made = f"{node.name} ({node.meta['line']})"
+                raise refused(user, f"needs {made} from other workers, and it cannot be cut: {why}; {ADVICE}")
+            self._edges[key] = Edge(len(self._edges), key[0], self._found.layouts[node], target, found.shape)
+        return self._edges[key].number
+
+    # --- what cannot be --------------------------------------------------------------------------------------------
+
+    def _check_writes(self) -> None:
+        """A value that is written over must not be on its way, or needed as it was."""
+        moved = {number for number, _ in self._edges}
+        for node in self._graph.nodes:
+            if node.op == "output":
+                continue
+            over = written(node, self._module(node))
+            if over is not None and len(over.users) > 1 and self._found.numbers.get(over) in moved:
+                raise refused(node, f"writes over {over.name}, which other workers need, too; make a new tensor")
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's dimensions in the order of memory; () where that is their own."""
+    strides: tuple[int, ...] = tensor.stride()
+    return () if tensor.is_contiguous() else tuple(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
+
+
+def _sized(node: fx.Node) -> bool:
+    """Whether it is a number, or a choice, made of sizes: no step of its own."""
+    return all(isinstance(value, bool | int | float) for value in node.meta["values"])
+
+
+def _whole_number(node: fx.Node) -> bool:
+    return all(type(value) is int for value in node.meta["values"])

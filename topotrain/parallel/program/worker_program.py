@@ -1,0 +1,144 @@
+"""One worker's share of the cut graph: its steps in order, what each waits for, sends on, and lets go of."""
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from topotrain.parallel.program.split_program import Edge, Kind, Program, Ref, Size, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """One local step. `step` None: the end, where the output and what nobody here uses must have arrived.
+
+    arrivals: edges whose value it is the first to need; leaves: edges that its result takes; frees: values that
+    nobody here needs afterwards.
+    """
+
+    step: Step | None
+    arrivals: tuple[int, ...]
+    leaves: tuple[int, ...]
+    frees: tuple[Ref, ...]
+
+
+def share(program: Program, me: int) -> tuple[Stop, ...]:
+    """The steps that worker `me` runs, in the program's order, and the end."""
+    steps = [step for step in program.steps if step.layout.on(me)]
+    arriving = {edge.number: edge for edge in program.edges if edge.target.on(me)}
+    out = frozenset(references(program.output))
+    last: dict[Ref, int] = {}
+    first: dict[int, int] = {}
+    for place, step in enumerate(steps):
+        last[Ref(step.number)] = place
+        for ref in references((step.args, step.kwargs)):
+            last[ref] = place
+            if ref.edge is not None:
+                first.setdefault(ref.edge, place)
+    stops = []
+    for place, step in enumerate(steps):
+        arrivals = tuple(edge for edge, at in sorted(first.items()) if at == place)
+        leaves = tuple(edge.number for edge in program.edges if edge.value == step.number)
+        frees = tuple(ref for ref, at in last.items() if at == place and ref not in out)
+        stops.append(Stop(step, arrivals, leaves, frees))
+    return *stops, Stop(None, tuple(sorted(arriving.keys() - first.keys())), (), ())
+
+
+def references(nested: Any) -> Iterator[Ref]:
+    """All values that are arguments somewhere inside."""
+    if isinstance(nested, Ref):
+        yield nested
+    elif isinstance(nested, Mapping):
+        for item in nested.values():
+            yield from references(item)
+    elif isinstance(nested, tuple | list):
+        for item in nested:
+            yield from references(item)
+    elif isinstance(nested, slice):
+        yield from references((nested.start, nested.stop, nested.step))
+
+
+def replaced(nested: Any, leaf: Callable[[Ref | Size], Any]) -> Any:
+    """The same nest with every Ref and Size replaced; lists stay lists, named tuples keep their type."""
+    if isinstance(nested, Ref | Size):
+        return leaf(nested)
+    again = partial(replaced, leaf=leaf)
+    if isinstance(nested, Mapping):
+        items = {key: again(item) for key, item in nested.items()}
+        return items if type(nested) in (dict, MappingProxyType) else rebuilt(nested, items)
+    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
+        return type(nested)(*map(again, nested))
+    if isinstance(nested, tuple | list):
+        return type(nested)(map(again, nested))
+    if isinstance(nested, slice):
+        return slice(again(nested.start), again(nested.stop), again(nested.step))
+    return nested
+
+
+def rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`items` as a mapping of the same type (an OrderedDict, a model's output class), a dict where that fails."""
+    try:
+        return type(like)(**items) if is_dataclass(like) else type(like)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def taken_out(program: Program) -> Iterator[Step]:
+    """Steps that only take something out of an argument which is a tuple, a dict or an object."""
+    nested = {step.number for step in program.steps if step.kind is Kind.INPUT and step.shape is None}
+    for step in program.steps:
+        if (
+            step.target in (operator.getitem, getattr)
+            and isinstance(step.args[0], Ref)
+            and step.args[0].number in nested
+        ):
+            yield step
+            if step.shape is None:
+                nested.add(step.number)
+
+
+def given_of(program: Program, given: Mapping[str, Any]) -> Iterator[tuple[Step, Any]]:
+    """The arguments, and what the model takes out of them: step and value."""
+    values = {step.number: given.get(step.target) for step in program.steps if step.kind is Kind.INPUT}
+    for step in taken_out(program):
+        values[step.number] = step.target(values[step.args[0].number], *step.args[1:])
+    steps = {step.number: step for step in program.steps}
+    yield from ((steps[number], value) for number, value in values.items())
+
+
+def edges_of(program: Program) -> Mapping[int, Edge]:
+    """By number."""
+    return {edge.number: edge for edge in program.edges}
+
+
+def digest(*things: object) -> int:
+    """A number that differs, in all likelihood, where two programs or settings do; the same in every process."""
+    hashed = hashlib.sha256("\n".join(_words(things)).encode()).digest()
+    return int.from_bytes(hashed[:7], "little")
+
+
+def _words(thing: Any) -> Iterator[str]:
+    if isinstance(thing, Enum):
+        yield str(thing)
+    elif is_dataclass(thing) and not isinstance(thing, type):
+        yield type(thing).__name__
+        for field in fields(thing):
+            if field.name != "line":  # a checkout may lie elsewhere on another machine
+                yield from _words(getattr(thing, field.name))
+    elif isinstance(thing, Mapping):
+        yield "{"
+        for key, item in thing.items():
+            yield str(key)
+            yield from _words(item)
+    elif isinstance(thing, tuple | list):
+        yield "["
+        for item in thing:
+            yield from _words(item)
+    elif callable(thing):
+        yield f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__name__)}"
+    else:
+        yield f"{type(thing).__name__} {thing}"

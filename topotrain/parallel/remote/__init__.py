@@ -1,0 +1,1 @@
+"""Graphs as plain data, for a client that drives a cluster from outside."""

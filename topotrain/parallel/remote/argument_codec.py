@@ -1,0 +1,235 @@
+"""Arguments of a description: numbers, texts and references as JSON, read as if whoever wrote them were hostile.
+
+A list is a list, and everything else that JSON has no word for is {kind: value}: {"value": [3, []]} is the result of
+node 3 and {"value": [3, [1]]} its second part, {"input": 0} an argument of the call, {"stated": 2} a parameter.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from topotrain.config.field_checks import ConfigError
+from topotrain.config.sharding import ITEM_BYTES
+from topotrain.core.model.schema import torch_dtype
+
+MAX_PATH = 100_000
+MAX_TEXT = 4096
+_MAX_DEPTH = 12
+_INT64 = 1 << 63
+_FORMATS = {
+    "memory_format": {"contiguous_format", "preserve_format", "channels_last", "channels_last_3d"},
+    "layout": {"strided"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The result of node `node`, or the part of it at the end of `path`."""
+
+    node: int
+    path: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The argument of the call with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """The state with this number."""
+
+    number: int
+
+
+class Here:
+    """In the place of a device: that of the worker who computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many nodes, inputs and states may be referred to."""
+
+    nodes: int
+    inputs: int
+    states: int
+
+
+def encode(value: Any) -> Any:
+    """An argument as JSON has it. Raises TypeError for what has no form there."""
+    if isinstance(value, Value):
+        return {"value": [value.node, list(value.path)]}
+    if isinstance(value, Input | Stated):
+        return {type(value).__name__.lower(): value.number}
+    if isinstance(value, Here | torch.device):
+        return {"device": []}
+    if value is Ellipsis:
+        return {"ellipsis": []}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, slice):
+        return {"slice": [encode(part) for part in (value.start, value.stop, value.step)]}
+    if isinstance(value, tuple):
+        return {"tuple": [encode(item) for item in value]}
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, dict) and all(type(key) is str for key in value):
+        return {"dict": {key: encode(item) for key, item in value.items()}}
+    for kind in (torch.dtype, torch.memory_format, torch.layout):
+        if isinstance(value, kind):
+            return {kind.__name__: str(value).removeprefix("torch.")}
+    raise TypeError(type(value).__name__)
+
+
+def decode(data: Any, bounds: Bounds, depth: int = 0) -> Any:
+    """What `encode` has written. Raises ConfigError for anything else."""
+    if depth > _MAX_DEPTH:
+        refuse("description", None, f"must be nested at most {_MAX_DEPTH} deep")
+    if data is None or type(data) in (bool, float):
+        return data
+    if type(data) is int and -_INT64 <= data < _INT64:
+        return data
+    if type(data) is str and len(data) <= MAX_TEXT:
+        return data
+    if type(data) is list:
+        return [decode(item, bounds, depth + 1) for item in data]
+    if type(data) is not dict or len(data) != 1:
+        refuse("argument", None, "is none that a description has")
+    ((kind, inside),) = data.items()
+    reader = _READERS.get(kind)
+    if reader is None:
+        refuse("argument", str(kind)[:80], "is no kind of argument that a description has")
+    return reader(inside, bounds, depth + 1)
+
+
+def _value(inside: Any, bounds: Bounds, depth: int) -> Value:
+    node, path = fields_of(inside, 2, "a value")
+    if not natural(node, bounds.nodes - 1) or not isinstance(path, list) or len(path) > _MAX_DEPTH:
+        refuse("value", None, "must be the result of a node before")
+    if not all(natural(step, MAX_PATH) for step in path):
+        refuse("value", None, "must have a path of whole numbers")
+    return Value(node, tuple(path))
+
+
+def _numbered(kind: type[Input] | type[Stated], field: str) -> Callable[[Any, Bounds, int], Any]:
+    def read(inside: Any, bounds: Bounds, depth: int) -> Any:
+        if not natural(inside, getattr(bounds, field) - 1):
+            refuse(kind.__name__.lower(), inside, f"must be one of {getattr(bounds, field)}")
+        return kind(inside)
+
+    return read
+
+
+def _of_torch(kind: str) -> Callable[[Any, Bounds, int], Any]:
+    def read(inside: Any, bounds: Bounds, depth: int) -> Any:
+        if not isinstance(inside, str) or inside not in _FORMATS[kind]:
+            refuse(kind, str(inside)[:80], f"must be one of {', '.join(sorted(_FORMATS[kind]))}")
+        return getattr(torch, inside)
+
+    return read
+
+
+def _tuple(inside: Any, bounds: Bounds, depth: int) -> tuple[Any, ...]:
+    if not isinstance(inside, list):
+        refuse("tuple", None, "must be a list")
+    return tuple(decode(item, bounds, depth) for item in inside)
+
+
+def _dict(inside: Any, bounds: Bounds, depth: int) -> dict[str, Any]:
+    if not isinstance(inside, dict):
+        refuse("dict", None, "must be an object")
+    return {key: decode(item, bounds, depth) for key, item in inside.items()}
+
+
+def _slice(inside: Any, bounds: Bounds, depth: int) -> slice:
+    return slice(*(decode(part, bounds, depth) for part in fields_of(inside, 3, "a slice")))
+
+
+def _float(inside: Any, bounds: Bounds, depth: int) -> float:
+    if inside not in ("inf", "-inf", "nan"):
+        refuse("float", None, "must be inf, -inf or nan")
+    return float(inside)
+
+
+def _dtype(inside: Any, bounds: Bounds, depth: int) -> torch.dtype:
+    if not isinstance(inside, str) or inside not in ITEM_BYTES:
+        refuse("dtype", str(inside)[:80], f"must be one of {', '.join(sorted(ITEM_BYTES))}")
+    return torch_dtype(inside)
+
+
+_READERS: dict[str, Callable[[Any, Bounds, int], Any]] = {
+    "value": _value,
+    "input": _numbered(Input, "inputs"),
+    "stated": _numbered(Stated, "states"),
+    "device": lambda *_: Here(),
+    "ellipsis": lambda *_: ...,
+    "float": _float,
+    "slice": _slice,
+    "tuple": _tuple,
+    "dict": _dict,
+    "dtype": _dtype,
+    "memory_format": _of_torch("memory_format"),
+    "layout": _of_torch("layout"),
+}
+
+
+def references(nested: Any) -> Iterator[Value | Input | Stated]:
+    """All of them inside an argument, in order."""
+    if isinstance(nested, Value | Input | Stated):
+        yield nested
+    elif isinstance(nested, tuple | list):
+        for item in nested:
+            yield from references(item)
+    elif isinstance(nested, dict):
+        yield from references(list(nested.values()))
+    elif isinstance(nested, slice):
+        yield from references([nested.start, nested.stop, nested.step])
+
+
+def replaced(nested: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The same nest with every reference, and every Here, replaced."""
+    if isinstance(nested, Value | Input | Stated | Here):
+        return leaf(nested)
+    if isinstance(nested, tuple | list):
+        return type(nested)([replaced(item, leaf) for item in nested])
+    if isinstance(nested, dict):
+        return {key: replaced(item, leaf) for key, item in nested.items()}
+    if isinstance(nested, slice):
+        return slice(*(replaced(part, leaf) for part in (nested.start, nested.stop, nested.step)))
+    return nested
+
+
+def read_json(text: bytes) -> Any:
+    """JSON without numbers that are none. Raises ConfigError."""
+    try:
+        return json.loads(text, parse_constant=lambda name: refuse("description", name, "must be a finite number"))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("description", None, f"must be JSON: {error}") from None
+
+
+def natural(value: Any, most: int) -> bool:
+    """Whether it is a whole number, 0 to `most`."""
+    return type(value) is int and 0 <= value <= most
+
+
+def fields_of(data: Any, count: int, what: str) -> Sequence[Any]:
+    """A list of so many. Raises ConfigError."""
+    if not isinstance(data, list) or len(data) != count:
+        refuse("description", None, f"{what} must be a list of {count}")
+    found: list[Any] = data
+    return found
+
+
+def refuse(field: str, value: object, accepted: str) -> NoReturn:
+    """Raise ConfigError."""
+    raise ConfigError(field, value, accepted)

@@ -1,0 +1,162 @@
+"""A model's forward as plain data for another process: names of functions, numbers, and who computes what.
+
+Rule: what comes from elsewhere is read as if it were hostile. It is JSON; every node names a function of `allowed`;
+every reference points backwards; sizes and depths have bounds. Nothing is unpickled, imported or evaluated.
+
+    {"inputs": [["float32", [8, 4]], …], "nodes": [[function, worker, args, kwargs, graded, line], …], "output": …}
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from topotrain.config.sharding import ITEM_BYTES
+from topotrain.parallel.remote.allowed_functions import FUNCTIONS
+from topotrain.parallel.remote.argument_codec import MAX_TEXT, Bounds, decode, encode, fields_of, natural, refuse
+
+MAX_NODES = 100_000
+MAX_STATES = 100_000
+MAX_ELEMENTS = 1 << 40
+_MAX_DIMS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A tensor's dtype (torch's name without "torch.") and sizes."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its elements take."""
+        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Form":
+        """A tensor's."""
+        return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def to_data(self) -> list[Any]:
+        """As JSON has it."""
+        return [self.dtype, list(self.sizes)]
+
+    @staticmethod
+    def from_data(data: Any) -> "Form":
+        """Raises ConfigError."""
+        dtype, sizes = fields_of(data, 2, "a tensor")
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            refuse("dtype", dtype, f"must be one of {', '.join(sorted(ITEM_BYTES))}")
+        if not isinstance(sizes, list) or len(sizes) > _MAX_DIMS or not all(natural(s, MAX_ELEMENTS) for s in sizes):
+            refuse("sizes", sizes, f"must be at most {_MAX_DIMS} whole numbers >= 0")
+        if math.prod(max(1, size) for size in sizes) > MAX_ELEMENTS:
+            refuse("sizes", sizes, f"must be at most {MAX_ELEMENTS} elements")
+        return Form(dtype, tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A parameter, or (graded None) a buffer or constant: the worker that holds it, the server that is its home.
+
+    graded: whether it is trained. home: -1 for none in particular.
+    """
+
+    form: Form
+    worker: int
+    graded: bool | None = None
+    home: int = -1
+
+    def to_data(self) -> list[Any]:
+        """As JSON has it."""
+        return [self.form.to_data(), self.worker, self.graded, self.home]
+
+    @staticmethod
+    def from_data(data: Any, workers: int, servers: int) -> "State":
+        """Raises ConfigError."""
+        form, worker, graded, home = fields_of(data, 4, "a state")
+        if not natural(worker, workers - 1):
+            refuse("worker", worker, f"must be 0 to {workers - 1}")
+        if graded is not None and not isinstance(graded, bool):
+            refuse("graded", graded, "must be true, false or null")
+        if type(home) is not int or not -1 <= home < servers:
+            refuse("home", home, f"must be -1 to {servers - 1}")
+        return State(Form.from_data(form), worker, graded, home)
+
+
+def states_from(data: Any, workers: int, servers: int) -> tuple[State, ...]:
+    """Raises ConfigError."""
+    if not isinstance(data, list) or len(data) > MAX_STATES:
+        refuse("states", None, f"must be at most {MAX_STATES}")
+    return tuple(State.from_data(item, workers, servers) for item in data)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call. `args` and `kwargs` are nested and hold Value, Input and Stated.
+
+    graded: computed outside of `torch.no_grad()`. line: "file:line" of the user's code.
+    """
+
+    function: str
+    worker: int
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    graded: bool = True
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A forward for arguments of these forms. `output` is nested as arguments are."""
+
+    inputs: tuple[Form, ...]
+    nodes: tuple[Node, ...]
+    output: Any
+
+    def to_data(self) -> dict[str, Any]:
+        """What `json.dumps` takes."""
+        return {
+            "inputs": [form.to_data() for form in self.inputs],
+            "nodes": [
+                [n.function, n.worker, encode(list(n.args)), {k: encode(v) for k, v in n.kwargs}, n.graded, n.line]
+                for n in self.nodes
+            ],
+            "output": encode(self.output),
+        }
+
+    @staticmethod
+    def from_data(data: Any, workers: int, states: int) -> "Description":
+        """Read what another process says.
+
+        Args:
+            workers: of the cluster. states: how many there are.
+
+        Raises:
+            ConfigError: it is no description, or calls a function that is not allowed; names the function.
+        """
+        if not isinstance(data, dict) or data.keys() != {"inputs", "nodes", "output"}:
+            refuse("description", None, "must have inputs, nodes and output")
+        inputs, nodes = data["inputs"], data["nodes"]
+        if not isinstance(inputs, list) or not isinstance(nodes, list) or max(len(inputs), len(nodes)) > MAX_NODES:
+            refuse("description", None, f"must have lists of at most {MAX_NODES} inputs and nodes")
+        forms = tuple(map(Form.from_data, inputs))
+        read = []
+        for number, node in enumerate(nodes):
+            read.append(_node(node, workers, Bounds(number, len(forms), states)))
+        return Description(forms, tuple(read), decode(data["output"], Bounds(len(nodes), len(forms), states)))
+
+
+def _node(data: Any, workers: int, bounds: Bounds) -> Node:
+    function, worker, args, kwargs, graded, line = fields_of(data, 6, "a node")
+    if not isinstance(function, str) or function not in FUNCTIONS:
+        refuse("function", str(function)[:MAX_TEXT], "is none that a session may call")
+    if not natural(worker, workers - 1):
+        refuse("worker", worker, f"must be 0 to {workers - 1}")
+    if not isinstance(args, list) or not isinstance(kwargs, dict) or not isinstance(graded, bool):
+        refuse(function, None, "must have a list of arguments, named ones, and true or false")
+    if not isinstance(line, str) or len(line) > MAX_TEXT:
+        refuse(function, None, "must have a line")
+    named = tuple((name, decode(value, bounds)) for name, value in kwargs.items())
+    return Node(function, worker, tuple(decode(args, bounds)), named, graded, line)

@@ -1,0 +1,272 @@
+"""A description becomes a cut graph and a model of this worker's part: what `run.Runner` runs.
+
+Rule: nothing is computed that was not rehearsed on fake tensors first, which have sizes and no memory: that finds every
+size, and whatever is too large, before anything is allocated.
+
+Every value is on one worker (AT). Where a worker needs what another one has, an edge moves it. In a training step all
+workers get the loss, since all go backward; what else the model returns is kept by the first worker alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from topotrain.config.field_checks import ConfigError
+from topotrain.core.model.schema import torch_dtype
+from topotrain.parallel.placement.assign_modules import Assignment
+from topotrain.parallel.placement.parameter_owners import Division, divide
+from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Step, Where
+from topotrain.parallel.remote.allowed_functions import FUNCTIONS
+from topotrain.parallel.remote.argument_codec import Here, Input, Stated, Value, references, replaced
+from topotrain.parallel.remote.graph_description import Description, Node, State
+from topotrain.parallel.remote.graph_description import Form as Described
+from topotrain.parallel.remote.graph_recorder import quiet
+from topotrain.training.parameters.flat_parameters import HOME
+
+_WHOLE = Layout(Where.WHOLE)
+
+
+class Held(nn.Module):
+    """What a worker holds of a session's model: states by number, as `s0`, `s1`, …; others' are on the meta device.
+
+    Args:
+        states: all of them.
+        values: of those that are here, by number.
+    """
+
+    def __init__(self, states: Sequence[State], values: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        for number, state in enumerate(states):
+            value = values.get(number)
+            if value is None:
+                value = torch.empty(state.form.sizes, dtype=torch_dtype(state.form.dtype), device="meta")
+            if state.graded is None:
+                self.register_buffer(f"s{number}", value)
+                continue
+            parameter = nn.Parameter(value, state.graded)
+            if state.home >= 0:
+                setattr(parameter, HOME, state.home)
+            self.register_parameter(f"s{number}", parameter)
+
+    def forward(self, **given: torch.Tensor) -> Any:
+        """What runs is the cut graph; the arguments are called `x0`, `x1`, …"""
+        raise NotImplementedError
+
+    def divided(self, states: Sequence[State], workers: int) -> Division:
+        """Who holds what."""
+        places = {f"s{number}": Assignment(-1, state.worker) for number, state in enumerate(states)}
+        return divide(self, places, workers)
+
+    def parameters_in_order(self) -> list[nn.Parameter]:
+        """Its parameters, by number."""
+        return list(self.parameters())
+
+
+@dataclass(slots=True)
+class Box:
+    """Takes what the model returns, where that is computed."""
+
+    content: Any = None
+
+    def __call__(self, content: Any) -> None:
+        self.content = content
+
+
+class Ungraded:
+    """A function of torch as it is inside `torch.no_grad()`."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__name__ = str(getattr(function, "__name__", function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self._function(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Building:
+    description: Description
+    states: Sequence[State]
+    workers: int
+    first: int
+    steps: list[Step] = field(default_factory=list)
+    edges: dict[tuple[int, Layout], Edge] = field(default_factory=dict)
+    numbers: dict[object, int] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: object,
+        kind: Kind,
+        target: Any,
+        worker: int,
+        example: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+        line: str = "",
+    ) -> int:
+        """One more step; its number."""
+        number = self.numbers[name] = len(self.steps)
+        shape = Shape(tuple(example.shape), _dtype(example)) if isinstance(example, torch.Tensor) else None
+        label = getattr(target, "__name__", str(target))
+        layout = Layout(Where.AT, worker=worker)
+        self.steps.append(
+            Step(number, f"{label} {number}", kind, target, layout, tuple(args), kwargs, shape, line=line)
+        )
+        return number
+
+    def ref(self, number: int, layout: Layout) -> Ref:
+        """A step's result where it is needed."""
+        step = self.steps[number]
+        if step.layout == layout:
+            return Ref(number)
+        if step.shape is None:
+            raise ConfigError("description", step.name, "no single tensor, and so it cannot travel to another worker")
+        key = (number, layout)
+        if key not in self.edges:
+            self.edges[key] = Edge(len(self.edges), number, step.layout, layout, step.shape)
+        return Ref(number, self.edges[key].number)
+
+
+def program(
+    description: Description, states: Sequence[State], workers: int, first: int, box: Box | None, most: int
+) -> Program:
+    """The cut graph of a description.
+
+    Args:
+        states: the model's.
+        workers: of the cluster. first: the one that the session talks to, which has the arguments.
+        box: takes the output on the first worker; None: the output is the loss, and all get it.
+        most: bytes that one value may have.
+
+    Raises:
+        ConfigError: a call that torch refuses, or a value that is too large; names the user's line.
+    """
+    with quiet(), FakeTensorMode():
+        return _program(_Building(description, states, workers, first), box, most)
+
+
+def _program(building: _Building, box: Box | None, most: int) -> Program:
+    description = building.description
+    examples: dict[object, Any] = {}
+    for ref in _used(description):
+        if isinstance(ref, Input) and ref not in examples:
+            examples[ref] = _empty(description.inputs[ref.number], most)
+            building.add(ref, Kind.INPUT, f"x{ref.number}", building.first, examples[ref])
+        elif isinstance(ref, Stated) and ref not in examples:
+            state = building.states[ref.number]
+            examples[ref] = _empty(state.form, most).requires_grad_(bool(state.graded))
+            building.add(ref, Kind.ATTRIBUTE, f"s{ref.number}", state.worker, examples[ref])
+    for number, node in enumerate(description.nodes):
+        _add_node(building, number, node, examples, most)
+    output = description.output
+    if box is None:
+        output = _loss(building, output, examples)
+    else:
+        layout = Layout(Where.AT, worker=building.first)
+        args = [_refs(building, output, layout, examples)]
+        building.add("output", Kind.FUNCTION, box, building.first, None, args)
+        output = ()
+    inputs = tuple(f"x{number}" for number in range(len(description.inputs)))
+    return Program(building.workers, tuple(building.steps), tuple(building.edges.values()), inputs, output)
+
+
+def _used(description: Description) -> list[Any]:
+    everything = [[node.args, [value for _, value in node.kwargs]] for node in description.nodes]
+    return list(references([*everything, description.output]))
+
+
+def _add_node(building: _Building, number: int, node: Node, examples: dict[object, Any], most: int) -> None:
+    function = FUNCTIONS[node.function]
+    args, kwargs = list(node.args), dict(node.kwargs)
+    given = replaced([args, kwargs], lambda ref: torch.device("cpu") if isinstance(ref, Here) else _at(ref, examples))
+    try:
+        with torch.set_grad_enabled(node.graded):
+            result = function(*given[0], **given[1])
+    except Exception as error:  # whatever torch makes of arguments that do not fit
+        told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ConfigError(node.function, None, told, node.line) from None
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and _bytes(leaf) > most:
+            told = f"makes a value of {_bytes(leaf):,} bytes, more than the {most:,} that this worker has room for"
+            raise ConfigError(node.function, None, told, node.line)
+    examples[Value(number)] = result
+    layout = Layout(Where.AT, worker=node.worker)
+    refs = _refs(building, [args, kwargs], layout, examples)
+    target = function if node.graded else Ungraded(function)
+    building.add(
+        Value(number), Kind.FUNCTION, target, node.worker, result, refs[0], MappingProxyType(refs[1]), node.line
+    )
+
+
+def _refs(building: _Building, nested: Any, layout: Layout, examples: Mapping[object, Any]) -> Any:
+    def leaf(ref: Any) -> Any:
+        if isinstance(ref, Here):
+            return torch.device("cpu")
+        return building.ref(_step_of(building, ref, examples), layout)
+
+    return replaced(nested, leaf)
+
+
+def _step_of(building: _Building, ref: Any, examples: Mapping[object, Any]) -> int:
+    """The step whose result it is; a part of a tuple is taken out where the tuple is."""
+    if ref in building.numbers:
+        return building.numbers[ref]
+    example = _at(ref, examples)
+    if not isinstance(example, torch.Tensor):
+        raise ConfigError("description", str(ref), "is no tensor")
+    whole = building.numbers[Value(ref.node)]
+    worker = building.steps[whole].layout.worker
+    return building.add(ref, Kind.FUNCTION, _Part(ref.path), worker, example, [Ref(whole)])
+
+
+class _Part:
+    """Takes a part out of what a function has returned."""
+
+    def __init__(self, path: tuple[int, ...]) -> None:
+        self._path = path
+        self.__name__ = f"part {'.'.join(map(str, path))}"
+
+    def __call__(self, whole: Any) -> Any:
+        return reduce(lambda nested, number: nested[number], self._path, whole)
+
+
+def _at(ref: Any, examples: Mapping[object, Any]) -> Any:
+    if not isinstance(ref, Value):
+        return examples[ref]
+    found = examples[Value(ref.node)]
+    for number in ref.path:
+        if not isinstance(found, tuple | list) or number >= len(found):
+            raise ConfigError("description", None, f"has no part {number} of the result of node {ref.node}")
+        found = found[number]
+    return found
+
+
+def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> Ref:
+    """Raises ConfigError where the model returns something else than a loss."""
+    example = _at(output, examples) if isinstance(output, Value | Input | Stated) else None
+    if not isinstance(example, torch.Tensor) or example.numel() != 1 or not example.requires_grad:
+        told = "must return the loss, a tensor with one element that depends on a parameter"
+        raise ConfigError("model.forward", None, told)
+    return building.ref(_step_of(building, output, examples), _WHOLE)
+
+
+def _empty(form: Described, most: int) -> torch.Tensor:
+    if form.nbytes > most:
+        raise ConfigError("description", form.sizes, f"is more than the {most:,} bytes that this worker has room for")
+    return torch.empty(form.sizes, dtype=torch_dtype(form.dtype))
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,92 @@
+"""What a model keeps from call to call, numbered, and who is to hold it: for a description of it."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ConfigError
+from topotrain.parallel.capture import device_scopes
+from topotrain.parallel.capture.source_location import user_line
+from topotrain.parallel.placement.assign_modules import location_of
+from topotrain.parallel.remote.graph_description import Form, State
+from topotrain.training.parameters.flat_parameters import HOME
+
+_MAX_CONSTANT = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """How many tasks there are, and which worker computes what nobody has placed."""
+
+    workers: int
+    servers: int
+    first: int = 0
+
+
+@dataclass(slots=True)
+class Kept:
+    """The tensors that a model keeps from call to call: its parameters, buffers, and constants of its forward.
+
+    `worker` of those whose place is known; the others get one where they are first used.
+    """
+
+    model: nn.Module
+    cluster: Cluster
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    worker: dict[int, int] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    sealed: bool = False
+
+    @staticmethod
+    def of(model: nn.Module, cluster: Cluster) -> "Kept":
+        """Raises ConfigError for a place that is none."""
+        kept = Kept(model, cluster)
+        found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        for name, tensor in found:
+            kept.names[name] = kept.add(tensor, name)
+        return kept
+
+    def add(self, tensor: torch.Tensor, name: str = "") -> int:
+        """The number of a tensor; a new one is taken in."""
+        if id(tensor) not in self.numbers:
+            if self.sealed:
+                told = "uses a tensor that the first call of the model did not have: register it as a buffer"
+                raise ConfigError("model.forward", None, told, user_line())
+            self._check(tensor, name)
+            number = self.numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            place = location(getattr(tensor, device_scopes.PLACE, ""), self.cluster, name)
+            if place is not None:
+                self.worker[number] = place
+        return self.numbers[id(tensor)]
+
+    def _check(self, tensor: torch.Tensor, name: str) -> None:
+        home = getattr(tensor, HOME, -1)
+        if home >= self.cluster.servers:
+            device_scopes.complete(device_scopes.Device("ps", task=home), self.cluster.workers, self.cluster.servers)
+        if tensor.device.type != "cpu":
+            raise ConfigError("model", name, f"is on {tensor.device}: a session takes models on the CPU")
+        if tensor.layout is not torch.strided:
+            raise ConfigError("model", name, "must be a dense tensor")
+        if not name and tensor.nbytes > _MAX_CONSTANT:
+            told = f"uses a tensor of {tensor.nbytes:,} bytes that is no parameter and no buffer: register it"
+            raise ConfigError("model.forward", None, told, user_line())
+
+    def states(self) -> tuple[State, ...]:
+        """All of them; whoever has no place yet is with the first worker. From here on there are no new ones."""
+        self.sealed = True
+        found = []
+        for number, tensor in enumerate(self.tensors):
+            worker = self.worker.setdefault(number, self.cluster.first)
+            graded = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
+            found.append(State(Form.of(tensor), worker, graded, getattr(tensor, HOME, -1)))
+        return tuple(found)
+
+
+def location(name: str | None, cluster: Cluster, where: str = "") -> int | None:
+    """The worker that a device's name means, None if it leaves that open. Raises ConfigError if there is none."""
+    if not name or device_scopes.parse(name).job == "ps":
+        return None
+    return location_of(name, cluster.workers, where, ("CPU",))

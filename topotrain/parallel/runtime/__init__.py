@@ -1,0 +1,1 @@
+"""How a worker runs its program: micro-batches, transfers, dropout."""

@@ -1,0 +1,213 @@
+"""A model that holds no more than its worker's part, and the same model whole again.
+
+Rule: the model stays one object with all its modules. A parameter that another worker holds is an `nn.Parameter` on the
+meta device in its place, in the modules and in the optimizer, so that all workers describe the same model. A part of a
+parameter stands where the whole stood: `nn.Linear` with fewer rows computes the features of these rows. The attributes
+of modules (`out_features`) still tell of the whole.
+
+The script's own parameter objects are kept: those that are here stay what they are, those that are not lose their
+memory, and `restore` gives it back.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from topotrain.config.sharding import Parameter
+from topotrain.core.model.schema import Buffer
+from topotrain.parallel.placement.parameter_owners import Division, Share, Whole
+from topotrain.parallel.runtime.meta_init import cut_to, materialise
+from topotrain.training.parameters.flat_parameters import HOME, ModelParts
+
+
+@dataclass(frozen=True, slots=True)
+class Localised:
+    """A model that holds what is its worker's.
+
+    parts: as the worker, its buffers and the exchange want them; what is not here is on the meta device.
+    absent: modules that have a parameter of their own which is not here, or not all of it: where it is, in words.
+    groups: the optimizer's parameters as they were.
+    """
+
+    parts: ModelParts
+    division: Division
+    absent: Mapping[nn.Module, str]
+    groups: tuple[tuple[list[Any], list[str] | None], ...]
+
+
+def localise(model: nn.Module, optimizer: Optimizer, division: Division, me: int, seed: int = 0) -> Localised:
+    """Give back the memory of what other workers hold; the model, the optimizer and its state are changed in place.
+
+    A parameter of this worker's that is on the meta device gets memory, and its module's `reset_parameters` fills the
+    module's: with dice of its own, thrown for the module's name and `seed`, so the values do not depend on who holds
+    them.
+
+    Raises:
+        ConfigError: such a module has no `reset_parameters`.
+    """
+    made = materialise(model, division, me, seed)
+    entries = [_Entry(whole, me, made) for whole in division.parameters]
+    stored = [_Entry(whole, me, made) for whole in division.buffers]
+    parts = ModelParts(
+        tuple(tensor for entry in entries for tensor in entry.tensors),
+        tuple(described(e.whole, share) for e in entries for share in e.whole.shares),
+        tuple(tensor for entry in stored for tensor in entry.tensors),
+        tuple(_described_buffer(e.whole, share) for e in stored for share in e.whole.shares),
+        tuple(_owners(entries)),
+    )
+    groups = _regroup(optimizer, entries)
+    return Localised(parts, division, _absent(model, division, me), groups)
+
+
+class _Entry:
+    """A parameter or buffer as it is from now on: the tensors of its shares, in order."""
+
+    def __init__(self, whole: Whole, me: int, made: Mapping[int, torch.Tensor]) -> None:
+        self.whole = whole
+        own = next((number for number, share in enumerate(whole.shares) if share.here(me)), -1)
+        kept = made.get(id(whole.tensor), whole.tensor) if own >= 0 else None
+        self.tensors: list[Any] = [
+            cut_to(whole, share, kept) if kept is not None and number == own else whole.made(whole.part(share))
+            for number, share in enumerate(whole.shares)
+        ]
+        if own < 0 and not whole.tensor.is_meta:
+            _free(whole.tensor)
+        self.current = max(own, 0)
+        for place in whole.places:
+            place.table[place.name] = self.tensors[self.current]
+
+
+def _free(tensor: torch.Tensor) -> None:
+    tensor.grad = None
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def described(whole: Whole, share: Share) -> Parameter:
+    """One entry of the schema."""
+    part = whole.part(share)
+    names = [share.named(name) for name in whole.names]
+    dtype = str(part.dtype).removeprefix("torch.")
+    home = getattr(whole.tensor, HOME, -1)
+    trainable = whole.tensor.requires_grad
+    return Parameter(
+        names[0], tuple(part.shape), part.stride(), dtype, trainable, tuple(names[1:]), home, owners=share.owners
+    )
+
+
+def _described_buffer(whole: Whole, share: Share) -> Buffer:
+    part = whole.part(share)
+    return Buffer(share.named(whole.names[0]), str(part.dtype).removeprefix("torch."), part.numel(), share.owners)
+
+
+def _owners(entries: Sequence[_Entry]) -> Iterator[tuple[dict[str, nn.Parameter | None], str, int]]:
+    first = 0
+    for entry in entries:
+        for place in entry.whole.places:
+            yield place.table, place.name, first + entry.current
+        first += len(entry.tensors)
+
+
+def _absent(model: nn.Module, division: Division, me: int) -> dict[nn.Module, str]:
+    """Modules whose forward would not compute here what the script expects."""
+    places: dict[int, str] = {}
+    for whole in division.parameters + division.buffers:
+        words = _where(whole.shares)
+        if len(whole.shares) > 1 or not whole.shares[0].here(me):
+            places |= {id(place.table): words for place in whole.places}
+    return {
+        module: places[id(table)]
+        for module in model.modules()
+        for table in (module._buffers, module._parameters)
+        if id(table) in places
+    }
+
+
+def _where(shares: Sequence[Share]) -> str:
+    workers = [f"/worker:{worker}" for share in shares for worker in share.owners]
+    return f"on {' and '.join(workers)}" if len(shares) == 1 else f"in parts on {workers[0]} to {workers[-1]}"
+
+
+def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[list[Any], list[str] | None], ...]:
+    """The optimizer holds the entries instead; returns its groups as they were."""
+    of = {id(entry.whole.tensor): entry for entry in entries}
+    kept = []
+    for group in optimizer.param_groups:
+        before, names = group["params"], group.get("param_names")
+        kept.append((before, names))
+        group["params"] = [t for p in before for t in (of[id(p)].tensors if id(p) in of else [p])]
+        if names is not None:
+            group["param_names"] = [
+                share.named(name)
+                for p, name in zip(before, names, strict=True)
+                for share in (of[id(p)].whole.shares if id(p) in of else (Share(),))
+            ]
+    for entry in entries:
+        _hand_over_state(optimizer, entry)
+    return tuple(kept)
+
+
+def _hand_over_state(optimizer: Optimizer, entry: _Entry) -> None:
+    """State that was loaded before belongs to the entries: a part of what has the parameter's shape, all of the rest.
+
+    The servers get it, from one worker that tells all of it, so it is kept also for what is not here.
+    """
+    held = optimizer.state.pop(entry.whole.tensor, None)
+    if not held:
+        return
+    for share, tensor in zip(entry.whole.shares, entry.tensors, strict=True):
+        optimizer.state[tensor] = {
+            key: share.of(value) if isinstance(value, torch.Tensor) and value.shape == entry.whole.shape else value
+            for key, value in held.items()
+        }
+
+
+# --- whole again -----------------------------------------------------------------------------------------------------
+
+Allocate = Callable[[torch.Tensor], torch.Tensor]
+
+
+def restore(
+    localised: Localised,
+    optimizer: Optimizer,
+    parameter: Callable[[int], torch.Tensor],
+    buffer: Callable[[int], torch.Tensor],
+    allocate: Allocate = lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype),
+) -> None:
+    """The whole model again: the script's objects at their places, with final values.
+
+    Args:
+        localised: what `localise` has returned.
+        optimizer: its groups become what they were.
+        parameter, buffer: the final value of an entry of `parts`, by its number; an unsplit one is not copied.
+        allocate: memory like a tensor on the meta device, for a parameter that was cut.
+    """
+    division = localised.division
+    for wholes, value in ((division.parameters, parameter), (division.buffers, buffer)):
+        first = 0
+        for whole in wholes:
+            _restore(whole, [value(first + number) for number in range(len(whole.shares))], allocate)
+            first += len(whole.shares)
+    for group, (parameters, names) in zip(optimizer.param_groups, localised.groups, strict=True):
+        group["params"] = parameters
+        if names is not None:
+            group["param_names"] = names
+
+
+def _restore(whole: Whole, values: Sequence[torch.Tensor], allocate: Allocate) -> None:
+    if len(values) == 1:
+        value = values[0].detach()
+    else:
+        value = allocate(whole.like())
+        for share, part in zip(whole.shares, values, strict=True):
+            share.of(value).copy_(part)
+    tensor = whole.tensor
+    if tensor.is_meta:
+        tensor = whole.made(value)
+    elif tensor.data_ptr() != value.data_ptr() or tensor.shape != value.shape:
+        tensor.data = value.to(tensor.device)
+    for place in whole.places:
+        place.table[place.name] = tensor

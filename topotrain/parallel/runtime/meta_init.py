@@ -1,0 +1,71 @@
+"""Memory and values for what a model made on the meta device holds on one worker."""
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ConfigError
+from topotrain.parallel.placement.parameter_owners import Division, Share, Whole
+
+
+def cut_to(whole: Whole, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+    """The same object, cut to a share of the whole if it is not cut yet; the rest of its memory is free."""
+    part = whole.part(share)
+    if tensor.shape != part.shape:
+        with torch.no_grad():
+            cut = torch.empty_strided(part.shape, part.stride(), dtype=tensor.dtype, device=tensor.device)
+            cut.copy_(share.of(tensor))
+        tensor.grad = None
+        tensor.data = cut
+    return tensor
+
+
+def materialise(model: nn.Module, division: Division, me: int, seed: int = 0) -> dict[int, torch.Tensor]:
+    """Memory and values for what is this worker's and on the meta device; returns it by the id of what it replaces.
+
+    Module after module: no more than one whole module is there besides what stays.
+
+    Raises:
+        ConfigError: a module has no `reset_parameters`.
+    """
+    wholes = {id(w.tensor): w for w in division.parameters + division.buffers}
+    made: dict[int, torch.Tensor] = {}
+    for name, module in reversed(list(model.named_modules())):  # children first, as constructors do
+        wanted = [
+            (table, own, wholes[id(tensor)])
+            for table in (module._parameters, module._buffers)
+            for own, tensor in table.items()
+            if tensor is not None and tensor.is_meta and id(tensor) in wholes
+        ]
+        if any(share.here(me) for _, _, whole in wanted for share in whole.shares):
+            _fill(name, module, wanted, seed)
+            made |= dict(_taken(wanted, me))
+    return made
+
+
+def _taken(wanted: Sequence[tuple[dict[str, Any], str, Whole]], me: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Keep this worker's shares of what a module has filled; a tied weight is its first module's."""
+    for table, own, whole in wanted:
+        share = next((share for share in whole.shares if share.here(me)), None)
+        if share is not None and whole.places[0].same(table, own):
+            table[own] = cut_to(whole, share, table[own])
+            yield id(whole.tensor), table[own]
+        else:
+            table[own] = whole.tensor
+
+
+def _fill(name: str, module: nn.Module, wanted: Sequence[tuple[dict[str, Any], str, Whole]], seed: int) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if not callable(reset):
+        what = f"{name}.{wanted[0][1]}".lstrip(".")
+        accepted = f"is on the meta device, so {type(module).__name__} must have a method reset_parameters"
+        raise ConfigError("model parameter", what, accepted)
+    for table, own, whole in wanted:
+        table[own] = whole.made(whole.like("cpu"))
+    with torch.random.fork_rng(devices=[]):
+        # The values depend on the module's name, and not on what was drawn before: nobody draws everything.
+        torch.default_generator.manual_seed(int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7]))
+        reset()

@@ -1,0 +1,228 @@
+"""One micro-batch on its way through one worker's share of the graph."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.parallel.program.layouts import even
+from topotrain.parallel.program.split_program import Kind, Program, Ref, Size, Step, Where
+from topotrain.parallel.program.worker_program import Stop, edges_of, replaced, share, taken_out
+from topotrain.parallel.runtime import dropout
+from topotrain.parallel.runtime.channel import Key
+from topotrain.parallel.runtime.transfers import Move, Plan, Post
+
+OWN_SHARE = (Where.BATCH, Where.SAME, Where.OWN)
+_PLANS = 10_000  # that a route keeps: samples of any number may come in any order
+
+
+class Route:
+    """What does not change from forward to forward: the program, this worker's share of it, the model."""
+
+    def __init__(self, program: Program, model: nn.Module, me: int) -> None:
+        self.program, self.model, self.me = program, model, me
+        self.stops, self.edges = share(program, me), edges_of(program)
+        self.taken = frozenset(step.number for step in taken_out(program))
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
+
+    def plan(self, edge: int, samples: tuple[int, ...]) -> Plan:
+        """What travels over an edge. Few numbers of samples come again and again, and are kept."""
+        found = self._plans.get((edge, samples))
+        if found is None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            found = self._plans[edge, samples] = Plan.of(self.edges[edge], self.me, samples)
+        return found
+
+
+@dataclass(slots=True)
+class Trip:
+    """One forward: what was given, each worker's samples in it, and in how many micro-batches they are cut.
+
+    modules: of this worker's steps, by number; apart: steps that draw random numbers by themselves.
+    """
+
+    number: int
+    post: Post
+    given: Mapping[str, Any]
+    samples: tuple[int, ...]
+    micros: int
+    drops: Mapping[int, dropout.Dropout]
+    masks: dict[tuple[int, int], torch.Tensor]
+    modules: Mapping[int, nn.Module]
+    apart: Set[int]
+
+    def samples_of(self, micro: int) -> tuple[int, ...]:
+        """Each worker's samples of a micro-batch."""
+        return tuple(end - first for first, end in (even(count, self.micros)[micro] for count in self.samples))
+
+
+class Flight:
+    """State of one micro-batch: `values` that are still needed, tokens of its moves, and how far it is.
+
+    cold: an edge over which no gradient will come back; `root` is its value as this worker has made it.
+
+    Steps of one micro-batch run in the program's order, so that sums in the backward have one order.
+    """
+
+    def __init__(self, route: Route, trip: Trip, micro: int, cold: int | None = None) -> None:
+        self.route, self.trip, self.micro, self.cold = route, trip, micro, cold
+        self.root: Any = None
+        self.samples = trip.samples_of(micro)
+        self.values: dict[Ref, Any] = {}
+        self.tokens: list[torch.Tensor] = []
+        self.departed: list[Move] = []
+        self.place = 0
+        self._arrivals: list[Move] | None = None
+        self._moves: dict[int, Move] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether the end is reached."""
+        return self.place == len(self.route.stops)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all steps are done, and only the last arrivals may be left."""
+        return self.place >= len(self.route.stops) - 1
+
+    @property
+    def next(self) -> Stop:
+        """What would run now."""
+        return self.route.stops[self.place]
+
+    def missing(self) -> list[tuple[int, Key]]:
+        """What the next step waits for."""
+        if self._arrivals is None:
+            self._arrivals = [self._move(edge) for edge in self.next.arrivals if not self._stays(edge)]
+        return [wanted for move in self._arrivals for wanted in self.trip.post.missing(move)]
+
+    def run(self) -> None:
+        """The next step, with its moves. What is missing is waited for."""
+        stop = self.next
+        for edge in stop.arrivals:
+            self._arrive(edge)
+        if stop.step is not None:
+            value = self._step(stop.step)
+            self.values[Ref(stop.step.number)] = value
+            for edge in stop.leaves:
+                self._leave(edge, value)
+        for ref in stop.frees:
+            del self.values[ref]
+        self.place, self._arrivals = self.place + 1, None
+
+    def resolve(self, nested: Any, step: Step | None = None) -> Any:
+        """Arguments with values in the place of Ref and Size; without a step, the output's."""
+        own = step is None or step.layout.where in OWN_SHARE
+        samples = self.samples[self.route.me] if own else sum(self.samples)
+
+        def leaf(found: Ref | Size) -> Any:
+            return self.values[found] if isinstance(found, Ref) else found.per_sample * samples + found.more
+
+        return replaced(nested, leaf)
+
+    def _stays(self, edge: int) -> bool:
+        return self.route.edges[edge].source.where in (Where.SAME, Where.WHOLE)
+
+    def _move(self, edge: int) -> Move:
+        if edge not in self._moves:
+            self._moves[edge] = Move(self.route.plan(edge, self.samples), self.micro, self.trip.post)
+        return self._moves[edge]
+
+    def _leave(self, edge: int, value: Any) -> None:
+        if self._stays(edge):
+            if self.route.edges[edge].target.on(self.route.me):
+                self.values[Ref(self.route.edges[edge].value, edge)] = self._move(edge).take_own(value)
+            return
+        move = self._move(edge)
+        if edge == self.cold:
+            self.root, value = value, value.detach()
+        token = move.leave(value)
+        if token is not None:
+            self.tokens.append(token)
+            self.departed.append(move)
+
+    def _arrive(self, edge: int) -> None:
+        if self._stays(edge):
+            return
+        value, token = self._move(edge).arrive(self.route.anchor)
+        self.values[Ref(self.route.edges[edge].value, edge)] = value
+        if token is not None:
+            self.tokens.append(token)
+
+    def _step(self, step: Step) -> Any:
+        try:
+            if step.number not in self.trip.apart:
+                return self._compute(step)
+            seed = torch.initial_seed() + self.trip.number
+            masks = self.trip.masks.pop((step.number, self.micro), None)
+            with dropout.apart(step, masks, seed, self.micro, self.route.me):
+                return self._compute(step)
+        except Exception as error:
+            where = f"{step.line}: " if step.line else ""
+            error.add_note(f"{where}in step {step.name} of the split model on worker {self.route.me} of its group")
+            raise
+
+    def _compute(self, step: Step) -> Any:
+        if step.kind is Kind.INPUT:
+            return self._share(step, self.trip.given[step.target])
+        if step.kind is Kind.ATTRIBUTE:
+            return attrgetter(step.target)(self.route.model)
+        args, kwargs = self.resolve(step.args, step), self.resolve(dict(step.kwargs), step)
+        drop = self.trip.drops.get(step.number)
+        if drop is not None:
+            return drop(args[0] if args else kwargs["input"], self.trip.masks.pop((step.number, self.micro), None))
+        if step.kind is Kind.MODULE:
+            return self.trip.modules[step.number](*args, **kwargs)
+        if step.kind is Kind.METHOD:
+            return getattr(args[0], step.target)(*args[1:], **kwargs)
+        value = step.target(*args, **kwargs)
+        return self._share(step, value) if step.number in self.route.taken else value
+
+    def _share(self, step: Step, value: Any) -> Any:
+        """This micro-batch's samples of an argument."""
+        shape, samples = step.shape, self.trip.samples[self.route.me]
+        if self.trip.micros == 1 or shape is None or shape.batch < 0:
+            return value
+        first, end = even(samples, self.trip.micros)[self.micro]
+        return value.narrow(shape.batch, first * shape.per_sample, (end - first) * shape.per_sample)
+
+
+def pipe(flights: Sequence[Flight], wait_any: Callable[[list[tuple[int, Key]]], None]) -> None:
+    """Run all micro-batches to their ends: whatever can run does, the lowest first.
+
+    None overtakes the one before it, so that modules with a memory (BatchNorm) see them in order. Their ends come when
+    all their steps are done: what arrives there then comes first in the backward, and whoever waits for its gradient
+    does not have to wait for other micro-batches' backwards.
+    """
+    _run(flights, lambda flight: flight.at_end, wait_any)
+    _run(flights, lambda flight: flight.done, wait_any)
+
+
+def _run(
+    flights: Sequence[Flight], there: Callable[[Flight], bool], wait_any: Callable[[list[tuple[int, Key]]], None]
+) -> None:
+    """Until all are there."""
+    while left := [index for index, flight in enumerate(flights) if not there(flight)]:
+        ran, wanted = one_step(flights, left)
+        if not ran:
+            wait_any(wanted)
+
+
+def one_step(flights: Sequence[Flight], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, Key]]]:
+    """Run the next step of the first candidate that can; whether there was one, and else what all of them wait for."""
+    wanted = list[tuple[int, Key]]()
+    for index in candidates:
+        flight = flights[index]
+        if flight.done or (index > 0 and flights[index - 1].place <= flight.place):
+            continue
+        missing = flight.missing()  # asked for once: a message that comes now is seen by wait_any
+        if not missing:
+            flight.run()
+            return True, []
+        wanted += missing
+    return False, wanted

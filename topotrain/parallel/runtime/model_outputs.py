@@ -1,0 +1,98 @@
+"""What the model returns, put together from its micro-batches, and tied to the moves of its forward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from topotrain.config.field_checks import ConfigError
+from topotrain.parallel.program.split_program import Program, Ref, Shape, Size, Where
+from topotrain.parallel.program.worker_program import edges_of, rebuilt, references, replaced
+from topotrain.parallel.runtime.microbatch import Flight
+from topotrain.parallel.runtime.transfers import Tie
+
+
+class Outputs:
+    """How the results of micro-batches become one: rows one after the other, means (numbers) weighted by samples."""
+
+    def __init__(self, program: Program) -> None:
+        edges, steps = edges_of(program), {step.number: step for step in program.steps}
+        self.output = program.output
+        self.shapes: dict[Ref, Shape | None] = {}
+        self.layouts: dict[Ref, Where] = {}
+        for ref in references(program.output):
+            edge = None if ref.edge is None else edges[ref.edge]
+            step = steps[ref.number]
+            self.shapes[ref] = step.shape if edge is None else edge.shape
+            self.layouts[ref] = (step.layout if edge is None else edge.target).where
+
+    def joined(self, flights: Sequence[Flight], me: int) -> Any:
+        """The output of all micro-batches of this worker's share."""
+        share = sum(flight.samples[me] for flight in flights)
+
+        def leaf(found: Ref | Size) -> Any:
+            if isinstance(found, Size):
+                return found.per_sample * share + found.more
+            return self._join(found, flights, me)
+
+        return replaced(self.output, leaf)
+
+    def _join(self, ref: Ref, flights: Sequence[Flight], me: int) -> Any:
+        values, shape, where = [flight.values[ref] for flight in flights], self.shapes[ref], self.layouts[ref]
+        if len(values) == 1 or where is Where.SAME:
+            return values[0]
+        if shape is not None and shape.batch >= 0:
+            return torch.cat(values, shape.batch)
+        if isinstance(values[0], torch.Tensor) and values[0].dim() == 0 and values[0].is_floating_point():
+            counts = [sum(flight.samples) if where is Where.WHOLE else flight.samples[me] for flight in flights]
+            return mean(values, counts)
+        if isinstance(values[0], tuple | list) and all(isinstance(item, torch.Tensor) for item in values[0]):
+            raise ConfigError(
+                "microbatches", None, "the model returns what one call made; return its tensors one by one"
+            )
+        told = f"{type(values[0]).__name__} {list(getattr(values[0], 'shape', []))}"
+        raise ConfigError(
+            "microbatches",
+            None,
+            f"the model returns neither rows of samples nor a mean (one number), but a {told}: take microbatches: 1",
+        )
+
+
+def mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """Of numbers, weighted by counts; those with a count of 0 do not enter."""
+    total = sum(counts)
+    terms = [value * (count / total) for value, count in zip(values, counts, strict=True) if count]
+    return torch.stack(terms).sum() if terms else values[0]
+
+
+def tied(output: Any, tokens: Sequence[torch.Tensor], begun: Callable[[], None], factor: float) -> Any:
+    """The same output; a backward from any tensor of it goes through all the tokens' moves."""
+    found = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
+    chosen = [tensor for tensor in found if tensor.requires_grad] or (found if tokens else [])
+    if not chosen:
+        return output
+    distinct = list({id(tensor): tensor for tensor in chosen}.values())
+    results = Tie.apply(begun, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
+    new = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}
+    return mapped(output, lambda tensor: new.get(id(tensor), tensor))
+
+
+def tensors(nested: Any) -> list[torch.Tensor]:
+    """All tensors of an output, in order."""
+    found: list[torch.Tensor] = []
+    mapped(nested, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def mapped(nested: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest with every tensor changed."""
+    if isinstance(nested, torch.Tensor):
+        return change(nested)
+    if isinstance(nested, dict):
+        items = {key: mapped(item, change) for key, item in nested.items()}
+        return items if type(nested) is dict else rebuilt(nested, items)
+    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
+        return type(nested)(*(mapped(item, change) for item in nested))
+    if isinstance(nested, tuple | list):
+        return type(nested)(mapped(item, change) for item in nested)
+    return nested

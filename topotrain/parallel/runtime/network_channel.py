@@ -1,0 +1,194 @@
+"""The way from worker to worker of a group over the roads: `passage.Passage` where a job runs.
+
+Rule: sending waits for nobody, so no two workers can stop each other. A tensor is copied into a slot (`slots`), where
+on one host its receiver sees it, and travels in parts of at most PART_BYTES; each is received into memory of its own,
+made when the part is there: what a peer says of a tensor's size is compared with what has come, and reaches no
+allocator. Every message also says how many have been read of those that came the other way, which frees their slots. A
+worker that has left is no failure until something is wanted of it: at the end, all leave one after another.
+"""
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from functools import partial
+
+import torch
+
+from topotrain.comm.transport import WireError
+from topotrain.config.sharding import ITEM_BYTES
+from topotrain.config.topology import Address, Role
+from topotrain.core.client.client import Exchange, PeerLost
+from topotrain.core.model.schema import torch_dtype
+from topotrain.core.protocol import Activation, Greeting, Message, ProtocolError
+from topotrain.parallel.runtime.channel import Key, Store
+from topotrain.parallel.runtime.send_buffers import Allocate, Slots, private
+
+PART_BYTES = 16 << 20
+
+
+class Crossing:
+    """One worker's `Passage`. Messages come in through its exchange, on the roads' threads.
+
+    Args:
+        exchange: the worker's.
+        send: send(to, message); never waits.
+        look: take in what has come, where nothing is read while nobody waits.
+        allocate: memory for what is sent, such as the road can show.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        send: Callable[[Address, Message], None],
+        look: Callable[[], None] = lambda: None,
+        allocate: Allocate = private,
+    ) -> None:
+        self.me, self.size = exchange.me.index, exchange.group_size
+        self._exchange, self._send, self._look = exchange, send, look
+        self._group = exchange.me.group
+        self._store, self._slots = Store(), Slots(allocate)
+        self._turn = (
+            threading.Lock()
+        )  # what is lent and what is said come in one order, whichever device's thread sends
+        self._read: dict[int, int] = defaultdict(int)  # messages of each worker
+        self._coming: dict[tuple[int, Key], list[torch.Tensor]] = {}
+        self._greeted: set[int] = set()
+        self._left: dict[int, str] = {}
+        exchange.crossing = self
+
+    # --- meeting -------------------------------------------------------------------------------------------------
+
+    def greet(self, to: int) -> None:
+        """Say the first word to a worker to whom this one has opened the way."""
+        self._say(to, Greeting())
+
+    def await_greetings(self, workers: Collection[int]) -> None:
+        """Return when these workers have opened their ways to this one. Raises JobError, PeerLost."""
+        self._wait(lambda: self._greeted.issuperset(workers), workers)
+
+    # --- the passage ---------------------------------------------------------------------------------------------
+
+    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
+        """As `Passage.send`. Raises PeerLost."""
+        tensor = tensor.detach()
+        if to == self.me:
+            with self._exchange.waiter.update():
+                self._store.put(to, key, tensor.clone(), grad)
+            return
+        nbytes = tensor.nbytes
+        parts = _parts(nbytes)
+        said = partial(
+            Activation,
+            forward=key.forward,
+            micro=key.micro,
+            edge=key.edge,
+            backward=key.backward,
+            grad=grad,
+            parts=parts,
+            nbytes=nbytes,
+            sizes=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+        with self._turn:
+            flat = self._slots.lend(to, nbytes, parts, again=key.edge >= 0)
+            if nbytes:
+                flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            for part in range(parts):
+                body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
+                self._say(to, said(part=part, taken=self._read[to], body=body))
+
+    def here(self, source: int, key: Key) -> bool:
+        """As `Passage.here`."""
+        if self._store.here(source, key):
+            return True
+        self._look()
+        if self._exchange.failure is not None:
+            raise self._exchange.failure
+        with self._exchange.waiter.update():  # what came before the end counts
+            found = self._store.here(source, key)
+            if not found:
+                self._check([source])
+            return found
+
+    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+        """As `Passage.take`."""
+        self.wait_any([(source, key)])
+        with self._exchange.waiter.update():
+            return self._store.take(source, key)
+
+    def wait_any(self, wanted: Collection[tuple[int, Key]]) -> None:
+        """As `Passage.wait_any`."""
+        if not self._any(wanted):
+            with self._exchange.spans.span("wait for workers"):
+                self._wait(lambda: self._any(wanted), {source for source, _ in wanted})
+
+    def _any(self, wanted: Collection[tuple[int, Key]]) -> bool:
+        return any(self._store.here(source, key) for source, key in wanted)
+
+    def _wait(self, ready: Callable[[], bool], sources: Collection[int]) -> None:
+        self._exchange.wait_until(lambda: ready() or not self._left.keys().isdisjoint(sources))
+        with self._exchange.waiter.update():
+            if not ready():
+                self._check(sources)
+
+    def _check(self, sources: Collection[int]) -> None:
+        for source in sources:
+            if source in self._left:
+                raise PeerLost(f"{self._exchange.me} lost {self._worker(source)}: {self._left[source]}")
+
+    def _say(self, to: int, message: Message) -> None:
+        try:
+            self._send(self._worker(to), message)
+        except WireError as error:
+            raise PeerLost(f"{self._exchange.me} lost {self._worker(to)}: {error}") from error
+
+    def _worker(self, index: int) -> Address:
+        return Address(Role.WORKER, self._group, index)
+
+    # --- what the exchange hands over ----------------------------------------------------------------------------
+
+    def place(self, sender: Address, message: Activation) -> torch.Tensor:
+        """Memory for one part. Raises ProtocolError."""
+        if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
+            raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
+        return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
+
+    def come(self, sender: Address, message: Activation | Greeting) -> None:
+        """A part is there, in its turn. Raises ProtocolError."""
+        if isinstance(message, Greeting):
+            self._greeted.add(sender.index)
+            return
+        if not self._slots.read(sender.index, message.taken):
+            raise ProtocolError(f"{sender} says that it has read {message.taken} messages")
+        self._read[sender.index] += 1
+        key = Key(message.forward, message.micro, message.edge, message.backward)
+        came = self._coming.setdefault((sender.index, key), [])
+        if message.body is not None:
+            came.append(message.body)
+        if message.part != max(0, len(came) - 1):
+            raise ProtocolError(f"part {message.part} of {message.parts} of {key}, {len(came)} have come")
+        if message.part + 1 == message.parts:
+            del self._coming[sender.index, key]
+            self._store.put(sender.index, key, _whole(message, came), message.grad)
+
+    def lost(self, peer: Address, reason: str) -> None:
+        """Nothing more will come from a worker."""
+        self._left[peer.index] = reason
+
+
+def _parts(nbytes: int) -> int:
+    return max(1, -(-nbytes // PART_BYTES))
+
+
+def _whole(message: Activation, came: list[torch.Tensor]) -> torch.Tensor:
+    """The tensor whose parts have come. Raises ProtocolError where they are not those of such a tensor."""
+    if message.dtype not in ITEM_BYTES or min(message.sizes, default=0) < 0:
+        raise ProtocolError(f"an activation of {message.sizes} elements of {message.dtype}")
+    expected = math.prod(message.sizes) * ITEM_BYTES[message.dtype]
+    if sum(part.nbytes for part in came) != expected:
+        raise ProtocolError(f"an activation of {message.nbytes} bytes, {message.sizes} says {expected}")
+    if not came:
+        return torch.empty(message.sizes, dtype=torch_dtype(message.dtype))
+    flat = came[0] if len(came) == 1 else torch.cat(came)
+    return flat.view(torch_dtype(message.dtype)).view(message.sizes)

@@ -1,0 +1,187 @@
+"""`schedule: k1F1B`: forward and backward of micro-batches take turns inside the model's call (PipeDream-flush of
+Narayanan et al., 2021; one forward, one backward).
+
+A micro-batch goes back as soon as its loss is known and the first gradient that this worker needs is here, before
+another one sets out; so a worker keeps the activations of as many micro-batches as there are stages from it to the end,
+not of all. The model must return its loss, one number, for nobody else could say what to go back from. The gradients
+are kept, and added to the parameters when the script calls `loss.backward()`.
+
+Why nobody waits for ever: all workers let micro-batches go back in one order, so that of those inside a backward the
+lowest micro-batch waits for nobody who is in another; and the lowest that has not gone back may always set out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from topotrain.config.field_checks import ConfigError
+from topotrain.parallel.program.split_program import Kind, Program, Ref, Where
+from topotrain.parallel.runtime.channel import Key
+from topotrain.parallel.runtime.microbatch import Flight, Route, Trip, one_step
+from topotrain.parallel.runtime.model_outputs import mean
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The number that the model returns: value `ref`; `edge` takes it to all workers, None: each has its own."""
+
+    ref: Ref
+    edge: int | None
+
+
+def loss_of(program: Program) -> Loss:
+    """Raises ConfigError if the model's output is not one loss."""
+    ref = program.output
+    if isinstance(ref, Ref):
+        edge = next((edge for edge in program.edges if edge.number == ref.edge), None)
+        step = next(step for step in program.steps if step.number == ref.number)
+        shape = step.shape if edge is None else edge.shape
+        where = (step.layout if edge is None else edge.target).where
+        if shape is not None and not shape.sizes and shape.dtype.startswith(("float", "bfloat")):
+            if edge is not None and edge.source.where is Where.AT and where is Where.WHOLE:
+                return Loss(ref, edge.number)
+            if edge is None and where is Where.OWN:
+                return Loss(ref, None)
+    raise ConfigError(
+        "schedule",
+        "k1F1B",
+        "needs a model whose forward returns the loss and nothing else, one number; take kGPipe for one that returns "
+        "its outputs",
+    )
+
+
+def in_flight(program: Program, me: int) -> int:
+    """Micro-batches whose activations this worker may keep: the stages from its own to the last.
+
+    A worker that computes on its share before the first stage begins must keep up with that stage.
+    """
+    order = list(dict.fromkeys(step.layout.worker for step in program.steps if step.layout.where is Where.AT))
+    first = next((step for step in program.steps if step.kind is not Kind.INPUT and step.layout.on(me)), None)
+    if first is None or first.layout.where is not Where.AT:
+        return program.workers
+    return max(1, len(order) - order.index(me))
+
+
+class Later(Function):
+    """(begun, gradients, loss, anchor, parameters) -> loss; backward gives the parameters the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        begun: Callable[[], None],
+        gradients: Sequence[torch.Tensor | None],
+        loss: torch.Tensor,
+        *_: torch.Tensor,
+    ) -> Any:
+        """The loss is known, and so are its gradients."""
+        ctx.begun, ctx.gradients = begun, gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        """What the script does with the loss (a factor) counts."""
+        ctx.begun()
+        (factor,) = given
+        return None, None, None, None, *(None if g is None else g * factor.to(g.device, g.dtype) for g in ctx.gradients)
+
+
+class Interleaved:
+    """One forward under this schedule.
+
+    Args:
+        factor: of the gradients of this worker's own loss.
+    """
+
+    def __init__(self, route: Route, trip: Trip, loss: Loss, factor: float) -> None:
+        self.route, self.trip, self.loss, self.factor = route, trip, loss, factor
+        self.limit = in_flight(route.program, route.me)
+        self.flights: list[Flight | None] = [Flight(route, trip, m, loss.edge) for m in range(trip.micros)]
+        self.parameters = [p for p in route.model.parameters() if p.requires_grad and not p.is_meta]
+        self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._sums: set[int] = set()  # gradients to which another one may be added in place
+        self.losses: list[torch.Tensor] = []
+        self.back = 0
+
+    def __call__(self, wait_any: Callable[[list[tuple[int, Key]]], None], begun: Callable[[], None]) -> torch.Tensor:
+        """All micro-batches forward and back; the loss, from which the script's backward adds the gradients."""
+        counts = [self._count(flight.samples) for flight in self.flights if flight is not None]
+        while self.back < self.trip.micros:
+            blocked = self._turn(counts)
+            if blocked is not None:
+                wait_any(blocked)
+        value = mean(self.losses, counts) if len(counts) > 1 else self.losses[0]
+        loss: torch.Tensor = Later.apply(begun, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
+        return loss
+
+    def _turn(self, counts: Sequence[int]) -> list[tuple[int, Key]] | None:
+        """Do one thing; or give what all wait for."""
+        going = [flight for flight in self.flights if flight is not None]
+        lowest, blocked = going[0], list[tuple[int, Key]]()
+        if lowest.done:
+            blocked = self._awaited(lowest)
+            if not blocked:
+                self._go_back(lowest, counts[self.back] / max(1, sum(counts)))
+                return None
+        may = [index for index, flight in enumerate(going) if index < self.limit or self._feeds(flight)]
+        ran, wanted = one_step(going, may)
+        return None if ran else blocked + wanted
+
+    def _count(self, samples: Sequence[int]) -> int:
+        return samples[self.route.me] if self.loss.edge is None else sum(samples)
+
+    @staticmethod
+    def _feeds(flight: Flight) -> bool:
+        """Inputs may go to the first stage at any time."""
+        return not flight.done and flight.next.step is not None and flight.next.step.kind is Kind.INPUT
+
+    def _awaited(self, flight: Flight) -> list[tuple[int, Key]]:
+        """What the micro-batch's backward would have to wait for at once."""
+        if self._root(flight) is not None or not flight.departed:
+            return []
+        post, move = self.trip.post, flight.departed[-1]
+        key = move.key(True)
+        return [(t.target, key) for t in move.outgoing if t.target != post.me and not post.passage.here(t.target, key)]
+
+    def _root(self, flight: Flight) -> torch.Tensor | None:
+        root = flight.values[self.loss.ref] if self.loss.edge is None else flight.root
+        return root if isinstance(root, torch.Tensor) and root.requires_grad else None
+
+    def _go_back(self, flight: Flight, part: float) -> None:
+        """Backward of one micro-batch, whose loss is `part` of the whole."""
+        self.losses.append(flight.values[self.loss.ref].detach())
+        ends, seeds = list(flight.tokens), [torch.zeros_like(token) for token in flight.tokens]
+        root = self._root(flight)
+        if root is not None:
+            ends.insert(0, root)
+            seeds.insert(0, torch.full_like(root, self._seed() * part))
+        self.flights[self.back] = None
+        self.back += 1
+        if not ends:
+            return
+        # not .backward(): that would call the hooks of the parameters once for every micro-batch
+        wanted = [*self.parameters, self.route.anchor]
+        found = torch.autograd.grad(ends, wanted, seeds, allow_unused=True)
+        for index, gradient in enumerate(found[:-1]):
+            if gradient is not None:
+                self._add(index, gradient)
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        """The first sum makes memory of its own: what autograd gives may be another parameter's gradient, too."""
+        before = self.gradients[index]
+        if before is None:
+            self.gradients[index] = gradient
+        elif index in self._sums:
+            before.add_(gradient)
+        else:
+            self.gradients[index] = before + gradient
+            self._sums.add(index)
+
+    def _seed(self) -> float:
+        """What would come back from all workers' loss.backward()."""
+        if self.loss.edge is None:
+            return self.factor
+        weights = self.trip.post.weights
+        return sum(weights) / weights[self.route.me]

@@ -1,0 +1,171 @@
+"""Runs a cut graph: this worker's steps, and the moves between them, in the place of the model's forward.
+
+A call begins with a meeting of all workers (`meeting`). Then each of the micro-batches goes through this worker's steps
+(`flight`), values leave for other workers as soon as they are made and arrive where they are first needed (`moves`),
+and autograd takes the same way back. GPipe (Huang et al., 2019) by default: all micro-batches forward, then all back.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.config.field_checks import ConfigError
+from topotrain.parallel.program.split_program import Kind, Program, Where
+from topotrain.parallel.program.worker_program import digest, given_of
+from topotrain.parallel.runtime import dropout
+from topotrain.parallel.runtime.channel import Passage
+from topotrain.parallel.runtime.microbatch import Flight, Route, Trip, pipe
+from topotrain.parallel.runtime.model_outputs import Outputs, tied
+from topotrain.parallel.runtime.one_f_one_b import Interleaved, loss_of
+from topotrain.parallel.runtime.transfers import Post
+from topotrain.parallel.runtime.worker_sync import Hello, Meeting
+
+GPIPE, ONE_F_ONE_B = "kGPipe", "k1F1B"
+
+
+class Runner:
+    """In the place of `model.forward`: takes this worker's share of the batch, gives the output for it.
+
+    Args:
+        program: the same on all workers of the group.
+        model: its modules and parameters that are used on this worker are here, others may be meta.
+        passage: to the group's other workers.
+        weight: what this worker's gradient counts in the present step (its samples).
+        microbatches: into how many parts each worker's share is cut, at most; fewer where a worker has fewer samples.
+        schedule: kGPipe or k1F1B.
+        meeting: of this process, if it has several runners (one for training, one for evaluation).
+        generator: that draws masks of dropout.
+
+    A worker whose weight is 0 (it repeats samples) goes along: its loss adds nothing to any gradient, but parameters
+    that live on it alone have gradients that must count. Therefore servers take `counts`, not `weight`, as the weight
+    of its gradients.
+
+    Raises (from a call):
+        ConfigError: the workers do not do the same, or an argument has another shape than the graph was made for.
+        JobError, PeerLost: another worker or a server is gone.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: nn.Module,
+        passage: Passage,
+        weight: Callable[[], float],
+        microbatches: int = 1,
+        schedule: str = GPIPE,
+        meeting: Meeting | None = None,
+        generator: torch.Generator = torch.default_generator,
+    ) -> None:
+        if program.workers != passage.size:
+            raise ConfigError(
+                "split model", None, f"is cut for {program.workers} workers, the group has {passage.size}"
+            )
+        self.program, self.model, self.passage = program, model, passage
+        self.meeting = Meeting(passage) if meeting is None else meeting
+        self._weight, self._microbatches, self._generator = weight, microbatches, generator
+        self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
+        self._route, self._outputs = Route(program, model, passage.me), Outputs(program)
+        self._digest = digest(program, microbatches, schedule)
+        self._signature = signature(type(model).forward)
+        self.counts = 0.0
+        """What this worker's gradients count since the last call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model for this worker's samples, nested as the model returns it."""
+        given = self._bind(args, kwargs)
+        hellos = self.meeting.meet(self._hello(self._samples(given)))
+        said = [hello.weight for hello in hellos]
+        weights = tuple(weight if weight > 0 else 1.0 for weight in said)
+        me = self.passage.me
+        self.counts = weights[me]
+        factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
+        trip = self._trip(given, tuple(hello.samples for hello in hellos), weights)
+        if self._loss is not None and torch.is_grad_enabled():
+            leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
+            if leaves:
+                raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
+            return Interleaved(self._route, trip, self._loss, factor)(self.passage.wait_any, self.meeting.begun)
+        flights = [Flight(self._route, trip, micro) for micro in range(trip.micros)]
+        pipe(flights, self.passage.wait_any)
+        output = self._outputs.joined(flights, me)
+        if not torch.is_grad_enabled():
+            return output
+        return tied(output, [token for flight in flights for token in flight.tokens], self.meeting.begun, factor)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Arguments by name, as a call of the model's own forward would bind them; TypeError as there."""
+        bound = self._signature.bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                given.update(given.pop(name))
+        return given
+
+    def _samples(self, given: Mapping[str, Any]) -> int:
+        """This worker's samples, by the arguments; all must have as many."""
+        found: dict[int, str] = {}
+        for step, value in given_of(self.program, given):
+            shape = step.shape
+            if step.layout.where is not Where.BATCH or shape is None or shape.batch < 0:
+                continue
+            name = step.target if step.kind is Kind.INPUT else step.name
+            expected = ", ".join("samples" if d == shape.batch else str(size) for d, size in enumerate(shape.sizes))
+            told = f"the split model takes a tensor of shape ({expected})"
+            if not isinstance(value, torch.Tensor) or value.dim() != len(shape.sizes):
+                raise ConfigError(name, _of(value), told)
+            samples, rest = divmod(value.shape[shape.batch], shape.per_sample)
+            if rest or tuple(value.shape) != shape.at(samples):
+                raise ConfigError(name, _of(value), told)
+            found.setdefault(samples, name)
+        if len(found) > 1:
+            told = ", ".join(f"{name} has {count}" for count, name in found.items())
+            raise ConfigError("split model", None, f"its arguments have different numbers of samples: {told}")
+        return next(iter(found), 0)
+
+    def _hello(self, samples: int) -> Hello:
+        modes = digest(*(module.training for module in self.model.modules()))
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        return Hello(
+            steps=self.meeting.steps,
+            backwards=self.meeting.backwards,
+            samples=samples,
+            weight_bits=Hello.bits(float(self._weight())),
+            training=int(self.model.training),
+            grad=int(torch.is_grad_enabled()),
+            modes=modes,
+            autocast=sum(1 + hash_of(torch.get_autocast_dtype(kind)) for kind in kinds),
+            program=self._digest,
+            chance=dropout.digest(self.program, self.model, self._generator),
+        )
+
+    def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> Trip:
+        micros = max(1, min(self._microbatches, *samples))
+        drops = {step.number: drop for step in self.program.steps if (drop := dropout.dropout(step, self.model))}
+        themselves = dropout.inside(self.program, self.model)
+        masks = dropout.draw(self.program, drops, self.passage.me, samples, micros, self._generator, themselves)
+        forward = self.meeting.forwards - 1
+        post = Post(self.passage, forward, weights, self._device(given), self.meeting.wait)
+        mine = [stop.step for stop in self._route.stops if stop.step is not None]
+        modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is Kind.MODULE}
+        apart = themselves | {step.number for step in mine if dropout.draws_by_itself(step, self.model)}
+        return Trip(forward, post, given, samples, micros, drops, masks, modules, apart)
+
+    def _device(self, given: Mapping[str, Any]) -> torch.device:
+        """Where this worker computes: where its parameters are, else its arguments."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *given.values()]
+        devices = (tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_meta)
+        return next(devices, torch.device("cpu"))
+
+
+def hash_of(dtype: torch.dtype) -> int:
+    """A number for a dtype, the same in every process."""
+    return int.from_bytes(str(dtype).encode()[-6:], "little")
+
+
+def _of(value: Any) -> object:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,1 @@
+"""Programs around a job: command line, monitor, planner, simulator, fault injection."""

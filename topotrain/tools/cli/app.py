@@ -1,0 +1,617 @@
+"""The command `topotrain`: run a job, plan it, compare several.
+
+Rule: bad input is found before anything starts, and told in one block on stderr with exit code 2. Codes: 0 done, 1 the
+program raised or a process died, 2 bad input, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once:
+whatever is slow to import (torch above all) is imported where it is used.
+"""
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from topotrain.config.job import ConfigError, Job, Link
+from topotrain.config.private_files import make_folder, open_file, open_for_reading
+from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.cli import (
+    chaos,
+    elastic_commands,
+    pserver,
+    simulate,
+)
+from topotrain.tools.cli import (
+    jobs as commands_jobs,
+)
+from topotrain.tools.cli import (
+    resume as commands_resume,
+)
+from topotrain.tools.cli import (
+    unit as commands_unit,
+)
+from topotrain.tools.cli.misplaced_options import hint, misplaced
+from topotrain.tools.monitor.monitored_run import complain, show, show_trace, train
+
+if TYPE_CHECKING:
+    from topotrain.config.topology import Topology
+    from topotrain.tools.monitor.compare_jobs import Result
+    from topotrain.tools.monitor.graph_report import CutPlan
+    from topotrain.tools.plan.layout_plan import Schema
+
+WARM_STEP = 10
+"""The step that `--profile` shows: by then buffers are allocated and caches are warm."""
+
+VALUED = frozenset(
+    {"--set", "--emulate", "--report", "--out", "--forkserver", "--profile-step", "--resume"}
+) | frozenset(
+    {"--rendezvous", "--nodes", "--hosts", "--pass", "--id", "--rank", "--nprocs", "--host"}
+    | {"--image", "--namespace", "--format", "--output", "--max-restarts", "--input", "--plot"}
+    | {"--kill-every", "--for", "--seed", "--freeze", "--whom", "--pairs", "--at", "--kills"}
+    | {"--seeds", "--layout", "--only", "--group", "--workers", "--within"}
+)
+"""Options that are followed by a value, of all commands."""
+
+CONFS = (".conf", ".yaml", ".yml")
+
+app = typer.Typer(
+    name="topotrain",
+    help="Distributed PyTorch training in which one cluster block chooses the framework.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RUN_EXAMPLE = """\b
+Example:
+  topotrain run examples/conf/downpour.conf --set cluster.nworker_groups=3 train.py --epochs 20
+"""
+PLAN_EXAMPLE = """\b
+Example:
+  topotrain plan examples/conf/hogwild.conf --json
+"""
+LAUNCH_EXAMPLE = """\b
+Example:
+  topotrain launch slurm --nodes 2 --pass=--partition=cpu --dry-run examples/conf/downpour.conf train.py
+"""
+COMPARE_EXAMPLE = """\b
+Example:
+  topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
+"""
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job; may be given several times."),
+]
+Emulate = Annotated[
+    str,
+    typer.Option("--emulate", metavar="LINK", help="A slow network between the units, such as 100mbit,20ms."),
+]
+Conf = Annotated[Path, typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml.", show_default=False)]
+Program = Annotated[
+    str | None,
+    typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`."),
+]
+Args = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="Handed to the script untouched, also those that begin with --."),
+]
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used; the text says what and why."""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The console script: never returns, raises SystemExit with the code of the command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _look_behind_program(words)
+    app(args=separate(words), prog_name="topotrain")
+    raise SystemExit(0)
+
+
+def _look_behind_program(words: Sequence[str]) -> None:
+    """Say which words behind the script look like options of the command; behind a "--" they are meant for it."""
+    at = _program_at(words)
+    rest = words[at + 1 :] if at is not None else ()
+    if at is None or rest[:1] == ["--"] or not any(word.startswith("--") for word in rest):
+        return
+    command = typer.main.get_command(app).commands.get(words[0])  # type: ignore[attr-defined]
+    if command is not None:
+        ours = {name for option in command.params if option.param_type_name == "option" for name in option.opts}
+        names = misplaced(Path(words[at]), rest, ours)
+        if names:
+            print(f"topotrain: warning: {hint(words[at], names, words[0])}", file=sys.stderr)
+
+
+def separate(argv: Sequence[str]) -> list[str]:
+    """Mark the end of our options with "--" behind PROGRAM, so that what follows reaches the script as it is.
+
+    PROGRAM is the second positional argument of `run` and `plan`, the third of `launch`, and the first .py file of
+    `compare`. Behind that of `chaos` our options go on: there the script's own need a "--" before them.
+    """
+    words = list(argv)
+    at = _program_at(words)
+    if at is None:
+        return words
+    rest = words[at + 1 :]
+    return [*words[: at + 1], "--", *(rest[1:] if rest[:1] == ["--"] else rest)]
+
+
+def _program_at(words: Sequence[str]) -> int | None:
+    """Where PROGRAM is; None where there is none, or a "--" stands before it."""
+    positionals = 0
+    skip = False
+    for at, word in enumerate(words):
+        if skip:
+            skip = False
+        elif word == "--":
+            return None
+        elif word.startswith("-"):
+            skip = word in VALUED
+        else:
+            positionals += 1
+            if positionals > 1 and _is_program(words[0], word, positionals):
+                return at
+    return None
+
+
+def _is_program(command: str, word: str, positionals: int) -> bool:
+    if command == "compare":
+        return word.endswith(".py")
+    return command not in ("jobs", "store", "chaos", "simulate") and positionals == (4 if command == "launch" else 3)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"topotrain {version('topotrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command; typer reads the text at `app` for the help."""
+
+
+@app.command("run", epilog=RUN_EXAMPLE)
+def run(
+    conf: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB.conf", help="Protobuf text format, or .yaml; with --resume optional."),
+    ] = None,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    emulate: Emulate = "",
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="A store where the job is listed, not its workspace.")
+    ] = "",
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="FILE", help="Write the result as JSON to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", metavar="WORKSPACE", help="Go on from the newest snapshot there, or from the named one."
+        ),
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write a trace of one step over all processes: trace.json.")
+    ] = False,
+    profile_step: Annotated[
+        int | None,
+        typer.Option("--profile-step", metavar="N", min=1, help="The step that --profile shows, instead of 10."),
+    ] = None,
+    forkserver: Annotated[
+        str,
+        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+    ] = "",
+) -> None:
+    """Train a job on this machine.
+
+    Starts every process, shows progress, ends them all together, and writes the result.
+    """
+    with _refusing():
+        from topotrain.config.topology import layout
+        from topotrain.tools.monitor.result_tables import console
+
+        job, snapshot = _job_and_snapshot(conf, sets, program, args, resume)
+        job = _linked(job, emulate)
+        job = replace(job, rendezvous=rendezvous) if rendezvous else job
+        topology = layout(job.cluster)
+        if report is not None:
+            _writable("--report", report)
+        terminal = console(stderr=True)
+        step = profile_step or (WARM_STEP if profile else 0)
+        result = train(job, topology, terminal, quiet, not as_json, forkserver, step, snapshot)
+        show(result, terminal, quiet, as_json, report)
+        if step and result.outcome.code == 0:
+            show_trace(job, terminal, quiet)
+        raise typer.Exit(result.outcome.code)
+
+
+@app.command("plan", epilog=PLAN_EXAMPLE)
+def plan(
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="SIZES", help="Of a forward's argument, if no loader tells: 32x64:int64."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (PNG).")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
+    ] = False,
+) -> None:
+    """Show who would live where; nothing is started.
+
+    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`; and, where one model is split
+    over the workers of a group, the cut graph.
+    """
+    with _refusing():
+        from topotrain.tools.plan.layout_plan import plan as rehearse
+
+        job = _load(conf, sets, program, args, needs_program=False)
+        found = rehearse(job)
+        if program is None:
+            if plot or measure or inputs:
+                raise BadInput("--input, --plot and --measure are about a model: give a PROGRAM")
+            print(json.dumps(found.as_data(), indent=2) if as_json else found.explain())
+            return
+        _drawable(plot)
+        schema, cut = _seen(job, inputs or (), measure)
+        found = rehearse(job, schema)
+        if cut is not None:
+            found = replace(found, memory=())  # the cut knows more of it: who holds what, and activations
+        if cut is None and (plot or measure or inputs):
+            raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
+        if as_json:
+            more = {} if cut is None else {"cut": cut.as_data()}
+            print(json.dumps(found.as_data() | more, indent=2))
+        else:
+            print("\n\n".join([found.explain(), *([] if cut is None else [cut.explain()])]))
+        if cut is not None and plot is not None:
+            from topotrain.tools.monitor import graph_plot
+
+            graph_plot.draw(cut.bill, plot, job.name)
+
+
+@app.command("launch", epilog=LAUNCH_EXAMPLE)
+def launch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a launcher; a wrong one lists those there are.")],
+    conf: Conf,
+    program: Program = None,
+    args: Args = None,
+    sets: Sets = None,
+    emulate: Emulate = "",
+    rendezvous: Annotated[
+        str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, instead of the workspace.")
+    ] = "",
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="On how many machines; 0: the launcher decides.")] = 0,
+    hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines.")] = "",
+    passed: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="WORD", help="For the launcher's own tool, as it is; may be given repeatedly."),
+    ] = None,
+    job_id: Annotated[str, typer.Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow a queued job to its end, and end with its code.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="ray, kubernetes: all may start again N times.")
+    ] = 0,
+    image: Annotated[str, typer.Option("--image", help="kubernetes: of the container, with the script in it.")] = "",
+    namespace: Annotated[str, typer.Option("--namespace", help="kubernetes: instead of `default`.")] = "",
+    form: Annotated[str, typer.Option("--format", metavar="KIND", help="kubernetes: trainjob or jobset.")] = "",
+    output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
+    with_secret: Annotated[
+        bool, typer.Option("--with-secret", help="kubernetes: write the job's secret down, too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Train a job under another tool that starts processes.
+
+    A batch job is queued, and its number printed; all others run in front.
+    """
+    with _refusing():
+        from topotrain.comm.store import StoreError
+        from topotrain.config.topology import layout
+        from topotrain.launch import launchers
+        from topotrain.launch.launchers.submission import Options
+        from topotrain.tools.cli.resume import refuse_elsewhere
+
+        launchers.check_name(name)
+        job = _linked(_load(conf, sets, program, args, elsewhere=name == launchers.KUBERNETES), emulate)
+        topology = layout(job.cluster)
+        if name != launchers.LOCAL:
+            refuse_elsewhere(job)
+        names = tuple(host for host in hosts.split(",") if host)
+        usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
+        options = Options(*usual, max_restarts, image, namespace, form, output, with_secret)
+        try:
+            if name == launchers.LOCAL and not dry_run:
+                launchers.check_special(name, options)
+                launchers.check_local(options)
+                raise typer.Exit(_launch_here(job, topology, as_json))
+            started = launchers.launch(name, job, topology, options, os.environ, dry_run)
+        except StoreError as error:
+            raise BadInput(str(error)) from None
+        print(json.dumps(started.as_data(), indent=2) if as_json else started.text, end="\n" if as_json else "")
+        raise typer.Exit(started.code)
+
+
+def _launch_here(job: Job, topology: "Topology", as_json: bool) -> int:
+    from topotrain.tools.monitor.result_tables import console
+
+    terminal = console(stderr=True)
+    result = train(job, topology, terminal, False, not as_json, "", resume=commands_resume.asked_for(job))
+    show(result, terminal, False, as_json, None)
+    return result.outcome.code
+
+
+@app.command("compare", epilog=COMPARE_EXAMPLE)
+def compare(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONF... PROGRAM -- ARGS",
+            help="Files that end with .conf, .yaml or .yml, one that ends with .py, and the script's arguments.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where everything is written.")] = Path(
+        "workspace/compare"
+    ),
+    sets: Sets = None,
+    emulate: Emulate = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on stdout, not as a table.")
+    ] = False,
+    running: Annotated[
+        str,
+        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+    ] = "",
+) -> None:
+    """Train one program under several job files, in turn.
+
+    Ends with one table, and with one picture: loss over time, a line per job.
+    """
+    with _refusing():
+        from topotrain.launch.agent import forkserver
+        from topotrain.tools.monitor import compare_jobs as side_by_side
+        from topotrain.tools.monitor import loss_plot
+        from topotrain.tools.monitor.result_tables import comparison, console
+
+        confs, program, args = _sort_out(files)
+        if not loss_plot.available():
+            raise BadInput(loss_plot.MISSING)
+        _writable("--out", out / side_by_side.DATA, private=True)
+        jobs = side_by_side.entries(
+            [(conf, _linked(_load(Path(conf), sets, program, args), emulate)) for conf in confs], out
+        )
+        terminal = console(stderr=True)
+
+        def train_one(entry: side_by_side.Entry) -> "Result":
+            terminal.print(f"{entry.label}: {entry.conf}", style="bold")
+            return train(
+                entry.job,
+                entry.topology,
+                terminal,
+                False,
+                not as_json,
+                served_at,
+                resume=commands_resume.asked_for(entry.job),
+            )
+
+        make_folder(out)
+        with ExitStack() as stack:  # torch is loaded once for all of them
+            own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
+            served_at = own.path if own else running
+            code, rows = side_by_side.compare(jobs, out, train_one)
+        if as_json:
+            print(json.dumps({"jobs": rows}, indent=2))
+        else:
+            console().print(comparison(rows))
+        terminal.print(f"picture: {out / side_by_side.PICTURE}   data: {out / side_by_side.DATA}", soft_wrap=True)
+        raise typer.Exit(code)
+
+
+def _job_and_snapshot(
+    conf: Path | None,
+    sets: list[str] | None,
+    program: str | None,
+    args: list[str] | None,
+    resume: Path | None,
+) -> "tuple[Job, str]":
+    """The job that is asked for, and the folder of the snapshot that it goes on from, if any."""
+    if resume is None:
+        if conf is None:
+            raise BadInput("no job file: give one, or --resume WORKSPACE to go on with the job of a workspace")
+        job = _load(conf, sets, program, args)
+        return job, commands_resume.asked_for(job)
+    found = commands_resume.earlier(resume, sets or () if conf is None else ())
+    if conf is not None:
+        return _load(conf, sets, program, args), found.path
+    _program(Path(found.job.program))
+    return found.job, found.path
+
+
+def _load(
+    conf: Path,
+    sets: list[str] | None,
+    program: str | None,
+    args: list[str] | None,
+    needs_program: bool = True,
+    elsewhere: bool = False,
+) -> Job:
+    """Read a job and check that its files can be read; `elsewhere`: not on this machine. Raises ConfigError, BadInput.
+
+    OSError: the job file cannot be read.
+    """
+    from topotrain.config.job_file import load_with_warnings
+
+    job, warnings = load_with_warnings(str(conf), sets or (), program, args or ())
+    for warning in warnings:
+        print(f"topotrain: warning: {warning}", file=sys.stderr)
+    _check_kind(Path(job.program))
+    if needs_program and not job.program:
+        raise BadInput(f'no program: give one after {conf}, or `program: "train.py"` in it')
+    if (needs_program or program) and not elsewhere:
+        _program(Path(job.program))
+    return job
+
+
+_LINK_FIELDS = {
+    "bandwidth": {"kbit": 0.001, "mbit": 1.0, "gbit": 1000.0},
+    "delay": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "jitter": {"us": 0.001, "ms": 1.0, "s": 1000.0},
+    "loss": {"": 1.0, "%": 0.01},
+}
+_LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
+
+
+def parse_link(text: str) -> Link:
+    """The link that `--emulate` names: "100mbit,20ms", "1gbit,jitter=5ms,loss=0.01". Raises ConfigError."""
+    values: dict[str, float] = {}
+    for part in text.lower().replace(" ", "").split(","):
+        found = _LINK_PART.fullmatch(part)
+        name, amount, unit = found.groups() if found else ("", "", "")
+        name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
+        if unit not in _LINK_FIELDS.get(name, {}):
+            accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
+            raise ConfigError("--emulate", text, f"{part!r} is no part of a link: {accepted}")
+        if name in values:
+            raise ConfigError("--emulate", text, f"{name} is named twice")
+        values[name] = float(amount) * _LINK_FIELDS[name][unit]
+    return Link(**values)
+
+
+def _linked(job: Job, emulate: str) -> Job:
+    """The job with the link of `--emulate`, if one is given. Raises ConfigError."""
+    return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
+
+
+def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[Schema, CutPlan | None]":
+    """What the script hands to `tt.prepare`, and how it would be cut; the script's own exception gives exit code 1."""
+    from topotrain.parallel.api.dry_run import look
+    from topotrain.tools.plan.layout_plan import Schema
+
+    try:
+        seen = look(job.program, job.args)
+    except ConfigError:
+        raise
+    except Exception:
+        complain(f"{job.program} failed before `tt.prepare`\n{traceback.format_exc()}")
+        raise typer.Exit(1) from None
+    momentum = seen.momentum(job.updater)
+    if job.cluster.nworkers_per_group > 1:
+        from topotrain.tools.plan.model_cut import cut_of
+
+        cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
+        if cut is not None:
+            return Schema(cut.parameters, seen.state_factor(), momentum), cut.plan
+    return Schema(seen.parameters(), seen.state_factor(), momentum), None
+
+
+def _drawable(file: Path | None) -> None:
+    """Find out before the script runs whether a picture can be drawn."""
+    from topotrain.tools.monitor import loss_plot
+
+    if file is not None:
+        if not loss_plot.available():
+            raise BadInput(loss_plot.MISSING)
+        _writable("--plot", file)
+
+
+def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Confs, program and its arguments. Raises BadInput."""
+    at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
+    confs = list(words[:at])
+    for word in confs:
+        _check_kind(Path(word))
+        if not word.endswith(CONFS):
+            raise BadInput(f"{word}: a job file ends with {', '.join(CONFS)}, a program with .py")
+    if not confs:
+        raise BadInput("no job file before the program")
+    if at == len(words):
+        raise BadInput("no program: a file that ends with .py must follow the job files")
+    return confs, words[at], list(words[at + 1 :])
+
+
+def _check_kind(path: Path) -> None:
+    if path.suffix == ".ipynb":
+        made = f"`jupyter nbconvert --to script {path}` makes one of it"
+        raise BadInput(f"program {path}: is a notebook, must be a Python script; {made}")
+
+
+def _program(path: Path) -> None:
+    _check_kind(path)
+    if path.is_dir():
+        raise BadInput(f"program {path}: is a folder, must be a file")
+    try:
+        os.close(open_for_reading(path))
+    except OSError as error:
+        raise BadInput(f"program {path}: cannot be read ({error.strerror})") from None
+
+
+def _writable(what: str, file: Path, private: bool = False) -> None:
+    """Find out before hours of training whether `file` can be written; what it holds stays.
+
+    private: it is for this user alone; else the user has named it, and its mode is what the umask gives.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        if private:
+            make_folder(file.parent)
+            os.close(open_file(file, flags))
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))  # a pipe that nothing reads is refused
+    except OSError as error:
+        raise BadInput(f"{what} {file}: cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn what is wrong with the input into one block and code 2, and a signal before the job into its code."""
+    try:
+        yield
+    except (ConfigError, BadInput) as error:
+        complain(str(error))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read our stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python flushes stdout once more when it ends
+        raise typer.Exit(1) from None
+
+
+_DESK = commands_unit.Desk(_load, _writable, _refusing, complain)
+
+pserver.register(app)
+commands_jobs.register(app)
+commands_unit.register(app, _DESK)
+chaos.register(app, _DESK)
+elastic_commands.register(app, _DESK)
+simulate.register(app, _DESK)

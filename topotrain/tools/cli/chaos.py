@@ -1,0 +1,141 @@
+"""The command `topotrain chaos`: run a job, kill its processes while it runs, and say what came of it."""
+
+import json
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topotrain.config.job import ConfigError, OnFailure
+from topotrain.launch import FORKSERVER_VARIABLE
+from topotrain.tools.cli.resume import asked_for
+from topotrain.tools.cli.unit import Desk
+from topotrain.tools.monitor.monitored_run import train
+
+if TYPE_CHECKING:
+    from topotrain.tools.fault_injector import Tormentor
+    from topotrain.tools.monitor.compare_jobs import Result
+
+EXAMPLE = """\b
+Example:
+  topotrain chaos examples/conf/downpour.conf examples/digits.py --kill-every 2s --for 20s --seed 7
+"""
+_UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "": 1.0}
+_SPAN = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|min|)")
+_NO_CAP = 1_000_000
+"""Restarts: here the dice, and not a cap, end a job's troubles."""
+
+
+def seconds(option: str, text: str) -> float:
+    """How long "500ms", "2s", "1min" or "3" is. Raises ConfigError for anything else, and for no time at all."""
+    found = _SPAN.fullmatch(text.strip())
+    length = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if length <= 0:
+        raise ConfigError(option, text, "must be a time above 0, such as 500ms, 2s or 1min")
+    return length
+
+
+def register(app: typer.Typer, desk: Desk) -> None:
+    """Add the command."""
+
+    @app.command("chaos", epilog=EXAMPLE)
+    def chaos(
+        conf: Annotated[Path, typer.Argument(metavar="JOB.conf", help="The job.", show_default=False)],
+        program: Annotated[
+            str | None, typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`.")
+        ] = None,
+        args: Annotated[
+            list[str] | None, typer.Argument(metavar="ARGS", help="Behind a --: handed to the script.")
+        ] = None,
+        sets: Annotated[
+            list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
+        ] = None,
+        kill_every: Annotated[
+            str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
+        ] = "2s",
+        lasting: Annotated[
+            str, typer.Option("--for", metavar="TIME", help="How long it is tormented, from its first step on.")
+        ] = "60s",
+        seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the dice: when, how, whom.")] = 0,
+        freeze: Annotated[
+            float,
+            typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the blows: stop for 0.1 to 3 s."),
+        ] = 0.0,
+        whom: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
+        pairs: Annotated[
+            float, typer.Option("--pairs", metavar="SHARE", min=0.0, max=1.0, help="Of the kills: two at once.")
+        ] = 0.0,
+        moments: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--at",
+                metavar="MOMENT",
+                help="Also when processes start, start again or end, or are back: start, again, end, back.",
+            ),
+        ] = None,
+        kills: Annotated[
+            int,
+            typer.Option("--kills", metavar="N", min=0, help="Let it alone after so many blows; 0: only --for ends."),
+        ] = 0,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+        forkserver: Annotated[
+            str,
+            typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+        ] = "",
+    ) -> None:
+        """Train a job on this machine while its processes are killed.
+
+        Ends with a verdict, and with the job's exit code: 0 if it came to its end all the same.
+        """
+        with desk.refusing():
+            from topotrain.config.topology import layout
+            from topotrain.tools.fault_injector import MOMENTS, Torment, Tormentor
+            from topotrain.tools.monitor.result_tables import console
+
+            if whom not in ("", "worker", "server"):
+                raise ConfigError("--whom", whom, "must be worker or server")
+            at = frozenset(moments or ())
+            if not at <= set(MOMENTS):
+                raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
+            every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
+            torment = Torment(every_s, for_s, seed, freeze, whom, pairs, at, kills)
+            job = replace(desk.load(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
+            topology = layout(job.cluster)
+            with Tormentor(torment) as tormentor:
+                terminal = console(stderr=True)
+                result = train(job, topology, terminal, quiet, not as_json, forkserver, 0, asked_for(job), tormentor)
+            found = verdict(result, tormentor)
+            print(json.dumps(found, indent=2) if as_json else _words(found), file=sys.stdout if as_json else sys.stderr)
+            raise typer.Exit(result.outcome.code)
+
+
+def verdict(result: "Result", tormentor: "Tormentor") -> dict[str, Any]:
+    """What was done to the job, what it did about it, and what it says that it counted."""
+    report = result.report.as_data(result.outcome)
+    waits = sorted(found["waited_s"] for found in report["incidents"] if found["waited_s"] is not None)
+    return {
+        "code": result.outcome.code,
+        "seed": tormentor.seed,
+        "killed": sum(not blow.frozen_s for blow in tormentor.blows),
+        "frozen": sum(bool(blow.frozen_s) for blow in tormentor.blows),
+        "blows": [asdict(blow) for blow in tormentor.blows],
+        "incidents": report["incidents"],
+        "grown": [grown.grown for grown in tormentor.held.values()],
+        "recovery_s": {"p50": _quantile(waits, 0.5), "p99": _quantile(waits, 0.99), "max": _quantile(waits, 1.0)},
+    }
+
+
+def _quantile(values: list[float], share: float) -> float | None:
+    return values[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def _words(found: dict[str, Any]) -> str:
+    waits = found["recovery_s"]
+    took = "" if waits["p50"] is None else f"; back after {waits['p50']:.2f} s (median), {waits['max']:.2f} s at most"
+    frozen = f", {found['frozen']} times frozen" if found["frozen"] else ""
+    end = "the job came to its end" if found["code"] == 0 else f"THE JOB FAILED with code {found['code']}"
+    return f"topotrain: {found['killed']} processes killed{frozen} (seed {found['seed']}): {end}{took}"

@@ -1,0 +1,99 @@
+"""The commands `topotrain leave` and `topotrain join`: worker groups, or workers, leave a running job or come to it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from topotrain.config.job import ConfigError
+from topotrain.tools.cli.chaos import seconds
+from topotrain.tools.cli.unit import Desk
+
+if TYPE_CHECKING:
+    from topotrain.launch.recovery.elastic_groups import Wish
+    from topotrain.launch.recovery.resize import Resize
+
+LEAVE_EXAMPLE = """\b
+Example:
+  topotrain leave workspace/digits --group 2
+  topotrain leave workspace/digits --workers 1
+"""
+JOIN_EXAMPLE = """\b
+Example:
+  topotrain join workspace/digits --group 2
+  topotrain join workspace/digits --workers 1
+"""
+
+Workspace = Annotated[
+    Path, typer.Argument(metavar="WORKSPACE", help="The folder of a job that `topotrain run` runs here.")
+]
+Group = Annotated[
+    int | None, typer.Option("--group", metavar="N", help="Asynchronous jobs: number of the worker group, from 0.")
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", help="Jobs of one worker group: how many workers; usually 1.")
+]
+Within = Annotated[
+    str,
+    typer.Option(
+        "--within", metavar="TIME", help="How long a group's step, or the snapshot of a job of one group, may take."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")]
+
+
+def register(app: typer.Typer, desk: Desk) -> None:
+    """Add the commands."""
+
+    @app.command("leave", epilog=LEAVE_EXAMPLE)
+    def leave(
+        workspace: Workspace,
+        group: Group = None,
+        workers: Workers = None,
+        within: Within = "10s",
+        as_json: AsJson = False,
+    ) -> None:
+        """Let a worker group leave a job while the others train on, or a worker leave a job of one group.
+
+        A group: returns when its processes have ended; what it has not read goes to the others. A worker: the job takes
+        a snapshot and goes on from there with one worker less; returns when it trains again.
+        """
+        _wish(desk, workspace, "leave", group, workers, within, as_json)
+
+    @app.command("join", epilog=JOIN_EXAMPLE)
+    def join(
+        workspace: Workspace,
+        group: Group = None,
+        workers: Workers = None,
+        within: Within = "10s",
+        as_json: AsJson = False,
+    ) -> None:
+        """Let a worker group come (again) to a job that runs, or a worker come to a job of one group.
+
+        A group: returns when it starts. A worker: the job takes a snapshot and goes on from there with one worker more;
+        returns when it trains again.
+        """
+        _wish(desk, workspace, "join", group, workers, within, as_json)
+
+
+def _wish(
+    desk: Desk, workspace: Path, verb: str, group: int | None, workers: int | None, within: str, as_json: bool
+) -> None:
+    with desk.refusing():
+        from topotrain.launch.control_socket import ask
+
+        answer = ask(workspace, _meant(verb, group, workers, seconds("--within", within)))
+        print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
+
+
+def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -> "Wish | Resize":
+    """A group, if one is named, and else workers, one unless told otherwise. Raises ConfigError."""
+    from topotrain.launch.recovery.elastic_groups import Wish
+    from topotrain.launch.recovery.resize import Resize
+
+    if group is None:
+        return Resize(verb, 1 if workers is None else workers, within_s)
+    if workers is not None:
+        raise ConfigError("--workers", workers, "must not be given with --group, which means a whole worker group")
+    return Wish(verb, group, within_s)

@@ -1,0 +1,171 @@
+"""The commands `topotrain jobs …` and `topotrain store`.
+
+Rule: as everywhere, what the user gave wrongly ends with code 2 and one block on stderr; a store that cannot be used
+ends with code 1. Nothing here loads torch.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from topotrain.comm.store import Store
+    from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
+
+VARIABLE = "TOPOTRAIN_RENDEZVOUS"
+PATIENCE = 5.0
+"""Seconds for which a store is looked for."""
+
+jobs = typer.Typer(
+    help="The jobs that a store knows: list them, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Rendezvous = Annotated[
+    str, typer.Option("--rendezvous", metavar="URL", help=f"The store, instead of {VARIABLE}.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="As `topotrain jobs list` shows it.", show_default=False)]
+
+LIST_EXAMPLE = """\b
+Example:
+  topotrain jobs list --rendezvous tcp://127.0.0.1:29400
+"""
+STORE_EXAMPLE = """\b
+Example:
+  topotrain store tcp://127.0.0.1:29400
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(jobs, name="jobs")
+    app.command("store", epilog=STORE_EXAMPLE)(store)
+
+
+@jobs.command("list", epilog=LIST_EXAMPLE)
+def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
+    """All jobs, the latest first.
+
+    "lost" is one that says it runs and has given no sign of life for half a minute.
+    """
+    with _registry(rendezvous) as registry:
+        records = registry.list()
+        if as_json:
+            print(json.dumps([record.as_data() for record in records], indent=2))
+        elif not records:
+            print("no jobs", file=sys.stderr)
+        else:
+            print(_table([("id", "state", "started", "units", "name"), *map(_row, records)]))
+
+
+@jobs.command("view")
+def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
+    """What is known of one job."""
+    with _registry(rendezvous) as registry:
+        record = registry.view(id)
+        if as_json:
+            print(json.dumps(record.as_data(), indent=2))
+        else:
+            seen = f"{max(0.0, time.time() - record.heartbeat):.0f} s ago" if record.heartbeat else "none"
+            rows = [("id", record.id), ("name", record.name), ("state", record.state), ("started", _when(record))]
+            rows += [("units", str(record.units)), ("hosts", ", ".join(record.hosts)), ("sign of life", seen)]
+            print(_table(rows))
+
+
+@jobs.command("stop")
+def stop(id: Id, rendezvous: Rendezvous = "") -> None:
+    """Ask a job to end; its units end by themselves soon after."""
+    with _registry(rendezvous) as registry:
+        from topotrain.comm.store.discovery.job_registry import ENDED
+
+        state = registry.stop(id).state
+        print(f"{id} has ended already: {state}" if state in ENDED else f"{id} is told to stop")
+
+
+def store(
+    url: Annotated[str, typer.Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")],
+) -> None:
+    """Serve a store until Ctrl-C, for jobs to meet at.
+
+    Its values live in memory. Who uses it needs the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
+    ~/.config/topotrain/token.
+    """
+    from topotrain.comm.security.secret import load_secret
+    from topotrain.comm.store import StoreError, serve_store
+    from topotrain.comm.store.store_url import parse
+
+    # Blocked before the store's threads are made, who inherit that: both signals come to `sigwait` alone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        address = parse(url)
+        if address.scheme != "tcp" or address.job:
+            raise address.fail("must be tcp://ADDRESS:PORT: only such a store is served by us")
+        served = serve_store(address.host, address.port, load_secret(os.environ))
+    except StoreError as error:
+        raise _failed(str(error), 2) from None
+    print(f"{served.url} is served until Ctrl-C", file=sys.stderr, flush=True)
+    number = signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    served.close()
+    raise typer.Exit(128 + number)
+
+
+@contextmanager
+def _registry(rendezvous: str) -> "Iterator[Registry]":
+    """The registry of a store; what goes wrong is told, with its code."""
+    from topotrain.comm.store import StoreError
+    from topotrain.comm.store.discovery.job_registry import Registry, UnknownJob
+
+    opened = _open(rendezvous)
+    try:
+        yield Registry(opened)
+    except UnknownJob as error:
+        raise _failed(str(error), 2) from None
+    except StoreError as error:
+        raise _failed(str(error), 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read our stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python flushes stdout once more when it ends
+        raise typer.Exit(1) from None
+    finally:
+        opened.close()
+
+
+def _open(rendezvous: str) -> "Store":
+    from topotrain.comm.store import StoreError, open_store
+
+    url = rendezvous or os.environ.get(VARIABLE, "")
+    if not url:
+        raise _failed(f"no store: give --rendezvous URL or set {VARIABLE}", 2)
+    try:
+        return open_store(url, patience=PATIENCE)
+    except StoreError as error:
+        raise _failed(str(error), 2) from None
+
+
+def _row(record: "JobRecord") -> tuple[str, ...]:
+    return record.id, record.state, _when(record), str(record.units), record.name
+
+
+def _when(record: "JobRecord") -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns of equal width; what came from elsewhere cannot steer the terminal."""
+    clean = [tuple("".join(c if c.isprintable() else "?" for c in cell) for cell in row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*clean)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in clean)
+    return "\n".join(lines)
+
+
+def _failed(text: str, code: int) -> typer.Exit:
+    print(f"topotrain: error: {text}", file=sys.stderr, flush=True)
+    return typer.Exit(code)

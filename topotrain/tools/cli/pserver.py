@@ -1,0 +1,72 @@
+"""The command `topotrain pserver`, with Paddle's flags. Codes as those of the other commands."""
+
+import signal
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from topotrain.config.job import ConfigError
+
+EXAMPLE = """\b
+Example:
+  topotrain pserver --use_gpu=False --port=7164 --ports_num=1 --num_of_gradient_servers=2
+"""
+HELP = """Be parameter servers for trainers that are started by hand (`tt.init`), as Paddle's pserver.
+
+Ends when all trainers have ended. Flags, which trainers give to `tt.init` alike:
+
+\b
+  --num_of_gradient_servers=1  how many trainers there are
+  --port=7164                  the first port
+  --ports_num=1                ports of each pserver, which are as many servers
+  --pservers=127.0.0.1         hosts of all pservers, separated by commas
+  --host=                      which one of them this is, if that is not clear
+  --async_sgd=False            trainers do not wait for each other
+  --wait_s=600                 seconds to wait for everybody before training starts
+  --use_gpu=False              of the trainers; servers compute on the CPU
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    settings = {"ignore_unknown_options": True}
+    app.command("pserver", help=HELP, epilog=EXAMPLE, context_settings=settings)(pserver)
+
+
+def pserver(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="--FLAG=VALUE", help="As gflags takes them.", show_default=False)
+    ] = None,
+) -> None:
+    """Typer reads HELP."""
+    from topotrain.compat.paddle.flags import parse
+
+    try:
+        flags = parse(words or [])
+        flags.job()
+        flags.servers_here()
+    except ConfigError as error:
+        _complain(str(error), 2)
+    signal.signal(signal.SIGTERM, _terminated)
+
+    from topotrain.comm.store import StoreError
+    from topotrain.comm.transport import Refused, WireError
+    from topotrain.compat.paddle.init import run_pserver
+    from topotrain.core.client.client import JobError  # torch, only now
+
+    try:
+        run_pserver(flags)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except (StoreError, WireError, JobError) as error:
+        _complain(str(error), 2 if isinstance(error, StoreError | Refused) or getattr(error, "config", False) else 1)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _complain(text: str, code: int) -> NoReturn:
+    print(f"topotrain: error: {text}", file=sys.stderr, flush=True)
+    raise typer.Exit(code)

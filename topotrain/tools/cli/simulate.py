@@ -1,0 +1,187 @@
+"""The command `topotrain simulate`: rehearse a job under faults, in virtual time, and say whether it counted right."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topotrain.config.job import ConfigError
+from topotrain.tools.cli.unit import Desk
+
+if TYPE_CHECKING:
+    from topotrain.config.job import Job
+    from topotrain.tools.simulator.seeded_runs import Verdict
+
+EXAMPLE = """\b
+Example:
+  topotrain simulate --seed 7 --layout examples/conf/downpour.conf
+  topotrain simulate --seeds 1000
+"""
+_SHOWN = 20
+"""Seeds that are named when many are wrong."""
+
+
+def register(app: typer.Typer, desk: Desk) -> None:
+    """Add the command."""
+
+    @app.command("simulate", epilog=EXAMPLE)
+    def simulate(
+        seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of everything that is chance.")] = 0,
+        seeds: Annotated[
+            int, typer.Option("--seeds", metavar="COUNT", min=1, help="Rehearse so many seeds, from N on.")
+        ] = 1,
+        where: Annotated[
+            str,
+            typer.Option("--layout", metavar="NAME|JOB.conf", help="Instead of one that the seed chooses."),
+        ] = "",
+        only: Annotated[
+            str,
+            typer.Option("--only", metavar="I,J", help="Of the seed's faults only these; a - alone: none."),
+        ] = "",
+        as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
+    ) -> None:
+        """Rehearse a job under faults, on a pretended network in virtual time.
+
+        The same servers as in a job; of the script only what it pushes is made up. Ends with code 1 if a batch was
+        lost or counted twice, or if somebody would wait for ever.
+        """
+        with desk.refusing():
+            job = _job(where)
+            _stay()
+            if seeds > 1:
+                if only:
+                    raise ConfigError("--only", only, "is about the faults of one seed: leave --seeds out")
+                raise typer.Exit(_many(range(seed, seed + seeds), job, where, as_json))
+            raise typer.Exit(_one(seed, job, where, only, as_json))
+
+
+def _stay() -> None:
+    """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+
+
+def _job(where: str) -> "Job | None":
+    from topotrain.config.job_file import load_with_warnings
+    from topotrain.tools.simulator.seeded_runs import LAYOUTS, prepared
+
+    if not where:
+        return None
+    if where in LAYOUTS:
+        return LAYOUTS[where]
+    if not where.endswith((".conf", ".yaml", ".yml")):
+        raise ConfigError("--layout", where, f"must be a job file, or one of {', '.join(LAYOUTS)}")
+    return prepared(load_with_warnings(where, (), None, ())[0], where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A verdict, and what it comes down to if it is a bad one."""
+
+    verdict: "Verdict"
+    shortest: "Verdict | None"
+    kept: tuple[int, ...]
+
+    def command(self) -> str:
+        """What repeats the shortest."""
+        only = ",".join(map(str, self.kept)) or "-"
+        return f'topotrain simulate --seed {self.verdict.seed} --layout "{self.verdict.layout}" --only {only}'
+
+    def as_data(self) -> dict[str, Any]:
+        data = self.verdict.as_data()
+        if self.shortest is not None:
+            data["shortest"] = {**self.shortest.as_data(), "command": self.command()}
+        return data
+
+
+def _looked_into(verdict: "Verdict", job: "Job | None") -> _Found:
+    from topotrain.tools.simulator.seeded_runs import LAYOUTS, shrunk
+
+    if not verdict.wrong:
+        return _Found(verdict, None, ())
+    return _Found(verdict, *shrunk(job or LAYOUTS[verdict.layout], verdict))
+
+
+def _one(seed: int, job: "Job | None", name: str, only: str, as_json: bool) -> int:
+    from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, layout_of, rehearse, scheduled
+
+    name = name or layout_of(seed)
+    used = job or LAYOUTS[name]
+    schedule = scheduled(used, name, seed)
+    kept = _numbers(only, len(schedule.faults))
+    if kept is None:
+        found = _looked_into(rehearse(used, name, seed, schedule), used)
+    else:
+        found = _Found(rehearse(used, name, seed, chosen(schedule, kept)), None, kept)
+    print(json.dumps(found.as_data(), indent=2) if as_json else _words(found))
+    return int(bool(found.verdict.wrong))
+
+
+def _numbers(only: str, count: int) -> tuple[int, ...] | None:
+    """Which faults are wanted; None: all. Raises ConfigError."""
+    if not only:
+        return None
+    words = [] if only == "-" else only.split(",")
+    if not all(word.isdecimal() and int(word) < count for word in words):
+        raise ConfigError("--only", only, f"must be numbers below {count}, separated by commas, or -")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
+    from topotrain.tools.simulator.seeded_runs import many
+
+    begun, wrong = time.monotonic(), list["Verdict"]()
+    counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
+    tell = sys.stderr.isatty()
+    for done, verdict in enumerate(many(seeds, job, name), 1):
+        for what in counts:
+            counts[what] += getattr(verdict, what)
+        if verdict.wrong:
+            wrong.append(verdict)
+        if tell and done % 50 == 0:
+            print(f"\r{done} of {len(seeds)} seeds, {len(wrong)} wrong", end="", file=sys.stderr, flush=True)
+    if tell:
+        print("\r\033[K", end="", file=sys.stderr)
+    took = time.monotonic() - begun
+    first = _looked_into(wrong[0], job) if wrong else None
+    if as_json:
+        rate = {"seconds": round(took, 1), "seeds_per_s": round(len(seeds) / took, 1)}
+        data = {"seeds": len(seeds), "wrong": [v.seed for v in wrong], **counts, **rate}
+        print(json.dumps(data if first is None else {**data, "first": first.as_data()}, indent=2))
+    else:
+        print(_summary(len(seeds), wrong, counts, took))
+        if first is not None:
+            print(_words(first))
+    return int(bool(wrong))
+
+
+def _summary(seeds: int, wrong: "Sequence[Verdict]", counts: dict[str, int], took: float) -> str:
+    said = ", ".join(f"{count} {what}" for what, count in counts.items())
+    text = f"topotrain: {seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {said}; {len(wrong)} went wrong"
+    more = ", ..." if len(wrong) > _SHOWN else ""
+    return text + (": " + ", ".join(str(v.seed) for v in wrong[:_SHOWN]) + more if wrong else "")
+
+
+def _words(found: _Found) -> str:
+    verdict = found.verdict
+    schedule = verdict.schedule
+    read = f"{schedule.batches} batches in {schedule.epochs} epoch{'s' * (schedule.epochs > 1)}, {schedule.mode}"
+    lines = [f"seed {verdict.seed}, layout {verdict.layout}: {read}; weather {schedule.weather}"]
+    numbers = found.kept if found.shortest is None and found.kept else range(len(schedule.faults))
+    for number, fault, moment in zip(numbers, schedule.faults, verdict.moments, strict=True):
+        came = "did not come to it" if moment is None else f"{moment:.4f} s"
+        lines.append(f"  {number}: {fault} [{came}]")
+    passed = f"{verdict.messages} messages, {verdict.snapshots} snapshots, {verdict.seconds:.3f} s of virtual time"
+    if not verdict.wrong:
+        return "\n".join([*lines, f"ledger: every batch counted once; {passed}; run {verdict.digest:08x}"])
+    lines.append(f"WRONG: {verdict.wrong}; {passed}; run {verdict.digest:08x}")
+    if found.shortest is not None:
+        again = replace(found, verdict=found.shortest, shortest=None)
+        lines += ["", "the same with less:", _words(again), "", f"to repeat it: {found.command()}"]
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""The command `topotrain unit`: one unit of a job on this machine, started by hand or by any launcher.
+
+Rule: unit 0 shows the job and makes its report; the others say on stderr that they are there, and how it ended.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topotrain.config.job import ConfigError, Job
+from topotrain.launch import FORKSERVER_VARIABLE
+
+if TYPE_CHECKING:
+    from topotrain.config.topology import Topology
+    from topotrain.launch import OnEvent
+    from topotrain.launch.console_output import Outlet
+    from topotrain.launch.launchers.env_tables import Start
+    from topotrain.launch.multinode.node import Ended
+    from topotrain.tools.monitor.job_report import Report
+
+EXAMPLE = """\b
+Example:
+  topotrain unit job.conf --rendezvous tcp://10.0.0.1:29400 --rank 0 --nprocs 2 train.py
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all commands have in common: reading a job, checking a file to be written, refusing, complaining."""
+
+    load: Callable[[Path, list[str] | None, str | None, list[str] | None], Job]
+    writable: Callable[[str, Path], None]
+    refusing: Callable[[], AbstractContextManager[None]]
+    complain: Callable[[str], None]
+
+
+def register(app: typer.Typer, desk: Desk) -> None:
+    """Add the command."""
+
+    @app.command("unit", epilog=EXAMPLE)
+    def unit(
+        conf: Annotated[
+            Path | None,
+            typer.Argument(
+                metavar="JOB.conf", help="For unit 0 at least, unless the job was submitted.", show_default=False
+            ),
+        ] = None,
+        program: Annotated[
+            str | None, typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`.")
+        ] = None,
+        args: Annotated[
+            list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script untouched.")
+        ] = None,
+        sets: Annotated[
+            list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
+        ] = None,
+        rendezvous: Annotated[
+            str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, or TOPOTRAIN_RENDEZVOUS.")
+        ] = "",
+        rank: Annotated[
+            int | None,
+            typer.Option("--rank", metavar="R", help="Which unit this is, from 0, or a launcher's variable."),
+        ] = None,
+        nprocs: Annotated[
+            int | None, typer.Option("--nprocs", metavar="N", help="How many units, or a launcher's variable.")
+        ] = None,
+        host: Annotated[
+            str, typer.Option("--host", metavar="ADDR", help="At which address other hosts reach this one.")
+        ] = "",
+        report: Annotated[
+            Path | None, typer.Option("--report", metavar="FILE", help="Unit 0 writes the result as JSON to this file.")
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Unit 0 prints the result as JSON on stdout.")] = False,
+        quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
+        forkserver: Annotated[
+            str,
+            typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+        ] = "",
+    ) -> None:
+        """Run one unit of a job on this machine.
+
+        Start it once per unit, by hand or by a launcher, in any order and on any hosts; they find each other, train,
+        and end together.
+        """
+        with desk.refusing():
+            from topotrain.comm.store import StoreError
+            from topotrain.launch.launchers.env_tables import RENDEZVOUS
+            from topotrain.launch.multinode.node import Part
+            from topotrain.tools.cli.resume import refuse_elsewhere
+
+            job = None if conf is None else desk.load(conf, sets, program, args)
+            if job is not None:
+                refuse_elsewhere(job)
+            named = "" if job is None or os.environ.get(RENDEZVOUS) else job.rendezvous
+            start = _start(desk, args or (), rank, nprocs, rendezvous or named, host)
+            if report is not None and start.rank == 0:
+                desk.writable("--report", report)
+            window = _Window(start.rank, quiet, as_json)
+            try:
+                ended = Part(start, job, window.watching, forkserver=forkserver, outlet=window).live()
+            except StoreError as error:
+                desk.complain(str(error))
+                raise typer.Exit(1) from None
+            _tell(ended, window, desk, report, as_json, quiet)
+            raise typer.Exit(ended.outcome.code)
+
+
+def _start(
+    desk: Desk, args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str
+) -> "Start":
+    """What this unit has been told. Raises ConfigError; leaves with code 2 for a URL or a secret that is none."""
+    from topotrain.comm.security.secret import load_secret
+    from topotrain.comm.store import StoreError
+    from topotrain.comm.store.store_url import parse
+    from topotrain.launch.launchers.env_tables import start_of
+
+    try:
+        start = start_of(os.environ, rank, nprocs, rendezvous, host)
+        parse(start.rendezvous)
+        load_secret(os.environ)
+    except StoreError as error:
+        desk.complain(str(error))
+        raise typer.Exit(2) from None
+    except ConfigError:
+        ours = [word for word in args if word.partition("=")[0] in ("--rank", "--nprocs", "--rendezvous")]
+        if not ours:
+            raise
+        raise ConfigError(ours[0], None, "must stand before PROGRAM: what follows it is the program's") from None
+    return start
+
+
+@dataclass(slots=True)
+class _Window:
+    """What a unit shows while it runs, and the report that unit 0 makes of it."""
+
+    rank: int
+    quiet: bool
+    as_json: bool
+    report: "Report | None" = None
+    console: Any = field(default=None)
+    outlet: "Outlet | None" = None
+
+    @property
+    def full(self) -> bool:
+        """See `launch.Outlet`."""
+        return self.outlet is not None and self.outlet.full
+
+    def hurry(self) -> None:
+        """See `launch.Outlet`."""
+        if self.outlet is not None:
+            self.outlet.hurry()
+
+    @contextmanager
+    def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[OnEvent]":
+        """See `part.Watching`."""
+        from topotrain.launch.console_output import out_of, outlet
+        from topotrain.tools.monitor.job_report import Report
+        from topotrain.tools.monitor.progress_display import progress
+        from topotrain.tools.monitor.result_tables import console
+
+        self.report = report = Report(job, topology)
+        self.console = terminal = console(stderr=True)
+        if self.rank:
+            where = ", ".join(str(resident) for resident in (*here.units[0].workers, *here.units[0].servers))
+            print(f"topotrain: unit {self.rank} of {len(topology.units)}: {where}", file=sys.stderr, flush=True)
+        chatty = not self.as_json and not (terminal.is_terminal and sys.stdout.isatty() and not self.quiet)
+        taken = outlet(terminal, f"{job.workspace}/logs")
+        quiet = self.quiet or self.rank > 0
+        with taken as self.outlet, progress(here, terminal, quiet, out_of(self.outlet, chatty)) as shown:
+
+            def on_event(event: Any) -> None:
+                report(event)
+                shown(event)
+
+            yield on_event
+
+
+def _tell(ended: "Ended", window: _Window, desk: Desk, report: Path | None, as_json: bool, quiet: bool) -> None:
+    """How the job ended, in words and, by unit 0, as data."""
+    outcome = ended.outcome
+    if outcome.code:
+        desk.complain(_story(ended))
+    elif ended.end.text:
+        print(f"topotrain: {ended.end.text}", file=sys.stderr, flush=True)
+    if ended.rank:
+        if not outcome.code:
+            print(f"topotrain: unit {ended.rank} has ended well", file=sys.stderr, flush=True)
+        return
+    if window.report is None:
+        return
+    from topotrain.tools.monitor.result_tables import summary
+
+    data = window.report.as_data(outcome)
+    text = json.dumps(data, indent=2)
+    if report is not None:
+        report.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print(text)
+    if outcome.code == 0 and not quiet:
+        window.console.print(summary(data), soft_wrap=True)
+
+
+def _story(ended: "Ended") -> str:
+    """The first cause and where it was; all of it where it was and at unit 0, elsewhere a line."""
+    end = ended.end
+    if end.failed is None:
+        return end.text or f"the job ended with code {end.code}"
+    where = f"unit {end.unit} on {end.host}" if end.host else f"unit {end.unit}"
+    if ended.job is None or ended.topology is None or ended.rank not in (0, end.unit):
+        return f"{where}: {end.failed.who}: {end.failed.text}"
+    from topotrain.tools.monitor.job_report import story
+
+    return f"{where}: {story(end.failed, ended.job, ended.topology)}"

@@ -1,0 +1,91 @@
+"""Several cluster blocks, one program: run them in turn and show them side by side, as a table, a picture and data.
+
+Rule: everything that can be wrong with any of the jobs is found before the first one starts, and each job has a
+workspace of its own below one folder. A job that fails is told in the table, and the others still run.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from topotrain.config.job import Job
+from topotrain.config.private_files import make_folder, write_text
+from topotrain.config.topology import Topology, layout
+from topotrain.launch import Outcome
+from topotrain.tools.monitor.job_report import Report
+from topotrain.tools.monitor.loss_plot import draw
+
+PICTURE = "frameworks.png"
+DATA = "compare.json"
+
+INTERRUPTED = frozenset({130, 143})
+"""Exit codes after which the user wants no further job to start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of the jobs: where it came from, what it is called in table and picture."""
+
+    conf: str
+    label: str
+    job: Job
+    topology: Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a job ended, and everything that was counted."""
+
+    outcome: Outcome
+    report: Report
+
+
+def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[Entry]:
+    """Lay out every (conf path, job), each in the folder `out`/<name of the conf>. Raises ConfigError."""
+    found: list[Entry] = []
+    names = _distinct([Path(conf).stem for conf, _ in jobs])
+    layouts = [layout(job.cluster) for _, job in jobs]
+    kinds = [topology.framework.split(" (")[0] for topology in layouts]
+    for (conf, job), name, topology, kind in zip(jobs, names, layouts, kinds, strict=True):
+        label = kind if kinds.count(kind) == 1 else f"{kind} ({name})"
+        cluster = replace(job.cluster, workspace=str(out / name))
+        found.append(Entry(conf, label, replace(job, cluster=cluster), topology))
+    return found
+
+
+def compare(jobs: Sequence[Entry], out: Path, train: Callable[[Entry], Result]) -> tuple[int, list[dict[str, Any]]]:
+    """Run the jobs in order; write data and picture to `out`. Returns the first exit code that is not 0, and the rows.
+
+    An interrupted job is the last one, and what was finished before it is still written. OSError if `out` is no folder.
+    """
+    make_folder(out)
+    rows: list[dict[str, Any]] = []
+    for entry in jobs:
+        result = train(entry)
+        rows.append(row(entry, result))
+        if result.outcome.code in INTERRUPTED:
+            break
+    write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
+    curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
+    draw(curves, out / PICTURE, "training loss over time")
+    return next((int(row["code"]) for row in rows if row["code"]), 0), rows
+
+
+def row(entry: Entry, result: Result) -> dict[str, Any]:
+    """One job's report with its label, its conf and its loss curve: points of (seconds, loss)."""
+    data = result.report.as_data(result.outcome)
+    return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Two files of one name in different folders must not share a workspace: later ones get a number."""
+    taken: list[str] = []
+    for name in names:
+        number, free = 1, name
+        while free in taken:
+            number += 1
+            free = f"{name}-{number}"
+        taken.append(free)
+    return taken

@@ -1,0 +1,93 @@
+"""A cut graph as a picture: a lane per worker, time to the right, what travels as arrows with their bytes.
+
+matplotlib is imported when a picture is drawn and at no other time; it comes with `pip install topotrain[plot]`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from topotrain.parallel.estimate.cost_report import Bill
+from topotrain.parallel.estimate.fake_run import refs
+from topotrain.parallel.program.segments import Stretch, stretches, told
+from topotrain.parallel.program.split_program import Where
+from topotrain.tools.monitor.graph_report import amount
+from topotrain.tools.monitor.loss_plot import COLORS
+
+# A layout's color; told apart by the words in the boxes, too, so also without color vision.
+_COLORS = {Where.BATCH: COLORS[0], Where.FEATURE: COLORS[2], Where.AT: COLORS[1], Where.SAME: COLORS[6]}
+_HALF = 0.36
+
+
+def draw(bill: Bill, path: Path, title: str = "the cut graph") -> None:
+    """Write a PNG to `path`. Raises ImportError without matplotlib, OSError where the file cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found, workers = stretches(bill.program), bill.program.workers
+    width = min(60.0, max(7.0, 1.9 * (len(found) + 2)))
+    figure = Figure(figsize=(width, max(2.5, 1.3 * workers + 1.2)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for stretch in found:
+        for worker in range(workers):
+            if stretch.layout.on(worker):
+                _box(axes, stretch, worker, bill)
+    _arrows(axes, bill, found)
+    axes.set_xlim(-0.9, len(found) - 0.1)
+    axes.set_ylim(workers - 0.4, -0.6)
+    axes.set_yticks(range(workers), [f"worker {worker}\n{_held(bill, worker)}" for worker in range(workers)])
+    axes.set_xticks([-0.8, len(found) - 0.2], ["batch", "output"])
+    axes.set_title(title)
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+def _held(bill: Bill, worker: int) -> str:
+    one = bill.workers[worker]
+    return f"{amount(one.parameters)} parameters\n{amount(one.peak)} activations"
+
+
+def _box(axes: Any, stretch: Stretch, worker: int, bill: Bill) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    color = _COLORS.get(stretch.layout.where, COLORS[3])
+    corner, size = (stretch.number - _HALF, worker - 0.28), (2 * _HALF, 0.56)
+    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle="round,pad=0.02", facecolor=color, alpha=0.18, linewidth=0))
+    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle="round,pad=0.02", fill=False, edgecolor=color, linewidth=1.4))
+    costs = bill.steps[worker]
+    work = sum(costs[step.number].flops + costs[step.number].backward_flops for step in stretch.steps)
+    names = "\n".join(_fit(name) for name in stretch.title().replace(" … ", ", … ").split(", "))
+    axes.text(
+        stretch.number,
+        worker,
+        f"{names}\n{told(stretch.layout)}\n{work / 1e6:,.1f} MFLOP",
+        ha="center",
+        va="center",
+        fontsize=6.5,
+    )
+
+
+def _fit(name: str, most: int = 20) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _arrows(axes: Any, bill: Bill, found: tuple[Stretch, ...]) -> None:
+    """From the stretch that makes a value to the first that reads it moved, or to the end where the output does."""
+    made = {step.number: stretch.number for stretch in found for step in stretch.steps}
+    read: dict[int, int] = {}
+    for stretch in found:
+        for step in stretch.steps:
+            for ref in refs(step):
+                if ref.edge is not None:
+                    read.setdefault(ref.edge, stretch.number)
+    for one in bill.edges:
+        start, end = made.get(one.edge.value, -1), read.get(one.edge.number, len(found))
+        for (source, target), size in one.forward.items():
+            tail = (start + _HALF if start >= 0 else -0.8, source)
+            head = (end - _HALF if end < len(found) else len(found) - 0.2, target)
+            axes.annotate(
+                "", xy=head, xytext=tail, arrowprops={"arrowstyle": "-|>", "color": "#444444", "linewidth": 0.9}
+            )
+            middle = (tail[0] + 0.4 * (head[0] - tail[0]), tail[1] + 0.4 * (head[1] - tail[1]))
+            axes.text(*middle, amount(size), fontsize=6, ha="center", va="center", backgroundcolor="#ffffffcc")

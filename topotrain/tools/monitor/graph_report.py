@@ -1,0 +1,225 @@
+"""A cut graph shown before it runs: as text, and as plain data. The picture is in `cutplot`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from topotrain.parallel.estimate.cost_report import Bill, EdgeBill
+from topotrain.parallel.estimate.memory_check import ITSELF, Room, on_host
+from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.program.segments import stretches, told
+from topotrain.parallel.program.split_program import Kind, Step, Where
+from topotrain.tools.plan.layout_plan import columns, mb
+
+
+@dataclass(frozen=True, slots=True)
+class CutPlan:
+    """A bill, and what else a reader wants to know of it.
+
+    inputs: what the forward was thought to be called with, in words. needs: of each process of the job. room: what this
+    machine has for them. chosen: why modules are where they are, "" where the job says it itself. conf: the choice as
+    partition blocks. warnings: who would not fit on this machine.
+    """
+
+    bill: Bill
+    inputs: str
+    needs: tuple[Need, ...]
+    room: Room
+    chosen: str = ""
+    conf: str = ""
+    warnings: tuple[str, ...] = ()
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for `plan --json`, sizes in bytes."""
+        bill = self.bill
+        return {
+            "workers": bill.program.workers,
+            "samples": list(bill.samples),
+            "microbatches": bill.microbatches,
+            "inputs": self.inputs,
+            "chosen": self.chosen.splitlines(),
+            "conf": self.conf.splitlines(),
+            "warnings": list(self.warnings),
+            "steps": [_step_data(step, bill) for step in bill.program.steps],
+            "edges": [_edge_data(edge, bill) for edge in bill.edges],
+            "memory": [_memory_data(self, worker) for worker in range(bill.program.workers)],
+            "processes": [_need_data(need) for need in self.needs],
+            "hosts": [{"host": host, "total": total, "room": self.room.machine} for host, total in self._hosts()],
+        }
+
+    def explain(self) -> str:
+        """The same for a reader: stretches, edges, and what each worker holds, computes and sends."""
+        bill = self.bill
+        parts = f", in {bill.microbatches} micro-batches" if bill.microbatches > 1 else ""
+        head = [
+            f"one model over {bill.program.workers} workers of a group, {sum(bill.samples)} samples per step "
+            f"({', '.join(map(str, bill.samples))}{parts})",
+            f"inputs: {self.inputs}",
+        ]
+        chosen = ["", self.chosen] if self.chosen else []
+        conf = ["", "as partition blocks:", self.conf] if self.conf else []
+        body = ["", *_stretches(bill), "", *_edges(bill), "", *self._workers(), "", *self._memory()]
+        return "\n".join([*head, *chosen, *body, *conf, *(f"warning: {text}" for text in self.warnings)])
+
+    def _workers(self) -> list[str]:
+        rows = []
+        for one in self.bill.workers:
+            forward, back = self.bill.sent(one.worker)
+            work = f"{sum(one.flops) / 1e6:,.1f}"
+            rows.append((f"worker {one.worker}", *map(amount, (one.parameters, one.kept, forward, back)), work))
+        header = ("worker", "parameters", "kept", "sends", "sends back", "MFLOP")
+        head = "per worker of a group, and per step what it keeps for the backward, sends and computes:"
+        return [head, *columns(header, rows)]
+
+    def _memory(self) -> list[str]:
+        rows = []
+        for need in self.needs:
+            parts = (need.values, need.gradients, need.exchange, need.state, need.activations, need.snapshot)
+            rows.append((need.who, *map(amount, (*parts, need.total, need.shared))))
+        made = ("parameters", "gradients", "on its way", "state", "activations", "snapshot")
+        header = ("process", *made, "total", "shared")
+        own = f"each process takes about {amount(ITSELF)} more itself"
+        room = self.room.machine
+        bound = "" if room is None else f" of {amount(room)} ({self.room.words})"
+        hosts = [f"host {host}: {amount(total)} with that{bound}" for host, total in self._hosts()]
+        return [f"memory at its most, an estimate; {own}:", *columns(header, rows), *hosts]
+
+    def _hosts(self) -> list[tuple[int, int]]:
+        """What the processes of each host take, themselves and all."""
+        hosts = sorted({need.host for need in self.needs})
+        return [(host, on_host([need for need in self.needs if need.host == host], ITSELF)) for host in hosts]
+
+
+def amount(size: int) -> str:
+    """Bytes for a reader: 512 B, 4.1 kB, 1.30 MB (10^6 bytes)."""
+    if size < 1000:
+        return f"{size} B"
+    return f"{size / 1e3:,.1f} kB" if size < 100_000 else f"{mb(size)} MB"
+
+
+def _stretches(bill: Bill) -> list[str]:
+    rows = []
+    for stretch in stretches(bill.program):
+        numbers = [step.number for step in stretch.steps]
+        runs = [worker for worker in range(bill.program.workers) if stretch.layout.on(worker)]
+        costs = [bill.steps[worker][number] for worker in runs for number in numbers]
+        work = sum(cost.flops + cost.backward_flops for cost in costs)
+        kept = sum(cost.kept for cost in costs)
+        count = str(len(numbers))
+        rows.append(
+            (str(stretch.number), told(stretch.layout), stretch.title(), count, amount(kept), f"{work / 1e6:,.1f}")
+        )
+    return [
+        "what is computed where, in order (kept: for the backward, on all workers together):",
+        *_left(("", "by", "what", "steps", "kept", "MFLOP"), rows, 3),
+    ]
+
+
+def _edges(bill: Bill) -> list[str]:
+    if not bill.edges:
+        return ["nothing travels between the workers of a group, besides parameters and gradients"]
+    names = {step.number: step.name for step in bill.program.steps}
+    rows = []
+    for one in bill.edges:
+        edge = one.edge
+        shape = "x".join(map(str, edge.shape.at(sum(bill.samples)))) or "one number"
+        sizes = [amount(size) for size in one.nbytes]
+        rows.append((names[edge.value], told(edge.source), told(edge.target), f"{shape} {edge.shape.dtype}", *sizes))
+    forward, back = (sum(bill.pairs(way).values()) for way in (False, True))
+    lines = _left(("value", "lies by", "is needed by", "of", "forward", "back"), rows, 4)
+    pairs = _pairs(bill)
+    return [f"what travels per step: {amount(forward)} forward, {amount(back)} back", *lines, *pairs]
+
+
+def _pairs(bill: Bill) -> list[str]:
+    ahead, back = bill.pairs(), bill.pairs(backward=True)
+    told_pairs = [
+        f"{source} to {target} {amount(ahead.get((source, target), 0) + back.get((source, target), 0))}"
+        for source, target in sorted({*ahead, *back})
+    ]
+    return [f"from worker to worker: {', '.join(told_pairs)}"] if 1 < len(told_pairs) <= 12 else []
+
+
+def _left(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
+    """Columns of which the first `words` are text, to the left."""
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(words)]
+    joined = [("  ".join(cell.ljust(width) for cell, width in zip(row[:words], widths)), *row[words:]) for row in table]
+    return columns(joined[0], joined[1:])
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def _step_data(step: Step, bill: Bill) -> dict[str, Any]:
+    target = step.target if isinstance(step.target, str) else getattr(step.target, "__name__", str(step.target))
+    costs: list[Mapping[str, Any]] = []
+    for worker in range(bill.program.workers):
+        cost = bill.steps[worker].get(step.number)
+        if cost is not None and step.kind not in (Kind.INPUT, Kind.ATTRIBUTE):
+            flops = [cost.flops, cost.backward_flops]
+            costs.append({"worker": worker, "flops": flops, "kept": cost.kept, "made": cost.made})
+    shape = None if step.shape is None else list(step.shape.at(sum(bill.samples)))
+    return {
+        "number": step.number,
+        "name": step.name,
+        "kind": step.kind.value,
+        "target": target,
+        "layout": _layout_data(step.layout.where, step.layout.dim, step.layout.worker),
+        "shape": shape,
+        "dtype": None if step.shape is None else step.shape.dtype,
+        "line": step.line,
+        "costs": costs,
+    }
+
+
+def _edge_data(one: EdgeBill, bill: Bill) -> dict[str, Any]:
+    edge = one.edge
+    forward, back = one.nbytes
+    return {
+        "number": edge.number,
+        "value": edge.value,
+        "source": _layout_data(edge.source.where, edge.source.dim, edge.source.worker),
+        "target": _layout_data(edge.target.where, edge.target.dim, edge.target.worker),
+        "shape": list(edge.shape.at(sum(bill.samples))),
+        "dtype": edge.shape.dtype,
+        "forward": forward,
+        "backward": back,
+        "pairs": [[source, target, size] for (source, target), size in one.forward.items()],
+    }
+
+
+def _layout_data(where: Where, dim: int, worker: int) -> dict[str, Any]:
+    more = {"dim": dim} if where is Where.FEATURE else {"worker": worker} if where is Where.AT else {}
+    return {"where": where.value, **more}
+
+
+def _memory_data(plan: CutPlan, worker: int) -> dict[str, Any]:
+    one = plan.bill.workers[worker]
+    forward, back = plan.bill.sent(worker)
+    return {
+        "worker": worker,
+        "parameters": one.parameters,
+        "trained": one.trainable,
+        "kept": one.kept,
+        "peak": one.peak,
+        "flops": list(one.flops),
+        "sent": [forward, back],
+    }
+
+
+def _need_data(need: Need) -> dict[str, Any]:
+    return {
+        "process": need.who,
+        "unit": need.unit,
+        "host": need.host,
+        "parameters": need.values,
+        "gradients": need.gradients,
+        "exchange": need.exchange,
+        "state": need.state,
+        "activations": need.activations,
+        "snapshot": need.snapshot,
+        "total": need.total,
+        "shared": need.shared,
+        "seen": need.seen,
+    }

@@ -1,0 +1,468 @@
+"""Adds up a job: events in, plain data out, which `--report` writes as JSON and `compare` tabulates.
+
+Rule: counters in events are cumulative, so the last one of a resident counts, and a lost or late event costs nothing.
+Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes.
+A resident whose process was made again counts on from where the last word of the former one was: that is the work that
+was done, with what had to be done twice. What of that counts is known to the servers, who say it at the end: `samples`
+are those in the values, each once, whatever became of the processes.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.core.events import (
+    Apart,
+    Counted,
+    Event,
+    Failed,
+    Final,
+    Finished,
+    Incident,
+    Joined,
+    Left,
+    Metrics,
+    Recovered,
+    Resized,
+    Serving,
+    Skipped,
+    Started,
+    StepDone,
+    Tabled,
+    Tested,
+)
+from topotrain.launch import Outcome
+from topotrain.launch.recovery.resize import resized
+from topotrain.tools.monitor.stragglers import stragglers
+
+_FIRST = Address(Role.WORKER, 0, 0)
+_MOST_SKIPS = 100  # that are kept by number, of each worker
+
+Point = tuple[float, float]
+"""Seconds since the first step, and a loss."""
+
+
+@dataclass(slots=True)
+class Curve:
+    """(time, loss) points of one worker in bounded memory: when full, neighbors are averaged and the stride doubles."""
+
+    limit: int = 2048
+    points: list[Point] = field(default_factory=list)
+    _stride: int = 1
+    _open: list[Point] = field(default_factory=list)
+
+    def add(self, time: float, loss: float) -> None:
+        """Take one more point; `time` (seconds) never falls."""
+        self._open.append((time, loss))
+        if len(self._open) < self._stride:
+            return
+        self.points.append(_mean(self._open))
+        self._open.clear()
+        if len(self.points) >= self.limit:
+            self.points = [_mean(self.points[i : i + 2]) for i in range(0, len(self.points), 2)]
+            self._stride *= 2
+
+
+def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
+    """One curve from several: per time bin the mean over the curves that have points there. Empty bins are left out.
+
+    Never more bins than an average curve has points: a short run is shown step by step.
+    """
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return []
+    end = max(curve[-1][0] for curve in curves)
+    bins = max(1, min(bins, sum(map(len, curves)) // len(curves)))
+    means: list[list[Point]] = [[] for _ in range(bins)]
+    for curve in curves:
+        inside: dict[int, list[Point]] = {}
+        for point in curve:
+            inside.setdefault(min(int(point[0] / end * bins), bins - 1) if end > 0 else 0, []).append(point)
+        for index, points in inside.items():
+            means[index].append(_mean(points))
+    return [_mean(points) for points in means if points]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return sum(t for t, _ in points) / len(points), sum(loss for _, loss in points) / len(points)
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """What a resident has done; `stale` is the staleness of all its steps together.
+
+    steps: those that count, as its newest process has it, which goes on from what was applied before it.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    stale: float = 0.0
+    staleness_max: int = 0
+    time: float = 0.0
+
+    def and_then(self, more: "_Count") -> "_Count":
+        """What its process did, and after that another one."""
+        both = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
+        most = max(self.staleness_max, more.staleness_max)
+        return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
+
+
+@dataclass(slots=True)
+class _Tally:
+    """The last that was heard of one resident: of its process, and of those before."""
+
+    pid: int | None = None
+    before: _Count = _Count()
+    now: _Count = _Count()
+    loss: float | None = None
+    own_s: float | None = None
+    late: int = 0  # of the present process
+    late_before: int = 0
+    threads: int = 0  # not told
+    curve: Curve = field(default_factory=Curve)
+
+    @property
+    def whole(self) -> _Count:
+        return self.before.and_then(self.now)
+
+    def born(self, pid: int) -> None:
+        if self.pid not in (None, pid):
+            self.before, self.now = self.whole, _Count()
+            self.late_before, self.late = self.late_before + self.late, 0
+        self.pid = pid
+
+    def take(self, event: StepDone | Finished) -> None:
+        steps, time = (event.step, event.time) if isinstance(event, StepDone) else (event.steps, self.now.time)
+        stale = event.staleness_mean * max(0, steps - self.before.steps)
+        traffic = event.bytes_out, event.bytes_in
+        self.own_s, self.late, self.threads = event.own_s, event.late, event.threads
+        self.now = _Count(steps, event.samples, *traffic, stale, event.staleness_max, time)
+
+
+@dataclass(slots=True)
+class _Skips:
+    """A worker's steps that counted for nothing: all of them counted, the last ones by number."""
+
+    before: int = 0  # of processes before the one that spoke last
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SKIPS))
+    last: Skipped | None = None
+
+    def take(self, event: Skipped) -> None:
+        if self.last is not None and event.total <= self.last.total:
+            self.before += self.last.total
+        self.steps.append(event.step)
+        self.last = event
+
+    def as_data(self, who: str) -> dict[str, Any]:
+        """Count, steps, and of the last of them whose gradient it was, and of which parameter."""
+        assert self.last is not None
+        by, parameter = self.last.by or None, self.last.parameter or None
+        return {
+            "who": who,
+            "count": self.before + self.last.total,
+            "steps": list(self.steps),
+            "by": by,
+            "parameter": parameter,
+        }
+
+
+class Report:
+    """Call it with every event of a job; ask `as_data` when the job is over."""
+
+    def __init__(self, job: Job, topology: Topology) -> None:
+        self._job = job
+        self._topology = topology
+        self._tallies = {str(resident): _Tally() for resident in _residents(topology)}
+        self._counted: dict[str, int] = {}  # worker -> its samples, where its server has said so
+        self._metrics: dict[str, float] = {}
+        self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
+        self._final: str | None = None
+        self._tables: dict[str, list[Tabled]] = {}
+        self._apart: dict[str, Apart] = {}
+        self._skips: dict[str, _Skips] = {}
+        self._incidents: list[Incident] = []
+        self._recovered: dict[int, Recovered] = {}
+        self._changes: list[Left | Joined] = []
+        self._resizes: list[Resized] = []
+
+    @property
+    def topology(self) -> Topology:
+        """The layout, as it is now."""
+        return self._topology
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        match event:
+            case Counted():
+                self._counted.update(event.samples)
+            case Metrics():
+                self._metrics.update(event.values)
+            case Tested():
+                self._tests.setdefault(event.kind, []).append(event)
+            case Apart():
+                self._apart[event.who] = event
+            case Tabled():
+                self._tables.setdefault(event.table, []).append(event)
+            case Final():
+                self._final = event.path
+            case Skipped():
+                self._skips.setdefault(event.who, _Skips()).take(event)
+            case Incident():
+                self._incidents.append(event)
+            case Recovered():
+                self._recovered[event.number] = event
+            case Left() | Joined():
+                self._changes.append(event)
+            case Resized():
+                self._resized(event)
+            case Started() | Serving() | StepDone() | Finished():
+                tally = self._tallies.get(event.who)
+                if tally is not None:
+                    _note(tally, event)
+                if isinstance(event, Started):
+                    self._trains_on(event.who)
+            case _:
+                pass
+
+    def _trains_on(self, who: str) -> None:
+        """A worker has started: its server will say anew what its group has done."""
+        group = who.partition("/")[0]
+        self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
+
+    def _samples(self, who: str) -> int:
+        """Of a worker: what its server has counted, else what it was given. Worker (0,0) has those of who has left."""
+        if who in self._counted:
+            return self._counted[who]
+        gone = str(_FIRST) in self._counted and who not in map(str, _residents(self._topology))
+        return 0 if gone else self._tallies[who].whole.samples
+
+    def _resized(self, event: Resized) -> None:
+        """Whoever has left is counted on with what it did."""
+        self._resizes.append(event)
+        self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
+        begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # for its curve of the loss
+        for resident in _residents(self._topology):
+            self._tallies.setdefault(str(resident), _Tally(before=begun))
+
+    def curve(self, bins: int = 60) -> list[Point]:
+        """Loss over time (seconds since the first step): per time bin the mean over groups of the groups' means."""
+        groups = range(self._topology.worker_groups)
+        by_group = [[self._tallies[str(w)].curve.points for w in self._topology.workers(g)] for g in groups]
+        return merge([merge(curves, bins) for curves in by_group], bins)
+
+    def as_data(self, outcome: Outcome) -> dict[str, Any]:
+        """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
+        workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
+        seconds = max((tally.whole.time for tally in workers), default=0.0)
+        given = sum(tally.whole.samples for tally in workers)
+        present = [self._tallies[str(r)] for r in _residents(self._topology) if r.role is Role.WORKER]
+        losses = [tally.loss for tally in present if tally.loss is not None]
+        return {
+            "job": self._job.name,
+            "program": self._job.program,
+            "args": list(self._job.args),
+            "framework": self._topology.framework,
+            "workspace": self._job.workspace,
+            "code": outcome.code,
+            "cause": _cause(outcome.cause),
+            "layout": self._topology.as_data(),
+            "seconds": seconds,
+            "wall_seconds": outcome.seconds,
+            "steps": max((tally.whole.steps for tally in workers), default=0),
+            "samples": sum(self._samples(who) for who in self._tallies if who.startswith("worker ")),
+            "samples_per_s": given / seconds if seconds > 0 else 0.0,
+            "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "metrics": {name: _finite(value) for name, value in self._metrics.items()},
+            "tests": _points(self._tests["test"]),
+            "validations": _points(self._tests["validate"]),
+            "evaluations_skipped": max((one.skipped for some in self._tests.values() for one in some), default=0),
+            **_staleness(workers),
+            "server_groups_apart": _apart(list(self._apart.values())),
+            **_traffic(list(self._tallies.values())),
+            "tables": [_table(name, held) for name, held in self._tables.items()],
+            "final": self._final,
+            "skipped": [self._skips[who].as_data(who) for who in sorted(self._skips)],
+            "incidents": [incident(found, self._recovered.get(found.number)) for found in self._incidents],
+            "groups": [_change(found) for found in self._changes],
+            "changes": [_resize(found, self._recovered.get(found.number)) for found in self._resizes],
+            **self._paces(),
+            "processes": self._processes(),
+        }
+
+    def _paces(self) -> dict[str, Any]:
+        """What each worker itself takes for a step (seconds, median), its threads, and who is slow or too late."""
+        workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
+        told = {who: self._tallies[who] for who in workers}
+        own = {who: tally.own_s for who, tally in told.items() if tally.own_s is not None}
+        return {
+            "own_step_s": own,
+            "threads": {who: tally.threads for who, tally in told.items() if tally.threads},
+            "stragglers": [slow.as_data() for slow in stragglers(self._topology, own)],
+            "late": {who: n for who, tally in told.items() if (n := tally.late_before + tally.late)},
+        }
+
+    def _processes(self) -> list[dict[str, Any]]:
+        """One entry per operating-system process that was heard of; residents with one pid share a process."""
+        found: dict[tuple[int, int], list[Address]] = {}
+        for unit in self._topology.units:
+            for resident in (*unit.workers, *unit.servers):
+                pid = self._tallies[str(resident)].pid
+                if pid is not None:
+                    found.setdefault((unit.rank, pid), []).append(resident)
+        return [self._process(unit, pid, residents) for (unit, pid), residents in found.items()]
+
+    def _process(self, unit: int, pid: int, residents: Sequence[Address]) -> dict[str, Any]:
+        workers = [r for r in residents if r.role is Role.WORKER]
+        tallies = [self._tallies[str(r)] for r in residents]
+        return {
+            "unit": unit,
+            "rank": self._rank(workers[0]) if workers else None,
+            "pid": pid,
+            "workers": [[r.group, r.index] for r in workers],
+            "servers": [[r.group, r.index] for r in residents if r.role is Role.SERVER],
+            "steps": max(tally.whole.steps for tally in tallies),
+            "samples": sum(self._samples(str(r)) for r in workers),
+            **_traffic(tallies),
+            **_staleness(tallies),
+        }
+
+    def _rank(self, worker: Address) -> int:
+        return worker.group * self._topology.workers_per_group + worker.index
+
+
+def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None:
+    match event:
+        case Started() | Serving():
+            tally.born(event.pid)
+        case Finished():
+            tally.take(event)
+        case StepDone():
+            tally.take(event)
+            if event.loss is not None:
+                tally.loss = event.loss
+                if math.isfinite(event.loss):  # one that is not would spoil every mean it enters
+                    tally.curve.add(tally.whole.time, event.loss)
+
+
+def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
+    """What was lost, what was done about it, and how long training waited; null where nothing had to wait, or never
+    went on."""
+    return {
+        "who": found.who,
+        "what": found.what,
+        "action": found.action,
+        "at_s": found.at_s,
+        "waited_s": None if recovered is None else recovered.waited_s,
+        "others_waited_s": None if recovered is None else recovered.others_s,
+    }
+
+
+def _change(found: Left | Joined) -> dict[str, Any]:
+    """A worker group that was not there any more, or came."""
+    what = found.how if isinstance(found, Left) else f"joins (incarnation {found.incarnation})"
+    return {"group": found.group, "what": what, "at_s": found.at_s}
+
+
+def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
+    """Workers that left or joined; waited_s: for so long nobody trained, null: nobody ever did again."""
+    waited_s = None if recovered is None else recovered.waited_s
+    return {
+        "what": moved(found),
+        "workers": found.workers,
+        "step": found.step,
+        "at_s": found.at_s,
+        "waited_s": waited_s,
+    }
+
+
+def moved(found: Resized) -> str:
+    """Who has left or joined."""
+    count, verb = abs(found.workers - found.former), "join" if found.workers > found.former else "leave"
+    return f"1 worker {verb}s" if count == 1 else f"{count} workers {verb}"
+
+
+def _residents(topology: Topology) -> list[Address]:
+    return [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
+
+
+def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
+    """A curve over the steps."""
+    return [{"step": one.step} | {name: _finite(value) for name, value in one.values.items()} for one in tests]
+
+
+def _table(name: str, held: Sequence[Tabled]) -> dict[str, Any]:
+    """A table's rows and bytes, together and by server."""
+    servers = [{"server": one.who, "rows": one.rows, "bytes": one.bytes} for one in held]
+    return {
+        "name": name,
+        "rows": sum(one.rows for one in held),
+        "bytes": sum(one.bytes for one in held),
+        "servers": servers,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity: they become null."""
+    return value if math.isfinite(value) else None
+
+
+def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
+    """Mean over steps and maximum."""
+    steps = sum(tally.whole.steps for tally in tallies)
+    total = sum(tally.whole.stale for tally in tallies)
+    return {
+        "staleness_mean": total / steps if steps else 0.0,
+        "staleness_max": max((tally.whole.staleness_max for tally in tallies), default=0),
+    }
+
+
+def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
+    """How far server groups were from each other, over all exchanges; null where there was none."""
+    exchanges = sum(one.exchanges for one in servers)
+    if not exchanges:
+        return None
+    squares = sum(one.exchanges * one.share**2 for one in servers)
+    return {
+        "exchanges": exchanges,
+        "updates_mean": sum(one.exchanges * one.updates_mean for one in servers) / exchanges,
+        "updates_max": max(one.updates_max for one in servers),
+        "share": _finite(math.sqrt(squares / exchanges)),
+    }
+
+
+def _traffic(tallies: Sequence[_Tally]) -> dict[str, int]:
+    counts = [tally.whole for tally in tallies]
+    return {"bytes_out": sum(c.bytes_out for c in counts), "bytes_in": sum(c.bytes_in for c in counts)}
+
+
+def _cause(failed: Failed | None) -> dict[str, str] | None:
+    if failed is None:
+        return None
+    return {"who": failed.who, "kind": failed.kind, "text": failed.text, "traceback": failed.traceback}
+
+
+def story(cause: Failed, job: Job, topology: Topology) -> str:
+    """The first cause of a failed job: who, what, the traceback where there is one, and where to read more."""
+    residents = {str(r): r for unit in topology.units for r in (*unit.workers, *unit.servers)}
+    resident = residents.get(cause.who)
+    unit = f" (unit {topology.unit_of(resident)})" if resident else ""
+    named = cause.text.startswith(cause.who)
+    head = cause.text if named else f"{cause.who}{unit} {_DEEDS.get(cause.kind, 'failed')}: {cause.text}"
+    log = f"{job.workspace}/logs" + (f"/{log_name(resident, topology)}" if resident else "")
+    return "\n".join([head, *cause.traceback.splitlines(), f"log: {log}"])
+
+
+def log_name(resident: Address, topology: Topology) -> str:
+    """The file in workspace/logs that a unit keeps for this resident's process."""
+    if resident.role is Role.WORKER:
+        return f"worker-{resident.group}-{resident.index}.log"
+    return f"servers-unit-{topology.unit_of(resident)}.log"
+
+
+_DEEDS = {"died": "died", "config": "refused the job", "peer": "lost a peer"}

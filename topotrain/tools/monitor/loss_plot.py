@@ -1,0 +1,56 @@
+"""Loss over time as one picture: a line per job, told apart by color, dash and a marker, so also without color vision.
+
+matplotlib is imported when a picture is drawn and at no other time; it comes with `pip install topotrain[plot]`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from topotrain.config.private_files import open_file
+
+MISSING = "the picture needs matplotlib: pip install 'topotrain[plot]'"
+
+# Okabe and Ito (2008), "Color Universal Design", without its yellow, which is too pale for a line on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def available() -> bool:
+    """Whether matplotlib is installed (asked without importing it)."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str = "loss over time") -> None:
+    """Write a PNG to `path`; `curves` maps a label to (seconds, loss) points. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for number, (label, points) in enumerate(curves.items()):
+        axes.plot(
+            [time for time, _ in points],
+            [loss for _, loss in points],
+            label=label,
+            color=COLORS[number % len(COLORS)],
+            linestyle=DASHES[number % len(DASHES)],
+            marker=MARKERS[number % len(MARKERS)],
+            markevery=max(1, len(points) // 8),
+            markersize=5,
+            linewidth=1.8,
+        )
+    losses = [loss for points in curves.values() for _, loss in points]
+    if losses and min(losses) > 0 and max(losses) / min(losses) > 30:
+        axes.set_yscale("log")
+    axes.set_xlabel("seconds since the first step")
+    axes.set_ylabel("training loss")
+    axes.set_title(title)
+    axes.grid(visible=True, alpha=0.3)
+    if curves:
+        axes.legend()
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        figure.savefig(file, format="png")

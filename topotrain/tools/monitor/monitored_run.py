@@ -1,0 +1,114 @@
+"""Run a job on this machine with its windows open, and show what came of it.
+
+Rule: stdout belongs to the program, or to our JSON where that is asked for; all else is said on stderr.
+"""
+
+import json
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from topotrain.config.job import Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from topotrain.config.topology import Topology
+    from topotrain.core.events import Event
+    from topotrain.tools.monitor.compare_jobs import Result
+
+
+def train(
+    job: Job,
+    topology: "Topology",
+    terminal: "Console",
+    quiet: bool,
+    chatty: bool,
+    forkserver: str,
+    profile: int = 0,
+    resume: str = "",
+    listener: "Callable[[Event], None]" = lambda _: None,
+) -> "Result":
+    """Run one job with its windows open.
+
+    chatty: stdout belongs to the program and not to our JSON. resume: the folder of a snapshot.
+    listener: hears every event, too.
+    """
+    from topotrain.core.events import Saved
+    from topotrain.launch.console_output import out_of, outlet
+    from topotrain.launch.grace_period import hint
+    from topotrain.launch.local import LocalLauncher
+    from topotrain.tools.monitor.compare_jobs import Result
+    from topotrain.tools.monitor.job_report import Report, story
+    from topotrain.tools.monitor.progress_display import progress
+
+    report = Report(job, topology)
+    saved: Saved | None = None
+    # On one terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
+    ours = chatty and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
+    taken = outlet(terminal, f"{job.workspace}/logs")
+    with taken as made, progress(topology, terminal, quiet, out_of(made, ours)) as window:
+
+        def on_event(event: "Event") -> None:
+            nonlocal saved
+            if isinstance(event, Saved):
+                saved = event
+            report(event)
+            window(event)
+            listener(event)
+
+        launcher = LocalLauncher(forkserver=forkserver, profile=profile, resume=resume, outlet=made)
+        outcome = launcher.start(job, topology, on_event)
+    if outcome.cause is not None:
+        complain(story(outcome.cause, job, report.topology))
+    elif outcome.code >= 128:
+        more = hint(saved, job.workspace)
+        complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
+    elif outcome.code:
+        complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
+    return Result(outcome, report)
+
+
+def show(result: "Result", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
+    """What came out of a job: as data where that was asked for, and as a table."""
+    from topotrain.tools.monitor.result_tables import summary
+
+    data = result.report.as_data(result.outcome)
+    text = json.dumps(data, indent=2)
+    if report is not None:
+        report.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print(text)
+    if result.outcome.code == 0 and not quiet:
+        terminal.print(summary(data), soft_wrap=True)
+
+
+def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
+    """Write the trace of the step that was profiled, and show where its time went."""
+    from topotrain.launch.agent.workspace import SPANS
+    from topotrain.tools.monitor import trace_export
+    from topotrain.tools.monitor.result_tables import phases
+
+    workspace = Path(job.workspace)
+    processes = trace_export.collect(workspace / "run" / SPANS)
+    if not processes:
+        complain("no step was finished, so there is no trace")
+        return
+    try:
+        trace_export.write(processes, workspace / trace_export.FILE)
+    except OSError as error:
+        complain(f"{workspace / trace_export.FILE}: cannot be written ({error.strerror})")
+        return
+    if not quiet:
+        terminal.print(phases(trace_export.shares(processes)))
+        terminal.print(f"trace: {workspace / trace_export.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """Say what is wrong, in one block on stderr."""
+    first, *rest = text.rstrip().splitlines() or [""]
+    lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
+    print("\n".join(lines), file=sys.stderr, flush=True)

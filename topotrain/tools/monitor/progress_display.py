@@ -1,0 +1,351 @@
+"""A job while it runs: a live table on a terminal, plain lines elsewhere; the main worker's own output goes above it.
+
+Rule: events only change rows, and drawing only reads them, at most four times a second and not once per event: a
+window must not cost the job time. Leaving the context restores the terminal, however the job ended.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from topotrain.config.topology import Topology, layout
+from topotrain.core.events import (
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Incident,
+    Joined,
+    Left,
+    Notice,
+    Output,
+    Recovered,
+    Resized,
+    Skipped,
+    Started,
+    StepDone,
+)
+from topotrain.launch.recovery.resize import resized
+from topotrain.tools.monitor.job_report import moved
+from topotrain.tools.monitor.stragglers import stragglers
+
+LINE_EVERY = 5.0
+"""Seconds between two plain lines."""
+
+REFRESH_PER_SECOND = 4
+
+SKIPS_SAID = 10
+"""Skipped steps of a worker that get a line each; after these one in as many does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one worker is doing; `samples_per_s` is its mean rate since its first step."""
+
+    unit: int
+    who: str
+    step: int = 0
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    state: str = "starting"
+
+
+class Rows:
+    """All workers' rows. An event replaces a row and never changes one, so a drawing thread needs no lock."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._rows: dict[str, Row] = {}
+        self.lay_out(topology)
+
+    def lay_out(self, topology: Topology) -> None:
+        """Who there is from here on; a row of before stays as it was."""
+        workers = [worker for unit in topology.units for worker in unit.workers]
+        rows = [Row(topology.unit_of(worker), str(worker)) for worker in workers]
+        self._rows = {row.who: replace(self._rows.get(row.who, row), unit=row.unit) for row in rows}
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        match event:
+            case Started(who=who) if who in self._rows:
+                self._change(who, state="preparing")
+            case StepDone(who=who) if who in self._rows:
+                self._rows[who] = _stepped(self._rows[who], event)
+            case Finished(who=who) if who in self._rows:
+                self._change(who, state="finished", step=event.steps)
+            case Failed(who=who) if who in self._rows:
+                self._change(who, state="failed")
+            case Left(group=group):
+                for who in self._rows:
+                    if who.startswith(f"worker {group}/"):
+                        self._change(who, state="away")
+            case Exited(who=who) if who in self._rows and event.code != 0 and self._rows[who].state != "failed":
+                self._change(who, state="stopped")  # whoever failed has said so; the others are made to end
+            case _:
+                pass
+
+    def all(self) -> list[Row]:
+        """Every worker's row, in layout order."""
+        return list(self._rows.values())
+
+    def _change(self, who: str, state: str, step: int | None = None) -> None:
+        row = self._rows[who]
+        self._rows[who] = replace(row, state=state, step=row.step if step is None else step)
+
+
+def _stepped(row: Row, event: StepDone) -> Row:
+    return replace(
+        row,
+        step=event.step,
+        loss=row.loss if event.loss is None else event.loss,
+        samples_per_s=event.samples / event.time if event.time > 0 else 0.0,
+        staleness_mean=event.staleness_mean,
+        staleness_max=event.staleness_max,
+        state="training",
+    )
+
+
+class Progress(Protocol):
+    """A window: a context manager that takes events."""
+
+    def __call__(self, event: Event) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> Progress:
+    """The window that fits `console`. `out` receives the main worker's stdout; None: wherever `console` writes."""
+    if quiet:
+        return Silent(topology, console, out)
+    return LiveTable(topology, console, out) if console.is_terminal else Lines(topology, console, out)
+
+
+class Silent:
+    """Shows what the program prints, notices, and what the job has survived; the other windows add to this one."""
+
+    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
+        self.console = console
+        self.rows = Rows(topology)
+        self._topology = topology
+        self._own: dict[str, float] = {}  # seconds that a worker itself takes for a step
+        self._changes: set[int] = set()  # what was no loss, and has a Recovered all the same
+        self._main = str(topology.workers(0)[0])
+        self._out = out
+        self._inside_line = False  # the program's last word on the console had no newline
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        self.rows(event)
+        match event:
+            case Output(who=who) if who == self._main:
+                self._print(event)
+            case StepDone(own_s=float(own)) | Finished(own_s=float(own)):
+                self._own[event.who] = own
+            case Notice():
+                self._say(f"topotrain: {event.who}: {event.text}")
+            case Skipped() if _is_said(event):
+                self._say(f"topotrain: {skip(event)}")
+            case Incident():
+                self._say(f"topotrain: {event.what}; {event.action}")
+            case Resized():
+                self._resized(event)
+            case Recovered():
+                self._say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
+            case Left():
+                self._say(f"topotrain: group {event.group} {event.how}; the others train on")
+            case Joined():
+                self._say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
+            case _:
+                pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._name_slow()
+
+    def _resized(self, event: Resized) -> None:
+        self._changes.add(event.number)
+        self._topology = layout(resized(self._topology.cluster, event.workers))
+        self.rows.lay_out(self._topology)
+        now = {str(worker) for worker in self._topology.workers(0)}
+        self._own = {who: own for who, own in self._own.items() if who in now}
+        many = f"nworkers_per_group: {event.workers}"
+        self._say(f"topotrain: {moved(event)}; the job goes on behind step {event.step} with {many}")
+
+    def _name_slow(self) -> None:
+        for slow in stragglers(self._topology, self._own):
+            self._say(f"topotrain: {slow.words()}")
+
+    def _say(self, text: str) -> None:
+        """A line of ours."""
+        if self._inside_line:
+            self.console.file.write("\n")
+            self._inside_line = False
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _print(self, event: Output) -> None:
+        """A program's output as it is, character for character."""
+        file = self._out if event.stream == "stdout" and self._out is not None else self.console.file
+        file.write(event.text)
+        file.flush()
+        if file is self.console.file:
+            self._inside_line = not event.text.endswith("\n")
+
+
+class Lines(Silent):
+    """One line every few seconds, and a last one."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        console: Console,
+        out: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(topology, console, out)
+        self._clock = clock
+        self._begin = self._last = clock()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event; a step that comes long enough after the last line is worth a new one."""
+        super().__call__(event)
+        if isinstance(event, StepDone) and self._clock() - self._last >= LINE_EVERY:
+            self._line()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if any(row.state != "starting" for row in self.rows.all()):  # a job that was refused has nothing to tell
+            self._line()
+        self._name_slow()
+
+    def _line(self) -> None:
+        self._last = self._clock()
+        self._say(f"{self._last - self._begin:6.1f} s  {describe(self.rows.all())}")
+
+
+class _Patient(Live):
+    """Draws nothing while the terminal does not take what was drawn."""
+
+    def refresh(self) -> None:
+        if not getattr(self.console.file, "behind", False):
+            super().refresh()
+
+
+class LiveTable(Silent):
+    """One row per worker, redrawn in place; below it the program's line that is not finished (its progress bar)."""
+
+    def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
+        super().__init__(topology, console, out)
+        self._unfinished = ""
+        self._live = _Patient(
+            console=console,
+            get_renderable=self._renderable,
+            refresh_per_second=REFRESH_PER_SECOND,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+        if self._unfinished:
+            self.console.print(Text.from_ansi(self._unfinished), soft_wrap=True)
+        self._name_slow()
+
+    def _renderable(self) -> Group:
+        table = draw(self.rows.all())
+        return Group(table, Text.from_ansi(self._unfinished)) if self._unfinished else Group(table)
+
+    def _print(self, event: Output) -> None:
+        """Whole lines go above the table, without markup and wrapping; of a line that is rewritten, the last state."""
+        *lines, rest = (self._unfinished + event.text).split("\n")
+        self._unfinished = _last_state(rest)
+        for line in lines:
+            self.console.print(Text.from_ansi(_last_state(line)), soft_wrap=True)
+
+
+def recovery(event: Recovered, what: str = "loss") -> str:
+    """What a recovery cost, in words."""
+    others = f", other groups were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
+    return f"training again {event.waited_s:.1f} s after that {what}{others}"
+
+
+def skip(event: Skipped) -> str:
+    """What a skipped step was, in words."""
+    whose = f"of {event.parameter}" if event.parameter else "of a table's rows"
+    what = "the gradient" if event.by else "its group's sum of the gradients"
+    many = f" (its skipped step number {event.total})" if event.total > 1 else ""
+    return f"{event.who}: {what} {whose} is not finite in step {event.step}: the step is skipped{many}"
+
+
+def _is_said(event: Skipped) -> bool:
+    """Once for a group: by whose gradient it was, else by its first worker."""
+    teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
+    return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)
+
+
+def _last_state(line: str) -> str:
+    return line.rstrip("\r").rsplit("\r", 1)[-1]
+
+
+def draw(rows: Iterable[Row]) -> Table:
+    """The table of a live job."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("unit", justify="right")
+    table.add_column("worker")
+    for title in ("step", "loss", "samples/s", "staleness", "max"):
+        table.add_column(title, justify="right")
+    table.add_column("state")
+    for row in rows:
+        table.add_row(*_cells(row), Text(row.state, style="red" if row.state == "failed" else ""))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.unit),
+        row.who.removeprefix("worker "),
+        str(row.step),
+        "–" if row.loss is None else f"{row.loss:.4f}",
+        f"{row.samples_per_s:,.0f}",
+        f"{row.staleness_mean:.2f}",
+        str(row.staleness_max),
+    )
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """All workers in one line."""
+    low, high = min(row.step for row in rows), max(row.step for row in rows)
+    steps = f"step {high}" if low == high else f"steps {low} to {high}"
+    losses = [row.loss for row in rows if row.loss is not None]
+    loss = f"loss {sum(losses) / len(losses):.4f}  " if losses else ""
+    rate = sum(row.samples_per_s for row in rows)
+    mean = sum(row.staleness_mean for row in rows) / len(rows)
+    worst = max(row.staleness_max for row in rows)
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.state] = counts.get(row.state, 0) + 1
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return f"{steps}  {loss}{rate:,.0f} samples/s  staleness {mean:.2f} (max {worst})  workers: {states}"

@@ -1,0 +1,1 @@
+"""What a job will look like, before it starts."""

@@ -1,0 +1,220 @@
+"""What a job will look like before anything runs: who lives where, what each server owns, what each process needs.
+
+Rule: pure, and without torch. The layout follows from the cluster block alone; a `Schema` of the model's parameters
+(which the doors learn from the user's script) adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from topotrain.config import async_momentum
+from topotrain.config.job import Algorithm, Grads, Job
+from topotrain.config.sharding import ITEM_BYTES, Parameter, SliceMap, cut
+from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.extensions.replication.replica_placement import Seats, domains
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A model as the planner sees it: its unique parameters, and the optimizer's state elements per parameter element.
+
+    `state_factor` is 0 for plain SGD, 1 for momentum, 2 for Adam. `momentum` is the optimizer's, 0 where it has none.
+    """
+
+    parameters: tuple[Parameter, ...]
+    state_factor: float = 0.0
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one server owns: its slices, their elements without padding, and the bytes of their values."""
+
+    server: Address
+    unit: int
+    slices: int
+    elements: int
+    value_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes one resident needs for training state, an estimate: activations and torch itself are not in it.
+
+    `values` counts a worker's copy in full, also where the workers of a group share one buffer on a host. `staging`
+    holds what is on its way: a worker's local part (and the group's mean under kVisible), and on a server one buffer
+    per contributing worker, because sums are made in rank order, one for the mean that is shown under kVisible, plus
+    two copies where server groups synchronize. `second`: all that another server needs, whose second copy lives here.
+    While a fresh second copy is told everything, both ends hold values and state of that server once more.
+    """
+
+    resident: Address
+    unit: int
+    values: int
+    gradients: int
+    staging: int
+    state: int
+    second: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it together, in bytes."""
+        return self.values + self.gradients + self.staging + self.state + self.second
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A rehearsed job. Without a program `slices` is None, `shares` and `memory` are empty. Build it with `plan`."""
+
+    topology: Topology
+    slices: SliceMap | None = None
+    shares: tuple[Share, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    warning: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for `plan --json`: the layout, with a program also `tensors`, `imbalance`, `slices`, `memory`."""
+        data = self.topology.as_data() | ({"warning": self.warning} if self.warning else {})
+        if self.slices is None:
+            return data
+        return {
+            **data,
+            "tensors": len(self.slices.parameters),
+            "homes": {p.name: p.home for p in self.slices.parameters if p.home >= 0},
+            "imbalance": self.slices.imbalance,
+            "slices": [_share_data(share) for share in self.shares],
+            "memory": [_memory_data(memory) for memory in self.memory],
+        }
+
+    def explain(self) -> str:
+        """The same for a reader: the layout in words and tables, then slices and memory where they are known."""
+        text = self.topology.explain().rstrip("\n") + (f"\n\nwarning: {self.warning}" if self.warning else "")
+        if self.slices is None:
+            return text
+        memory = ["", *self._memory()] if self.memory else []
+        return "\n".join([text, "", *self._slices(self.slices), *memory])
+
+    def _slices(self, slices: SliceMap) -> list[str]:
+        rows = [
+            (str(share.server), str(share.unit), str(share.slices), f"{share.elements:,}", mb(share.value_bytes))
+            for share in self.shares
+        ]
+        homes = sum(parameter.home >= 0 for parameter in slices.parameters)
+        how = f"kept whole, {homes} where the script wants them" if homes else "cut over the servers of each group"
+        return [
+            f"{len(slices.parameters)} tensors, {how} (imbalance {slices.imbalance:.1%}):",
+            *columns(("server", "unit", "slices", "elements", "values MB"), rows),
+        ]
+
+    def _memory(self) -> list[str]:
+        names = ["values", "gradients", "staging", "state", *["second"] * any(m.second for m in self.memory), "total"]
+        rows = [(str(m.resident), str(m.unit), *(mb(getattr(m, name)) for name in names)) for m in self.memory]
+        header = ("process", "unit", *(f"{name} MB" for name in names))
+        return ["training state in memory, an estimate without activations:", *columns(header, rows)]
+
+
+def plan(job: Job, schema: Schema | None = None) -> Plan:
+    """Rehearse `job` on paper. Raises ConfigError where the cluster's counts do not fit together."""
+    topology = layout(job.cluster)
+    if schema is None:
+        momentum = 0.0 if job.updater is None else job.updater.momentum
+        return Plan(topology, warning=async_momentum.warning(job, topology, momentum))
+    warning = async_momentum.warning(job, topology, schema.momentum)
+    slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
+    shares = tuple(
+        _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)
+    )
+    workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
+    servers = [_server(job, schema, topology, share) for share in shares]
+    second = (_with_second(topology, server, servers) for server in servers)
+    return Plan(topology, slices, shares, (*workers, *second), warning)
+
+
+def _share(slices: SliceMap, topology: Topology, server: Address) -> Share:
+    owned = slices.segments_of(server.index)
+    elements = sum(segment.hi - segment.lo for segment in owned)
+    return Share(server, topology.unit_of(server), len(owned), elements, slices.shard_bytes[server.index])
+
+
+def _worker(job: Job, schema: Schema, topology: Topology, who: Address) -> Memory:
+    held = [parameter for parameter in schema.parameters if not parameter.owners or who.index in parameter.owners]
+    values = sum(_bytes(parameter) for parameter in held)
+    trained = sum(_bytes(parameter) for parameter in held if parameter.trainable)
+    split = job.splits or any(parameter.owners for parameter in schema.parameters)
+    copies = 2 if job.grads is Grads.kVisible and not split else 1
+    return Memory(who, topology.unit_of(who), values, trained, copies * trained, 0)
+
+
+def _server(job: Job, schema: Schema, topology: Topology, share: Share) -> Memory:
+    groups = len(topology.worker_groups_of(share.server.group))
+    means = groups if job.grads is Grads.kVisible and topology.workers_per_group > 1 else 0
+    copies = topology.workers_per_group * groups + means + (2 if topology.synced else 0)
+    if topology.collective:
+        copies = 1 + _passing_on(topology, share.server.index)
+    state = round(schema.state_factor * share.value_bytes)
+    return Memory(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
+
+
+def _with_second(topology: Topology, mine: Memory, servers: Sequence[Memory]) -> Memory:
+    """A second copy is told all that its server is told, and holds the same."""
+    if topology.cluster.replicas < 2:
+        return mine
+    seat, standing = mine.resident.index, Seats(domains(topology)).standing
+    second = sum(server.total for server in servers if standing[server.resident.index].shadow == seat)
+    return replace(mine, second=second)
+
+
+def _passing_on(topology: Topology, rank: int) -> int:
+    """What a server holds of other servers' parts in a collective of our own, in parts of one server's size.
+
+    For all parts its worker's push and their mean; besides, what its children in each part's tree send, and new values.
+    """
+    n = topology.shards
+    if not topology.relayed:
+        return 0
+    if topology.cluster.algorithm is Algorithm.kNaive:
+        return n * (n + 1) if rank == 0 else 2 * n
+    return 2 * n + 2 * (n - 1)
+
+
+def _bytes(parameter: Parameter) -> int:
+    return parameter.count * ITEM_BYTES[parameter.dtype]
+
+
+def _share_data(share: Share) -> dict[str, Any]:
+    return {
+        "server": [share.server.group, share.server.index],
+        "unit": share.unit,
+        "slices": share.slices,
+        "elements": share.elements,
+        "value_bytes": share.value_bytes,
+    }
+
+
+def _memory_data(memory: Memory) -> dict[str, Any]:
+    return {
+        "role": "worker" if memory.resident.role is Role.WORKER else "server",
+        "address": [memory.resident.group, memory.resident.index],
+        "unit": memory.unit,
+        "values": memory.values,
+        "gradients": memory.gradients,
+        "staging": memory.staging,
+        "state": memory.state,
+        "second": memory.second,
+        "total": memory.total,
+    }
+
+
+def mb(size: int) -> str:
+    """Bytes as a reader wants them, in MB."""
+    return f"{size / MB:,.2f}"
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Text columns two spaces apart: the first to the left, numbers to the right."""
+    table = [tuple(header), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in table]

@@ -1,0 +1,91 @@
+"""How one model would be cut over the workers of a group, found without a job: for `topotrain plan`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ConfigError, Job, Placement, Schedule
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import layout
+from topotrain.parallel.api.auto_prepare import Asked, bill_of, call_of, needs_of, placed, schema_of
+from topotrain.parallel.api.example_inputs import Inputs, inputs_of, parse_inputs
+from topotrain.parallel.api.prepare_split import tagged
+from topotrain.parallel.capture.capture_model import capture
+from topotrain.parallel.estimate.memory_check import Room, check, room
+from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.placement.assign_modules import assignments
+from topotrain.parallel.placement.auto_modules import measure
+from topotrain.parallel.placement.auto_placement import Chosen
+from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.tools.monitor.graph_report import CutPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A planned cut: what `plan` shows, and the schema with its parts and owners."""
+
+    plan: CutPlan
+    parameters: tuple[Parameter, ...]
+
+
+def cut_of(
+    job: Job,
+    model: nn.Module,
+    loader: Any,
+    said: Sequence[str] = (),
+    measured: bool = False,
+    state_factor: float = 0.0,
+) -> Cut | None:
+    """Cut a model on paper; None where every worker of the job holds all of it.
+
+    Args:
+        job: whose groups share a model, by its conf or by the script's tags.
+        model: as the script hands it to `prepare`; not changed.
+        loader: the script's, which tells the shapes of the forward's arguments.
+        said: these instead, as `--input` gives them.
+        measured: with kAuto, go by times measured here, and show the result as partition blocks.
+        state_factor: elements of optimizer state per element of a parameter.
+
+    Raises:
+        ConfigError: it cannot be cut in this way, or shapes are not known.
+    """
+    workers = job.cluster.nworkers_per_group
+    if workers == 1 or not (job.splits or tagged(model)):
+        return None
+    captured = capture(model, model.training)
+    found = assignments(model, job, workers, captured)
+    given = parse_inputs(said) if said else inputs_of(model, loader, job.schedule is Schedule.k1F1B)
+    call = call_of(job, model, given)
+    asked = Asked(job, layout(job.cluster), model, captured, found, call, state_factor)
+    chosen: Chosen | None = None
+    here = room()
+    if job.placement is Placement.kAuto:
+        times = measure(model, *_real(given)) if measured else None
+        found, chosen = placed(asked, here, times)
+    costs = bill_of(asked, found)
+    words = "" if chosen is None else chosen.explain()
+    blocks = chosen.conf() if chosen is not None and measured else ""
+    planned = needs_of(asked, found, costs)
+    plan = CutPlan(costs, given.told(), planned, here, words, blocks, _warnings(planned, here))
+    return Cut(plan, schema_of(divide(model, found, workers)))
+
+
+def _real(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments to compute with: those that are sizes only become zeros."""
+
+    def real(value: Any) -> Any:
+        return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(real, given.args)), {name: real(value) for name, value in given.kwargs.items()}
+
+
+def _warnings(planned: Sequence[Need], here: Room) -> tuple[str, ...]:
+    """What would not fit, if the job ran here and as this process."""
+    try:
+        check(planned, here)
+    except ConfigError as error:
+        return (str(error),)
+    return ()

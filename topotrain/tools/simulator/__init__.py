@@ -1,0 +1,1 @@
+"""A job under faults that a seed chooses, in virtual time."""

@@ -1,0 +1,151 @@
+"""Worker groups that leave a rehearsed job, are given up, and come: what a launcher does about it (`launch.recovery`).
+
+Rule: the servers are asked before anything happens, as in a job. A group that leaves is told so and has some time; it
+is gone when none of its processes is left, and then the servers hear that nobody of it follows. Whatever else befalls
+it meanwhile only makes it leave sooner. Every batch counts once all the same.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role
+from topotrain.core.protocol import Away, Leave, Message
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, Schedule, What
+from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.sim_processes import Killed, Life
+from topotrain.tools.simulator.trial import Trial
+
+_COORDINATOR = Address(Role.SERVER, 0, 0)
+
+
+class Elastic(Trial):
+    """A trial whose groups leave and come.
+
+    Args:
+        job, seed, schedule, weather: as for `Trial`.
+        absent: groups that are not there at the start.
+        before: as for `Trial`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        seed: int,
+        schedule: Schedule,
+        weather: Weather | None = None,
+        absent: Iterable[int] = (),
+        before: Trial | None = None,
+    ) -> None:
+        self.absent, self._leaving = set(absent), dict[int, Fault]()
+        self.left_at = -1.0
+        """When the last process of a group that left had ended."""
+        super().__init__(job, seed, schedule, weather, before)
+
+    def again(self) -> "Elastic":
+        """As `Trial.again`; who had left, or was about to, stays away."""
+        away = self.absent | self._leaving.keys()
+        return Elastic(self.job, self.sim.seed, self._left_over, self._weather, away, self)
+
+    @property
+    def moves(self) -> list[Fault]:
+        """What groups have done, in its order; what the servers refused is not among it."""
+        return [fault for _, fault in self.log if fault.what in MOVES]
+
+    def befall(self, fault: Fault) -> None:
+        """It happens now; a move only where the servers agree."""
+        if fault.what not in MOVES:
+            super().befall(fault)
+        elif fault in self._faults:
+            self._faults.remove(fault)
+            away = fault.group in self.absent
+            joins = fault.what is What.JOIN
+            if fault.group in self._leaving or away is not joins or self._refused(fault):
+                return
+            self.log.append((self.sim.now, fault))
+            if joins:
+                self.absent.discard(fault.group)
+                self._bear(self.topology.workers(fault.group))
+            else:
+                self._leave(fault)
+
+    def _refused(self, fault: Fault) -> str:
+        return self.server(0, 0).may_change(fault.group, fault.what.value)
+
+    def _leave(self, fault: Fault) -> None:
+        self._leaving[fault.group] = fault
+        if fault.what is What.LOSE:
+            self._end_all(fault.group)
+            return
+        lives = self._lives(fault.group)
+        again = all(life.dead for life in lives)  # its processes are about to start, and are meant
+        self._tell(Leave(fault.group, lives[0].incarnation + again))
+
+        def late() -> None:
+            if self._leaving.get(fault.group) is fault:
+                self._end_all(fault.group)
+
+        self.sim.at(self.sim.now + fault.away, late)
+
+    # --- what befalls those who leave ----------------------------------------------------------------------------
+
+    def _lives(self, group: int) -> list[Life]:
+        return [self.lives[worker] for worker in self.topology.workers(group)]
+
+    def _tell(self, message: Message) -> None:
+        house = self.houses[_COORDINATOR]
+        self.wire.awake(lambda: house.handle(_COORDINATOR, message), _COORDINATOR)
+
+    def _end_all(self, group: int) -> None:
+        if all(life.dead for life in self._lives(group)):  # about to start again: those end before they are there
+            for life in self._lives(group):
+                self.lives[life.me] = Life(life.me, life.incarnation + 1, over=True, dead=True)
+        for life in self._lives(group):
+            if not life.over:
+                self._end_one(life)
+        self._emptied(group)
+
+    def _end_one(self, life: Life) -> None:
+        """One process of a group that leaves has ended; servers see it by its connections."""
+        life.over = life.dead = True
+        self.wire.resume(life.me)
+        door = self.doors[life.me]
+        for server in sorted({*door.servers, door.desk}):
+            self._later(partial(self._end, life, server))
+
+    def _emptied(self, group: int) -> None:
+        """Once nobody is left of a group the servers are told, before or after they have seen it."""
+        lives = self._lives(group)
+        if group not in self._leaving or not all(life.over for life in lives):
+            return
+        del self._leaving[group]
+        if any(life.dead for life in lives):  # else its scripts have come to their end meanwhile
+            self.absent.add(group)
+            self.left_at = self.sim.now
+            self._later(partial(self._tell, Away(group, lives[0].incarnation + 1)))
+
+    def _go(self, life: Life) -> None:
+        if not life.over:
+            self._end_one(life)
+            self._emptied(life.me.group)
+        raise Killed
+
+    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
+        group = fellows[0].group
+        if group in self._leaving:
+            self._end_all(group)
+        elif group not in self.absent:
+            super()._kill(fellows, away)
+
+    def _start(self, me: Address) -> None:
+        if me.group not in self.absent:
+            super()._start(me)
+
+    def run(self) -> "Elastic":
+        """As `Trial.run`."""
+        for group in sorted(self.absent):
+            for life in self._lives(group):
+                life.over = life.dead = True
+            self.sim.at(self._opens[_COORDINATOR], partial(self._tell, Away(group, 0)))
+        super().run()
+        return self

@@ -1,0 +1,180 @@
+"""Rehearse a job: the same servers and the same doors of workers, on a pretended network, in virtual time.
+
+Rule: one seed, one rehearsal: what goes wrong, when, and in which order messages come, so that whatever is found can be
+seen again. A run is right when the ledger is: every batch counted exactly once, on all shards, in the end and in every
+snapshot; when no worker was shown less than that on its way (`witness`); and when nobody waits for ever. A schedule
+that shows a fault of ours is made shorter as long as it shows one (delta debugging: Zeller and Hildebrandt, 2002, one
+fault at a time).
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from topotrain.config.job import Apply, Cluster, Compression, ConfigError, Grads, Job, Pull, Reduce
+from topotrain.config.topology import Address, layout
+from topotrain.core.protocol import Message
+from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, Schedule, draw, drawn_moves
+from topotrain.tools.simulator.group_churn import Elastic
+
+
+def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
+    block = Cluster(
+        nworker_groups=groups,
+        nworkers_per_group=workers,
+        nservers_per_group=shards,
+        server_worker_separate=True,
+        **cluster,
+    )
+    grads, own = (Grads.kHidden, True) if block.backup else (Grads.kVisible, False)
+    return Job(reduce=Reduce.kSum, cluster=block, warmup_steps=warmup, grads=grads, per_worker_batch=own)
+
+
+LAYOUTS: Mapping[str, Job] = {
+    "downpour": _job(3, 1, 1),
+    "downpour of pairs": _job(2, 2, 2),
+    "downpour on three shards": _job(3, 1, 3),
+    "sandblaster": _job(1, 2, 2),
+    "sandblaster of three": _job(1, 3, 3),
+    "hogwild": _job(2, 1, 2, nserver_groups=2),
+    "hogwild of pairs": _job(4, 2, 1, nserver_groups=2),
+    "bounded": _job(3, 1, 2, max_staleness=1),
+    "in step": _job(2, 2, 2, max_staleness=0),
+    "warming up": _job(3, 1, 2, warmup=3),
+    "encoded": _job(2, 2, 2, compression=Compression.kFp16),
+    "backup workers": _job(1, 3, 2, backup=1),
+    "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
+}
+"""Small layouts of every framework that has servers, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one rehearsal.
+
+    wrong: what went wrong; empty: nothing. kills: groups that died. crashes: times that all of the job did.
+    moves: groups that left, were lost for good, or came. snapshots: that were published and compared.
+    messages: that arrived. seconds: virtual. digest: CRC-32 of all that arrived, in its order.
+    moments: of each fault of the schedule, in virtual seconds; None: it did not come to it.
+    """
+
+    seed: int
+    layout: str
+    schedule: Schedule
+    wrong: str
+    kills: int
+    crashes: int
+    moves: int
+    snapshots: int
+    messages: int
+    seconds: float
+    digest: int
+    moments: tuple[float | None, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        faults = [str(fault) for fault in self.schedule.faults]
+        schedule = asdict(replace(self.schedule, faults=()))
+        rest = {name: getattr(self, name) for name in self.__slots__ if name != "schedule"}
+        return {**rest, "moments": list(self.moments), "schedule": {**schedule, "faults": faults}}
+
+
+def prepared(job: Job, name: str) -> Job:
+    """The job as it is rehearsed: its layout and its rules, with sums of whole numbers instead of a model.
+
+    Raises:
+        ConfigError: its workers add up among themselves, or hand one another parts of a model.
+    """
+    topology = layout(job.cluster)
+    if topology.collective or topology.relayed or job.splits:
+        raise ConfigError("--layout", name, "only jobs whose gradients go straight to servers are rehearsed")
+    exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
+    cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
+    grads = Grads.kHidden if singly(job) else Grads.kVisible
+    plain = replace(job, apply=Apply.kAtStep, pull=Pull.kStep, grads=grads, per_worker_batch=singly(job))
+    return replace(plain, cluster=cluster, reduce=Reduce.kSum)
+
+
+def layout_of(seed: int) -> str:
+    """Which layout a seed rehearses where none is asked for."""
+    return tuple(LAYOUTS)[seed % len(LAYOUTS)]
+
+
+def scheduled(job: Job, name: str, seed: int) -> Schedule:
+    """What the seed does to a layout."""
+    topology = layout(job.cluster)
+    mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
+    sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
+    schedule = draw(name, seed, *sizes, mortal)
+    elastic = [group for group in range(topology.worker_groups) if not leave_refusal(job, topology, group)]
+    moves = drawn_moves(name, seed, elastic) if schedule.mode == "lease" else ()
+    return replace(schedule, faults=(*schedule.faults, *moves))
+
+
+def rehearse(job: Job, name: str, seed: int, schedule: Schedule) -> Verdict:
+    """One rehearsal."""
+    trial = Elastic(job, seed, schedule)
+    seen = [0, 0]
+    crashes = 0
+
+    def observe(sender: Address, to: Address, message: Message) -> None:
+        seen[0] += 1
+        said = f"{trial.sim.now!r} {sender} {to} {type(message).__name__}"
+        seen[1] = zlib.crc32(said.encode(), seen[1])
+
+    try:
+        trial.wire.observers.append(observe)
+        while trial.run().crashed:
+            crashes += 1
+            trial = trial.again()
+            trial.wire.observers.append(observe)
+        wrong = _text(trial.wrong())
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    counted = (trial.kills, crashes, _moves(trial.log), trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
+    befell = {fault: round(moment, 4) for moment, fault in trial.log}
+    return Verdict(seed, name, schedule, wrong, *counted, tuple(befell.get(fault) for fault in schedule.faults))
+
+
+def _moves(log: Sequence[tuple[float, Fault]]) -> int:
+    return sum(fault.what in MOVES for _, fault in log)
+
+
+def _text(wrong: Sequence[tuple[int, int, float]]) -> str:
+    if wrong and wrong[0][0] < 0:
+        return "worker (0,0) did not come to its end"
+    cells = ", ".join(f"cell {cell} of p{parameter} is {value:g}" for parameter, cell, value in wrong[:3])
+    more = f" and {len(wrong) - 3} others" if len(wrong) > 3 else ""
+    return f"counted wrongly: {cells}{more}, where 1 is right" if wrong else ""
+
+
+def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[Verdict]:
+    """A rehearsal for each seed: of one layout, or of that which the seed says."""
+    for seed in seeds:
+        mine = name or layout_of(seed)
+        used = LAYOUTS[mine] if job is None else job
+        yield rehearse(used, mine, seed, scheduled(used, mine, seed))
+
+
+def shrunk(job: Job, verdict: Verdict) -> tuple[Verdict, tuple[int, ...]]:
+    """The same fault with less: the shortest schedule found, and which of the seed's faults are left in it."""
+    again = partial(rehearse, job, verdict.layout, verdict.seed)
+    best, kept = verdict, tuple(range(len(verdict.schedule.faults)))
+    shorter = True
+    while shorter:
+        shorter = False
+        for leave in kept:
+            fewer = tuple(at for at in kept if at != leave)
+            found = again(chosen(verdict.schedule, fewer))
+            if found.wrong:
+                best, kept, shorter = found, fewer, True
+                break
+    return best, kept
+
+
+def chosen(schedule: Schedule, kept: Sequence[int]) -> Schedule:
+    """The schedule with only these of its faults."""
+    return replace(schedule, faults=tuple(schedule.faults[at] for at in kept))

@@ -1,0 +1,194 @@
+"""The disks of a rehearsal: what a snapshot consists of is kept, compared with what it says it is, and gone on from.
+
+Rule: a snapshot that counts is a state that the job has been in. Each batch has cells of its own, so the cells that are
+1 in it must be those of the batches that it says it has, no more and no fewer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from topotrain.config.sharding import Parameter
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.optim.state_table import Table
+from topotrain.extensions.checkpointing.snapshot_coordinator import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
+from topotrain.extensions.tables.table_file_layout import KeptTable
+from topotrain.tools.simulator.sim_cluster import House, Town
+from topotrain.tools.simulator.worker_observer import Wrong
+from topotrain.training.data.batch_ranges import Runs, merged
+
+_DESK = Address(Role.SERVER, 0, 0)
+_FOR_A_REASON = (" never came", " had to start again")
+"""The next snapshot was due before a worker had made its next step, or a worker died before it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A snapshot that was published, in memory: what the job starts from when all of it has died (`snapshot.Source`).
+
+    passes: the first pass over the data that some worker had not come to the end of, as the workers left it; None:
+    nobody has left anything.
+    """
+
+    number: int
+    version: int
+    clocks: Mapping[int, int]
+    parameters: tuple[Parameter, ...]
+    optimizer: str
+    first_epoch: int | None
+    passes: int | None
+    _steps: Mapping[int, int]
+    _runs: Mapping[int, Runs]
+    _values: Mapping[str, torch.Tensor]
+    table: Table = field(default_factory=dict)
+    closed: int = 0
+    samples: Mapping[Address, int] = field(default_factory=dict)
+
+    @property
+    def epochs(self) -> Sequence[int]:
+        """Those of which batches are in the values."""
+        return tuple(self._runs)
+
+    @property
+    def first(self) -> int:
+        """Epochs before this one are over; see `front.earlier.find`."""
+        known = [epoch for epoch in (self.passes, self.first_epoch) if epoch is not None]
+        return max(self.closed, min(known or self._runs, default=0))
+
+    def runs(self, epoch: int) -> Runs:
+        """Runs [first, last) of an epoch's batches that are in the values."""
+        return self._runs.get(epoch, ())
+
+    def steps(self, group: int) -> int:
+        """Steps that a worker group had done."""
+        return self._steps.get(group, 0)
+
+    def values(self, name: str, lo: int, out: torch.Tensor) -> None:
+        """Elements of a parameter, from `lo` on, into a 1-D tensor."""
+        out.copy_(self._values[name][lo : lo + out.numel()])
+
+    def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
+        """There is none: a plain SGD steps here."""
+        raise Wrong(f"a plain SGD holds {entry} of {parameter}")
+
+    @property
+    def tables(self) -> Sequence[Sequence[KeptTable]]:
+        """Nobody opens one here."""
+        return ()
+
+    def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
+        """There are none."""
+        raise Wrong(f"nobody has opened a table {table}")
+
+
+class Ledger(Protocol):
+    """The job whose snapshots are kept: a town in which each batch has its cells."""
+
+    @property
+    def batches(self) -> int:
+        """Of an epoch."""
+        ...
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def singly(self) -> bool:
+        """A batch is one worker's, and not divided among those of a group."""
+        ...
+
+
+class Archive:
+    """The disks of all hosts of one start of a job.
+
+    Args:
+        town: where the servers live.
+        ledger: how much is read.
+        before: what this start goes on from.
+    """
+
+    def __init__(self, town: Town, ledger: Ledger, before: Kept | None = None) -> None:
+        self._town, self._ledger = town, ledger
+        self._values: dict[int, dict[str, torch.Tensor]] = {}
+        # Epochs before it were read to their end by the snapshot before: none lists them any more.
+        self._over = 0 if before is None else before.first
+        self.last = before
+        self.published = 0
+        first = 1 if before is None else before.number + 1
+        for me, house in town.houses.items():
+            house.server.snapshots.follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
+
+    def ask(self) -> None:
+        """A host's clock says that it is time."""
+        house: House = self._town.houses[_DESK]
+        self._town.wire.awake(lambda: house.handle(_DESK, m.SnapshotAsk()), _DESK)
+
+    def _work(self, me: Address, what: Write | Publish | Drop) -> None:
+        if isinstance(what, Drop):
+            self._values.pop(what.number, None)
+            if not what.why.endswith(_FOR_A_REASON):
+                raise Wrong(f"snapshot {what.number} came to nothing: {what.why}")
+            return
+        if isinstance(what, Publish):
+            self._publish(what)
+            self._answer(me, texts(what.number, PUBLISHED, {}))
+            return
+        for slab in what.frozen.values:
+            counts = {p.name: p.count for p in self._town.map.parameters}
+            kept = self._values.setdefault(what.number, {})
+            whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
+            whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
+        self._answer(me, texts(what.number, WRITTEN, {"server": str(what.server)}))
+
+    def _answer(self, me: Address, said: list[m.SnapshotPart]) -> None:
+        def say() -> None:
+            for part in said:
+                self._town.houses[me].handle(me, part)
+
+        sim = self._town.sim
+        sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._town.wire.awake(say, me))
+
+    def _publish(self, what: Publish) -> None:
+        self.published += 1
+        values, facts = self._values.pop(what.number), what.facts
+        runs = {int(epoch): merged((int(lo), int(hi)) for lo, hi in listed) for epoch, listed in facts["epochs"]}
+        self._over = max(self._over, facts["closed"])
+        self._check(what.number, runs, values)
+        first = facts["first_epoch"]
+        self._over = max(self._over, first or 0)
+        passes = [int(left.view(torch.int64)) for left in what.deposits.values()]
+        self.last = Kept(
+            what.number,
+            facts["version"],
+            dict(facts["clocks"]),
+            self._town.schema.parameters,
+            self._town.schema.optimizer,
+            first,
+            min(passes, default=None),
+            dict(facts["steps"]),
+            runs,
+            values,
+            closed=facts["closed"],
+            samples={Address(Role.WORKER, group, index): count for group, index, count in facts["samples"]},
+        )
+
+    def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
+        workers = self._town.topology.workers_per_group
+        of_epoch, each = self._ledger.batches * workers, 1 if self._ledger.singly else workers
+        cells = torch.zeros(of_epoch * self._ledger.epochs)
+        cells[: self._over * of_epoch] = 1.0
+        for epoch, listed in runs.items():
+            for first, last in listed:  # the last unit of a pass may name more than there are
+                cells[epoch * of_epoch :][first * each : min(last * each, of_epoch)] = 1.0
+        for name, found in values.items():
+            if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
+                has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}
+                raise Wrong(f"snapshot {number} says it has {runs}, and {name} has cells {has}")
+
+
+def passes_of(epoch: int) -> torch.Tensor:
+    """What a worker of a rehearsal leaves of its state: 1-D uint8."""
+    return torch.tensor([epoch], dtype=torch.int64).view(torch.uint8)

@@ -1,0 +1,421 @@
+"""A job whose worker groups die at any moment and are started again, whose processes pause, whose connections end.
+
+Every batch has a cell of its own in each parameter, for each worker of the group that reads it: gradient -1 there, a
+plain sum, SGD of rate 1. At the end every cell is exactly 1, or something was lost or counted twice. So are the cells
+in a snapshot of all batches that it says it has, and all others are 0.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from topotrain.config.job import Job
+from topotrain.config.topology import Address, Role
+from topotrain.core import protocol as m
+from topotrain.core.client.client import Exchange, PeerLost
+from topotrain.extensions.elastic.eligibility import singly
+from topotrain.extensions.resume.worker_state_store import EPOCH
+from topotrain.launch.runtime.process_host import peers
+from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, Schedule, What
+from topotrain.tools.simulator.sim_cluster import Seat, Town, parameters
+from topotrain.tools.simulator.sim_disks import Archive, Kept, passes_of
+from topotrain.tools.simulator.sim_network import SimulatedWire, Weather
+from topotrain.tools.simulator.sim_processes import Killed, Life, Patience, Road
+from topotrain.tools.simulator.worker_observer import Witness, Wrong
+from topotrain.training.data.batch_ranges import left
+from topotrain.training.data.map_dataset import STATIC, Leases
+
+LONG = 10.0
+"""Virtual seconds after the last fault, by which the slowest of these jobs is over many times."""
+
+
+class _Crashed(BaseException):
+    """All processes of the job are gone."""
+
+
+class Trial(Town):
+    """A town whose processes are tormented.
+
+    Args:
+        job, seed: as for `Town`.
+        schedule: what happens; with it the name of a weather.
+        weather: instead of the schedule's.
+        before: this is another start of that job, all of which has died.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        seed: int,
+        schedule: Schedule,
+        weather: Weather | None = None,
+        before: "Trial | None" = None,
+    ) -> None:
+        self.lives: dict[Address, Life] = {}
+        self.batches, self.epochs, self.mode, self.tells = (
+            schedule.batches,
+            schedule.epochs,
+            schedule.mode,
+            schedule.tells,
+        )
+        self.singly = singly(job)
+        self._faults = list(dict.fromkeys(schedule.faults))
+        self._left = {fault: fault.after for fault in self._faults}
+        self._aways: dict[Life, float] = {}  # of those that lose a connection
+        self.kills = 0
+        self.commits: dict[int, list[float]] = {}
+        self.births: list[tuple[float, int]] = []
+        self.deaths: list[tuple[float, int]] = []
+        self.final: list[torch.Tensor] = []
+        self.log: list[tuple[float, Fault]] = []  # what has befallen it, and when
+        self.crashed = False
+        self._published = 0  # by starts before this one
+        self._schedule, self._weather = schedule, weather
+        self.archive: Archive | None = None
+        self._kept: Kept | None = None if before is None or before.archive is None else before.archive.last
+        cells = self.batches * self.epochs * job.cluster.nworkers_per_group
+        schema = parameters(cells, max(cells, 150), max(cells, 256))
+        super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
+        if before is not None:
+            self._follow(before)
+        if not self.server(0, 0).snapshots.refusal:
+            self.archive = Archive(self, self, self._kept)
+        self._open()
+
+    def _follow(self, before: "Trial") -> None:
+        """Take over what is no process's: time, chance, and the account of what happened."""
+        self.sim.now = before.sim.now
+        self.sim.random.setstate(before.sim.random.getstate())
+        self.random.setstate(before.random.getstate())
+        self.kills, self.log, self.commits = before.kills, before.log, before.commits
+        self.births, self.deaths, self._published = before.births, before.deaths, before.snapshots
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots that were published, and compared with what they say they are."""
+        return self._published + (0 if self.archive is None else self.archive.published)
+
+    def again(self) -> "Trial":
+        """The next start of the job, after a crash: from its newest snapshot, or from its beginning."""
+        return Trial(self.job, self.sim.seed, self._left_over, self._weather, self)
+
+    @property
+    def _left_over(self) -> Schedule:
+        """What has not befallen it yet."""
+        return replace(self._schedule, faults=tuple(self._faults))
+
+    # --- how it is made ------------------------------------------------------------------------------------------
+
+    def _wire(self, weather: Weather | None) -> SimulatedWire:
+        self.road = Road(self.sim, self.lives, weather)
+        return self.road
+
+    def _door(self, me: Address) -> Exchange:
+        known = self.lives.get(me)
+        life = self.lives[me] = Life(me, 0 if known is None else known.incarnation + 1)
+
+        def say(to: Address, message: m.Message) -> None:
+            self._meet(life, message)
+            if life.over:
+                raise Killed
+            life.said += 1
+            self.wire.send(me, to, message)
+
+        door = Exchange(me, self.topology, say, Patience(life, self.sim), incarnation=life.incarnation)
+        self.road.settle(me, door)
+        for server in {*door.servers, door.desk}:
+            self.wire.connect(me, server, "")
+        return door
+
+    def _open(self) -> None:
+        """Not all processes come up at once. A server calls on its peers when both are there, then lets workers in."""
+        within = self._schedule.opens
+        there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
+        self._opens = dict(there)
+        for me in self.houses:
+            for peer in peers(me, self.topology):
+                time = max(there[me], there[peer])
+                self._opens[me] = max(self._opens[me], time)
+                if time > self.sim.now:
+                    self.sim.at(time, lambda me=me, peer=peer: self._call(me, peer))  # type: ignore[misc]
+                else:
+                    self.wire.connect(me, peer, "")
+
+    def _call(self, me: Address, peer: Address) -> None:
+        """A server calls on another; a shard asks its coordinator what it has missed."""
+        self.wire.connect(me, peer, "")
+        if me.group == peer.group:
+            house = self.houses[me]
+            self.wire.awake(lambda: house.send(house.server.ask()), me)
+
+    def _meet_servers(self) -> None:
+        """Servers find each other as they open."""
+
+    # --- bad luck ------------------------------------------------------------------------------------------------
+
+    def _meet(self, life: Life, message: m.Message) -> None:
+        """What is to happen at just this message happens, before it is said."""
+        if life.over:
+            return
+        for fault in list(self._faults):
+            theirs = (fault.group, fault.index) == life.me[1:] and fault.incarnation == life.incarnation
+            if fault.at < 0 and theirs and isinstance(message, fault.kind):
+                self._left[fault] -= 1
+                if self._left[fault] < 0:
+                    self.befall(fault)
+
+    def befall(self, fault: Fault) -> None:
+        """It happens now."""
+        if fault not in self._faults:
+            return
+        self._faults.remove(fault)
+        self.log.append((self.sim.now, fault))
+        if fault.what is What.KILL:
+            self.kill(fault.group, fault.away, fault.index)
+        elif fault.what is What.CUT:
+            self._cut(fault)
+        elif fault.what is What.PAUSE:
+            self._pause(fault)
+        elif fault.what is What.CRASH:
+            raise _Crashed
+        elif self.archive is not None:
+            for _ in range(3):
+                self.archive.ask()
+
+    def _tick(self) -> None:
+        """The clock of the host of server (0,0)."""
+        if self.archive is not None and not all(life.over for life in self.lives.values()):
+            self.archive.ask()
+            self.sim.at(self.sim.now + self._schedule.every, self._tick)
+
+    def kill(self, group: int, away: float, index: int = 0) -> None:
+        """All processes of a group, or one, are gone, and come back after a while, unless their scripts have ended."""
+        if not all(self.lives[me].over for me in self._fellows(group, index)):
+            self._kill(self._fellows(group, index), away)
+
+    def _fellows(self, group: int, index: int) -> tuple[Address, ...]:
+        """Who lives and dies with this worker."""
+        return (Address(Role.WORKER, group, index),) if self.singly else self.topology.workers(group)
+
+    def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
+        self.kills += 1
+        self.deaths.append((self.sim.now, fellows[0].group))
+        for me in fellows:
+            life, door = self.lives[me], self.doors[me]
+            self.wire.resume(me)
+            for server in sorted({*door.servers, door.desk}) if not life.over else ():
+                self._later(lambda life=life, server=server: self._end(life, server))  # type: ignore[misc]
+            life.over = life.dead = True
+        lives = [self.lives[me] for me in fellows]
+
+        def again() -> None:
+            if [self.lives[me] for me in fellows] == lives:
+                self._bear(fellows)
+
+        self.sim.at(self.sim.now + away, again)
+
+    def _cut(self, fault: Fault) -> None:
+        worker = Address(Role.WORKER, fault.group, fault.index)
+        life, door = self.lives[worker], self.doors[worker]
+        if life.over:
+            return
+        server = door.servers[fault.server]
+
+        def notice() -> None:
+            if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
+                self._kill(self._fellows(*worker[1:]), fault.away)  # its last words are lost, and so it has failed
+            door.lost(server, "the connection was cut")
+
+        self._aways[life] = fault.away
+        self._later(lambda: self._end(life, server))
+        self._later(lambda: self.wire.awake(notice, worker))
+
+    def _pause(self, fault: Fault) -> None:
+        who = Address(Role.WORKER, fault.group, fault.index)
+        if fault.server >= 0:
+            who = self.doors[who].servers[fault.server]
+        self.wire.pause(who)
+        self.sim.at(self.sim.now + fault.away, lambda: self.wire.resume(who))
+
+    def _later(self, do: Callable[[], None]) -> None:
+        self.sim.at(self.sim.now + self.sim.random.uniform(*self.wire.weather.delay), do)
+
+    def _end(self, life: Life, server: Address) -> None:
+        """The end of a connection comes to a server."""
+        if self.road.cut.get((life.me, server)) is not life and self.lives[life.me] is life:
+            self.road.cut[life.me, server] = life
+            if self.tells and life.came:
+                house = self.houses[server]
+                self.wire.awake(lambda: house.send(house.server.lost(life.me)), server)
+
+    def _bear(self, fellows: tuple[Address, ...]) -> None:
+        self.births.append((self.sim.now, fellows[0].group))
+        for me in fellows:
+            for server in sorted({*self.doors[me].servers, self.doors[me].desk}):
+                self._end(self.lives[me], server)  # its connection is replaced, if its end was not noticed before
+            self.doors[me] = self._door(me)
+            self._start(me)
+
+    def _start(self, me: Address) -> None:
+        life, door = self.lives[me], self.doors[me]
+
+        def live() -> None:
+            try:
+                opens = max(self._opens[server] for server in {*door.servers, door.desk})
+                if opens > self.sim.now:
+                    self.sim.sleep(opens - self.sim.now)
+                if life.over:
+                    raise Killed
+                life.came = True
+                if life.incarnation:
+                    door.come_back()
+                self.script(Seat(self, me))
+                life.over = True
+            except Killed:
+                pass
+            except PeerLost:
+                self.kill(me.group, self._aways[life], me.index)
+
+        self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
+
+    def run(self) -> "Trial":
+        """Until the end, or until a crash. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
+        for me in self.workers:
+            self._start(me)
+        if self._schedule.every:
+            self.sim.at(self.sim.now + self._schedule.every, self._tick)
+        for fault in list(self._faults):
+            if fault.at >= 0:
+                self.sim.at(fault.at, lambda fault=fault: self.befall(fault))  # type: ignore[misc]
+        torments = sum(fault.away + max(fault.at, 0.0) for fault in self._faults)
+        try:
+            self.sim.run(self.sim.now + LONG + torments)
+        except _Crashed:
+            self.crashed = True
+        if self.crashed:
+            return self
+        for me, house in self.houses.items():
+            if house.server.undecided:
+                raise Wrong(f"{me} still waits for votes about {house.server.undecided} steps, and all is over")
+        return self
+
+    # --- what a script does --------------------------------------------------------------------------------------
+
+    def script(self, seat: Seat) -> None:
+        """Read all that there is, one step for each batch."""
+        life, workers = self.lives[seat.me], self.topology.workers_per_group
+        witness = Witness(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
+        seat.visible = seat.visible and not self.singly
+        seat.open(0.0)
+        if self.singly:
+            self._train_singly(seat, witness)
+            self._end_well(seat)
+            return
+        snapshot = 0  # that this worker's state is wanted for
+        for epoch in self._epochs:
+            begins = True
+            for stream, seq, number in self._batches(seat, epoch):
+                if begins and self._schedule.every:
+                    seat.door.data.deposit(EPOCH, passes_of(epoch))
+                if snapshot:
+                    seat.door.data.deposit(snapshot, passes_of(epoch))
+                begins = False
+                seat.sleep(0.0, 0.004)
+                if life.over:
+                    raise Killed
+                batch = epoch * self.batches + number
+                witness.look(seat.values())
+                outcome = seat.step(
+                    self._gradient(batch * workers + seat.me.index), marks=(stream, seq, seq), samples=1
+                )
+                snapshot = outcome.snapshot
+                if not life.over:
+                    self.commits.setdefault(seat.me.group, []).append(self.sim.now)
+                    witness.did(range(batch * workers, (batch + 1) * workers))
+                    witness.look(seat.values())
+                if outcome.leaves:
+                    self._go(life)
+            if seat.door.data.leaves:
+                self._go(life)
+        if snapshot:
+            seat.door.data.deposit(snapshot, passes_of(self.epochs))
+        self._end_well(seat)
+
+    def _train_singly(self, seat: Seat, witness: Witness) -> None:
+        """With backup workers each does its own batches, some of them again, and joins the others after each epoch."""
+        life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
+        if life.incarnation:
+            seat.steps = seat.door.catch_up().next
+        for epoch in self._epochs:
+            stream = (epoch << 32) | STATIC | me
+            mine = self._unread(epoch, self.batches * workers)[me::workers]
+            number = seat.door.data.applied(stream)
+            while number < len(mine):
+                seat.sleep(0.0, 0.004)
+                if life.over:
+                    raise Killed
+                cell = epoch * self.batches * workers + mine[number]
+                witness.look(seat.values())
+                outcome = seat.step(self._gradient(cell), marks=(stream, number, number), samples=1)
+                if outcome.late:
+                    seat.steps = outcome.next
+                elif not life.over:
+                    number += 1
+                    self.commits.setdefault(seat.me.group, []).append(self.sim.now)
+                    witness.did([cell])
+                    witness.look(seat.values())
+            seat.steps = seat.door.catch_up(epoch).next
+
+    @property
+    def _epochs(self) -> range:
+        """Those that are not over."""
+        return range(0 if self._kept is None else self._kept.first, self.epochs)
+
+    def _unread(self, epoch: int, batches: int) -> list[int]:
+        """What an earlier start has left of so many."""
+        return list(left(range(batches), () if self._kept is None else self._kept.runs(epoch)))
+
+    def _end_well(self, seat: Seat) -> None:
+        seat.finish()
+        if seat.me == self.workers[0]:
+            seat.door.final_values()
+            seat.door.final_buffers()
+            self.final = seat.values()
+
+    def _go(self, life: Life) -> None:
+        """A worker leaves, since its group was told to."""
+        raise Wrong(f"{life.me} leaves, and nobody has told it to")
+
+    def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
+        group, door = seat.me.group, seat.door
+        units = self._unread(epoch, self.batches)
+        if self.mode == "static":
+            stream = (epoch << 32) | STATIC | group
+            mine = units[group :: self.topology.worker_groups]
+            for seq in range(door.data.applied(stream), len(mine)):
+                yield stream, seq, mine[seq]
+            return
+        leases = Leases(door.data, epoch, len(units), 0)
+        while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
+            place = leases.take()
+            yield place.stream, place.seq, units[place.number]
+            leases.passed = place.ordinal + place.last
+
+    def _gradient(self, cell: int) -> list[torch.Tensor]:
+        found = [torch.zeros(p.shape) for p in self.map.parameters]
+        for part in found:
+            part[cell] = -1.0
+        return found
+
+    def wrong(self) -> list[tuple[int, int, float]]:
+        """(parameter, cell, value) that is not 1; everything is, if worker (0,0) has not come to its end."""
+        cells = self.batches * self.epochs * self.topology.workers_per_group
+        if not self.final:
+            return [(-1, -1, 0.0)]
+        return [
+            (index, cell, float(part[cell]))
+            for index, part in enumerate(self.final)
+            for cell in range(cells)
+            if float(part[cell]) != 1.0
+        ]

@@ -1,0 +1,379 @@
+"""What a script calls. In an ordinary process every function here does nothing, or what plain PyTorch would do."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from topotrain.config import async_momentum
+from topotrain.config.job import ConfigError, Grads, Shard, Updater
+from topotrain.config.sharding import SliceMap
+from topotrain.core.events import Notice
+from topotrain.core.model.schema import FlatBuffers, torch_dtype
+from topotrain.core.optim import kernel_choice
+from topotrain.core.optim.adapter import build, set_lr
+from topotrain.extensions.resume.script_resume import Continuing
+from topotrain.extensions.tables.frontend.embedding import Embedding, follow
+from topotrain.extensions.tables.frontend.sparse_embedding import RowPaths, find_sparse
+from topotrain.extensions.tables.frontend.table_registry import roads_of
+from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.parallel.api.device_placement import scope
+from topotrain.parallel.api.prepare_split import split
+from topotrain.parallel.capture import device_scopes
+from topotrain.training import context as process
+from topotrain.training.adopted_optimizer import adopt
+from topotrain.training.context import Context, Metric
+from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
+from topotrain.training.final_parameters import FINAL, reserve
+from topotrain.training.loss_capture import watch_losses
+from topotrain.training.loss_watch import Rising
+from topotrain.training.misuse_checks import ONE, Training
+from topotrain.training.norm_log import NormLog
+from topotrain.training.parameters.devices import device_of
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.parameters.lazy_pull import wait_by_layer
+from topotrain.training.step_progress import Telling
+from topotrain.training.worker import Worker
+from topotrain.training.worker_limits import bound
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+
+
+def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, *stateful: Any) -> tuple[Any, ...]:
+    """Tie a model, its optimizer and its data to the job that this process belongs to.
+
+    The same objects come back, changed in place: parameters live in the job's buffers, `optimizer.step()` commits a
+    step on the servers, and iterating over `loader` gives this worker's share. In an ordinary process nothing changes.
+
+    Args:
+        model: on the CPU or on NVIDIA GPUs (see `device`), with all its parameters made.
+        optimizer: any of the tested `torch.optim` classes; None builds the one of the conf's `updater` block.
+        loader: a DataLoader; its batch is the group's batch. None: the script divides its data itself.
+        stateful: scalers, anything with `state_dict`: as for `keep`. Schedulers of the optimizer are found by
+            themselves.
+
+    Returns:
+        (model, optimizer, loader).
+
+    Raises:
+        ConfigError: the model, optimizer or loader cannot be trained this way, or `prepare` was called before.
+    """
+    _check_arguments(model, optimizer, loader, stateful)
+    if process.planning():
+        raise process.Planning(model, optimizer, loader)
+    here = process.current()
+    if here is None:
+        if optimizer is None:
+            raise ConfigError("tt.prepare", None, "outside a job an optimizer is needed: there is no updater block")
+        process.prepare_once()
+        _warn_of_wrong_kernels(optimizer)
+        follow(optimizer, [module for module in model.modules() if isinstance(module, Embedding)])
+        return model, optimizer, loader
+    if here.worker is not None:
+        raise process.again()
+    built = optimizer is None
+    if optimizer is None:
+        optimizer = _build(here, model)
+    for number, thing in enumerate(stateful):
+        here.kept[f"prepare {number}"] = thing
+    worker = _enter_job(here, model, optimizer, loader)
+    here.continuing = Continuing(here, worker, optimizer)
+    if isinstance(here.loader, ShardedLoader):
+        here.loader.memory = here.continuing
+    updater = here.place.job.updater
+    if built and updater is not None:
+        _follow_schedule(optimizer, updater, worker)
+    return model, optimizer, here.loader
+
+
+def _warn_of_wrong_kernels(optimizer: Optimizer) -> None:
+    """In a job this is an error; an ordinary process is the script's own."""
+    for group in optimizer.param_groups:
+        try:
+            kernel_choice.check_named(type(optimizer), group, kernel_choice.kinds(group["params"]))
+        except ConfigError as error:
+            warnings.warn(str(error), stacklevel=3)
+
+
+def _check_arguments(model: object, optimizer: object, loader: object, stateful: Sequence[object]) -> None:
+    """Refuse what stands in another's place, by name."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError("tt.prepare", type(model).__name__, "the model must be a torch.nn.Module")
+    listed = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    several = [type(thing).__name__ for thing in (*listed, loader, *stateful) if isinstance(thing, Optimizer)]
+    if len(several) > 1:
+        own = "one of this worker's own, which trains another model, stands in tt.keep"
+        accepted = f"several optimizers in one call are not supported yet: give it {ONE}; {own}"
+        raise ConfigError("tt.prepare", " and ".join(several), accepted)
+    models = [type(thing).__name__ for thing in (model, *listed, loader) if isinstance(thing, nn.Module)]
+    if len(models) > 1:
+        accepted = "several models in one call are not supported yet: put them into one torch.nn.ModuleList, say"
+        raise ConfigError("tt.prepare", " and ".join(models), accepted)
+    if not isinstance(optimizer, Optimizer | None):
+        accepted = "the optimizer, the second argument, must be a torch.optim optimizer or None"
+        raise ConfigError("tt.prepare", type(optimizer).__name__, accepted)
+    for thing in stateful:
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            accepted = "stateful arguments need state_dict and load_state_dict"
+            raise ConfigError("tt.prepare", type(thing).__name__, accepted)
+
+
+def _follow_schedule(optimizer: Optimizer, updater: Updater, worker: Worker) -> None:
+    """The learning rate goes by the steps of the group, some of which may have been made without this worker."""
+
+    def follow(*_: object) -> None:
+        set_lr(optimizer, updater, worker.tally.steps)
+
+    follow()
+    worker.after_step.append(follow)
+    worker.after_epoch.append(follow)
+
+
+def _build(here: Context, model: nn.Module) -> Optimizer:
+    updater = here.place.job.updater
+    if updater is None:
+        raise ConfigError("updater", None, "tt.prepare got no optimizer, so the conf needs an updater block")
+    return build(updater, model.named_parameters())
+
+
+def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: object) -> Worker:
+    if not isinstance(loader, DataLoader | None):
+        raise ConfigError(
+            "tt.prepare", type(loader).__name__, "the loader must be a torch.utils.data.DataLoader or None"
+        )
+    place, cut = here.place, split(here, model, optimizer, loader)
+    if place.job.cluster.backup and (cut is not None or loader is None):
+        accepted = "must be 0 where a model is split" if cut else "above 0 needs the loader: it gives batches again"
+        raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
+    sparse = find_sparse(model, optimizer)
+    aside = [entry.weight for entry in sparse]
+    parts = describe_model(model, aside) if cut is None else cut.parts
+    roads = roads_of(here)
+    rows = RowPaths(here, model, sparse, optimizer)
+
+    def flats(slice_map: SliceMap) -> FlatBuffers:
+        made = FlatBuffers(slice_map, None, roads.allocate)
+        if here.shared_values is not None and not roads.exchange.windowed:
+            _share_values(roads, here.shared_values, slice_map, made)
+        return made
+
+    if here.is_main:
+        tensors = (*parts.tensors, *parts.buffer_tensors, *aside)
+        reserve(here.workspace / FINAL, sum(t.nbytes for t in tensors) if cut is None else cut.nbytes)
+    worker = Worker(here.me, place.job, place.topology, parts, optimizer, roads.exchange, flats, aside)
+    if loader is not None:
+        account = worker if place.job.cluster.backup else None
+        here.loader = ShardedLoader(loader, _data_plan(here, model), roads.exchange.data, worker, account)
+    bound(here, model, loader, cut is not None)
+    worker.start()
+    if cut is not None:
+        cut.follow(worker, roads.meet_group())
+        here.split = cut
+    if worker.lazy:
+        wait_by_layer(model, worker)
+    adopt(optimizer, worker)
+    worker.scatter_state()
+    here.worker = worker
+    rows.follow(worker)
+    _warn(here, worker)
+    rising = Rising(here, worker)
+    watch_losses(worker, rising)
+    worker.after_step.append(Telling(here, worker, roads.traffic, rising))
+    if place.job.debug and here.is_main:
+        worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
+    here.training = Training(here, worker, optimizer)
+    here.spans.step_done(0)
+    return worker
+
+
+def _warn(here: Context, worker: Worker) -> None:
+    """Say at the start what would otherwise be seen in the result only."""
+    text = async_momentum.warning(here.place.job, here.place.topology, worker.momentum)
+    if text and here.is_main:
+        here.emit(Notice(str(here.me), text))
+
+
+def _share_values(roads: WorkerRoads, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
+    """Let the parameters lie in memory that all workers of the unit share (in-memory Hogwild)."""
+    sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
+    region = roads.memory.adopt(fd, sum(sizes))
+    for space in slice_map.spaces:
+        offset = sum(sizes[: space.index])
+        flats.put("params", space.index, region.tensor(offset, space.length, torch_dtype(space.dtype)))
+
+
+def _data_plan(here: Context, model: nn.Module) -> DataPlan:
+    job, topology = here.place.job, here.place.topology
+    groups = topology.worker_groups
+    lease = job.shard is Shard.kLease or (job.shard is Shard.kAuto and groups > 1 and not here.counted)
+    return DataPlan(
+        group=here.me.group,
+        groups=groups,
+        index=here.me.index,
+        workers=topology.workers_per_group,
+        shares=job.cluster.shares,
+        mode="lease" if lease else "static" if groups > 1 else "broadcast",
+        per_worker_batch=job.per_worker_batch,
+        seed=job.seed,
+        min_share=2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1,
+        is_main=here.is_main,
+        own_streams=job.cluster.backup > 0,
+    )
+
+
+def epochs(count: int) -> Iterator[int]:
+    """`range(count)`; in a job that goes on after a restart, the epochs that are left, the one under way first.
+
+    A script may have several such loops, one after the other, but not one inside the other.
+    """
+    here = process.current()
+    loop = process.begin_loop()
+    for number in range(count) if here is None or here.continuing is None else here.continuing.epochs(count):
+        yield number
+        if not process.is_latest(loop):
+            accepted = "has another loop over tt.epochs inside: they may follow one another; use range() inside"
+            raise ConfigError("tt.epochs", count, accepted)
+
+
+def keep(**objects: Any) -> None:
+    """Name what this worker needs again after a restart: tt.keep(average=ema, scaler=scaler).
+
+    Anything with `state_dict` and `load_state_dict`, of numbers, texts, lists, dicts and tensors. It is copied when an
+    epoch begins, and at each snapshot; after a restart it is loaded here, or in `prepare` if that comes later, and
+    again as the epoch begins that was under way. Model, optimizer, its LR schedulers and the random number generators
+    need no word. Outside a job this does nothing.
+
+    Raises:
+        ConfigError: an object has no such methods, or there is another one of that name.
+    """
+    here = process.current()
+    for name, thing in objects.items():
+        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            raise ConfigError(f"tt.keep {name}", type(thing).__name__, "must have state_dict and load_state_dict")
+        if here is not None:
+            if here.kept.setdefault(name, thing) is not thing:
+                raise ConfigError(f"tt.keep {name}", type(thing).__name__, "must be the object that has the name")
+            if here.continuing is not None:
+                here.continuing.restore_kept(name)
+
+
+def report(**metrics: Metric) -> None:
+    """Say what came out: numbers, or functions called once, on worker (0,0), with the job's final parameters.
+
+    In an ordinary process functions are called at once, and every metric is printed.
+    """
+    for name, value in metrics.items():
+        if not callable(value):
+            _number(name, value)
+    here = process.current()
+    if here is not None:
+        here.metrics.update(metrics)
+        return
+    for name, value in metrics.items():
+        print(f"{name}: {float(value() if callable(value) else value):.6g}")
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"tt.report {name}", value, "must be a number, or a function that returns one") from None
+
+
+def rank() -> int:
+    """This worker's number in the job, 0 to the number of workers - 1; 0 in an ordinary process."""
+    here = process.current()
+    return 0 if here is None else here.number
+
+
+def is_main() -> bool:
+    """Whether this is worker (0,0), whose output reaches the terminal. True in an ordinary process."""
+    here = process.current()
+    return here is None or here.is_main
+
+
+@overload
+def device() -> torch.device: ...
+@overload
+def device(name: str) -> AbstractContextManager[None]: ...
+def device(name: str | None = None) -> torch.device | AbstractContextManager[None]:
+    """Without a name: where this worker computes; with one: a scope, `with tt.device("/job:worker/task:1"):`.
+
+    This worker computes on the GPU that the job's `gpu` field gives it, or one of the machine's in turn; on the CPU
+    where there is none. In an ordinary process on the first GPU, or the CPU. Nothing is moved there by itself.
+
+    Modules that are made in a scope, and what a forward computes in one, belong to that worker of the group
+    (TensorFlow's names: /job:worker/task:1); parameters that are made in "/job:ps/task:0" live on that server. Outside
+    a job, and where a group has one worker, a scope does nothing.
+
+    Raises:
+        ConfigError: the `gpu` field names a GPU that this machine has not; the name is none.
+    """
+    if name is not None:
+        return scope(name)
+    return device_of(process.current(), torch.cuda.device_count())
+
+
+def place(module: Module, name: str) -> Module:
+    """Give a module, as one piece, to a worker of the group: tt.place(model.head, "/job:worker/task:1").
+
+    Its forward is not looked into. Returns the module. Outside a job this does nothing.
+
+    Raises:
+        ConfigError: it is no module; the name is none, or leaves open which task.
+    """
+    device_scopes.place(module, name)
+    return module
+
+
+def weight(count: float) -> None:
+    """What the next backward counts in the group's mean (its tokens, say) instead of its number of samples."""
+    if not count >= 0:
+        raise ValueError(f"weight = {count}: must be >= 0")
+    worker = _worker()
+    if worker is not None:
+        here = process.current()
+        if here is not None and here.split is not None:
+            here.split.weight_said()
+        worker.say_weight(float(count))
+
+
+@contextmanager
+def local() -> Iterator[None]:
+    """A backward inside this block is private: nothing is sent, and `.grad` is this worker's own."""
+    worker = _worker()
+    if worker is None:
+        yield
+        return
+    worker.path.private = True
+    try:
+        yield
+    finally:
+        worker.path.private = False
+
+
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_`, which also works with `grads: kHidden`.
+
+    There the servers clip, at `step()`, and the norm is known only afterwards: the one of the last step is returned
+    (NaN before the first).
+    """
+    worker = _worker()
+    if worker is None or worker.job.grads is Grads.kVisible:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    worker.clip(float(max_norm), float(norm_type))
+    return torch.tensor(worker.last_norm, device=worker.exchange.device)
+
+
+def _worker() -> Worker | None:
+    here = process.current()
+    return None if here is None or process.is_aside() else here.worker

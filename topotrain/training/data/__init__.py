@@ -1,0 +1,1 @@
+"""The batches of a loader, divided among workers and counted."""

@@ -1,0 +1,291 @@
+"""The DataLoader that `prepare` gives back: the same batches as the script's own, divided among the workers.
+
+Rule: every sample once per epoch over all workers. The script's loader is copied with all it was built with, and only
+its sampler is replaced: by one that names this worker's share of each batch of its group. Which batches a group gets
+is one of three ways to divide an epoch:
+
+* "broadcast" (a synchronous job): worker (0,0) draws from the script's sampler as the plain loader would, and tells
+  the others. With one worker in all this is the plain loader, bit for bit.
+* "static": all draw the same list from (seed, epoch), and batch b is for group b mod groups.
+* "lease": the same list, from which groups lease runs, so that a slow group takes fewer. A pass ends when nobody holds
+  a batch that might come back: what another group abandons is read here.
+
+A stream (IterableDataset) cannot be drawn from: every worker reads all of it and keeps its part.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+from weakref import ref
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from topotrain.config.job import ConfigError
+from topotrain.extensions.backup_workers.replay_batches import Account, Repeats
+from topotrain.training.data.iterable_dataset import StreamFeed
+from topotrain.training.data.map_dataset import PLAIN, STATIC, Copied, DataPlan, Desk, Ledger, MapFeed, Opening, Place
+from topotrain.training.data.sampling import epoch_seed, generators_of, index_sampler, samplers
+
+__all__ = ["STATIC", "DataPlan", "Desk", "Ledger", "Memory", "ShardedLoader", "Sight"]
+
+L = TypeVar("L", bound=Ledger)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a pass is like that is about to begin.
+
+    Args:
+        epoch: its number.
+        drawn: from the dice of worker (0,0)'s script, or from the job's seed.
+        fresh: with a new iterator.
+        generators: the loader's own.
+    """
+
+    epoch: int
+    drawn: Literal["dice", "seed"]
+    fresh: bool
+    generators: tuple[torch.Generator, ...]
+
+
+class Memory(Protocol):
+    """Who notes where a worker is, and knows where the one before it was. All is called on the script's thread."""
+
+    @property
+    def first(self) -> int:
+        """Passes before this one are over, and empty."""
+        ...
+
+    def opening(self, sight: Sight) -> tuple[Opening, bool]:
+        """A pass is about to begin: how; and whether it was begun with an iterator that was there already."""
+        ...
+
+    def opened(self) -> None:
+        """It has begun, and stands where it was left; no batch was given."""
+        ...
+
+    def asked(self) -> None:
+        """The script asks for a batch."""
+        ...
+
+    def given(self) -> None:
+        """There is one, and the script gets it."""
+        ...
+
+    def ended(self) -> None:
+        """There is none: the pass is over."""
+        ...
+
+
+class ShardedLoader:
+    """Iterates over this worker's share; everything else (`dataset`, `batch_size`, ...) is the script's own loader's.
+
+    Each `iter()` is an epoch, counted from 0. A loop that is left early gives back what it did not read, at the latest
+    when the next one begins. `len()` is the number of batches per epoch, in mode "lease" the nominal one (an equal
+    part).
+
+    Raises:
+        ConfigError: this loader cannot be divided; or there is no data, or less than a group's batch of it.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], plan: DataPlan, desk: Desk, ledger: Ledger, account: Account | None = None
+    ) -> None:
+        """`account`: with backup workers, who knows which batches have to be given again."""
+        _check(loader, plan)
+        self._account = account
+        self._loader = loader
+        self._plan = plan
+        self._desk = desk
+        self._ledger = ledger
+        self._epochs = 0
+        self.memory: Memory | None = None
+        self._kept: Copied | None = None
+        self._live: Callable[[], _Pass | None] = lambda: None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._plan.mode == "lease":
+            self.close()
+        epoch = self._epochs
+        self._epochs += 1
+        if self.memory is not None and epoch < self.memory.first:
+            return iter(())
+        inner = self._kept or Copied(self._loader, self._plan)
+        if self._loader.persistent_workers:
+            self._kept = inner
+        opening = self._opening(inner, epoch)
+        feed: MapFeed | StreamFeed
+        if inner.indices is None:
+            feed = StreamFeed(inner, self._plan, self._desk, self._ledger, epoch, opening)
+        else:
+            feed = MapFeed(inner, inner.indices, self._plan, self._desk, epoch, opening)
+        repeats = None if self._account is None else Repeats(self._account, epoch)
+        live = _Pass(feed, self._ledger, epoch, self.memory, repeats)
+        self._live = ref(live)
+        if self.memory is not None:
+            feed.catch_up(self.memory.opened)
+        return live
+
+    def _opening(self, inner: Copied, epoch: int) -> Opening:
+        if self.memory is None:
+            return PLAIN
+        dice = self._plan.alone if inner.indices is None else self._plan.mode == "broadcast"
+        generators = tuple(generators_of(self._loader))
+        opening, kept = self.memory.opening(Sight(epoch, "dice" if dice else "seed", inner.fresh, generators))
+        if kept and inner.fresh:  # then it threw no dice at this moment, and now it would
+            inner.seed(epoch_seed(self._plan.seed, epoch))
+        return opening
+
+    @property
+    def passes(self) -> int:
+        """How many passes were begun."""
+        return self._epochs
+
+    def skip_to(self, epoch: int) -> None:
+        """The next pass is that of this epoch, or a later one."""
+        self._epochs = max(self._epochs, epoch)
+
+    def __len__(self) -> int:
+        batches, plan = len(self._loader), self._plan
+        units = -(-batches // plan.workers) if plan.in_rounds else batches
+        if plan.mode == "static":
+            return len(range(plan.group, units, plan.groups))
+        return -(-units // plan.groups)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not there yet: this object is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def note_through(self, between: Callable[[Ledger], L]) -> L:
+        """From the next pass on draws go to `between(ledger)`, which is returned: a ledger around the one so far."""
+        made = between(self._ledger)
+        self._ledger = made
+        return made
+
+    @property
+    def under_way(self) -> bool:
+        """The script is in the middle of a pass."""
+        live = self._live()
+        return live is not None and live.is_open
+
+    def close(self) -> None:
+        """Leave the pass that is under way, if there is one, as a `break` does."""
+        live = self._live()
+        if live is not None:
+            live.close()
+
+
+# --- the door: what cannot be divided ----------------------------------------------------------------------------
+
+
+def _check(loader: DataLoader[Any], plan: DataPlan) -> None:
+    if not isinstance(loader, DataLoader):
+        raise ConfigError("loader", type(loader).__name__, "must be a torch.utils.data.DataLoader")
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        accepted = "must be True: which samples a step has seen is known from the order of the batches"
+        raise ConfigError("loader.in_order", False, accepted)
+    for sampler in samplers(loader):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            accepted = "must be 1, or another sampler: the batches are divided among the workers already"
+            raise ConfigError("loader.sampler.num_replicas", sampler.num_replicas, accepted)
+    if plan.own_streams and not isinstance(loader.dataset, IterableDataset) and _length(index_sampler(loader)) is None:
+        accepted = "must have a length: with cluster.backup above 0 an epoch is drawn as a whole before it begins"
+        raise ConfigError("loader.sampler", type(index_sampler(loader)).__name__, accepted)
+    if _length(loader.dataset) == 0:
+        raise ConfigError("len(loader.dataset)", 0, "must be at least 1: there is nothing to train on")
+    size, samples = _batch_of(loader)
+    if size is not None and samples is not None:
+        group = size * plan.workers if plan.in_rounds else size
+        if group > samples:
+            each = f" for each of {plan.workers} workers" if plan.in_rounds else ""
+            accepted = f"a group's batch{each} must fit in the {samples} samples of an epoch: make it smaller"
+            raise ConfigError("loader.batch_size", size, accepted)
+    if not isinstance(loader.dataset, IterableDataset) and _length(loader) == 0:
+        raise ConfigError("len(loader)", 0, "must be at least 1: the sampler gives no batch")
+
+
+def most_workers(loader: DataLoader[Any], per_worker_batch: bool) -> int | None:
+    """How many workers of a group can share this loader; None: any number, as far as is known."""
+    size, samples = _batch_of(loader) if per_worker_batch else (None, None)
+    return None if size is None or samples is None else samples // size
+
+
+def _length(what: Any) -> int | None:
+    try:
+        return len(what)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _batch_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
+    """Samples per batch and samples per epoch, where they are known."""
+    if isinstance(loader.dataset, IterableDataset):
+        return loader.batch_size, _length(loader.dataset)
+    sampler = index_sampler(loader)
+    return (sampler.batch_size, _length(sampler.sampler)) if isinstance(sampler, BatchSampler) else (None, None)
+
+
+class _Pass(Iterator[Any]):
+    """The iterator that the script holds."""
+
+    _open = False
+
+    def __init__(
+        self,
+        feed: MapFeed | StreamFeed,
+        ledger: Ledger,
+        epoch: int,
+        memory: Memory | None,
+        repeats: Repeats | None = None,
+    ) -> None:
+        self._feed, self._ledger, self._epoch, self._memory = feed, ledger, epoch, memory
+        self._repeats = repeats
+        self._given = 0
+        self._open = True
+
+    def __next__(self) -> Any:
+        if not self._open:
+            raise StopIteration
+        if self._memory is not None:
+            self._memory.asked()
+        try:
+            place, samples, data = self._fresh() if self._repeats is None else self._repeats.next(self._fresh)
+        except StopIteration:
+            self._open = False
+            self._feed.end()
+            if self._memory is not None:
+                self._memory.ended()
+            raise
+        if self._memory is not None:
+            self._memory.given()
+        self._feed.tell()
+        self._ledger.drawn(place.stream, place.seq, float(samples), samples)
+        self._given += 1
+        return data
+
+    def _fresh(self) -> tuple[Place, int, Any]:
+        try:
+            return self._feed.next()
+        except StopIteration:
+            self._feed.tell()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """It has not come to its end, and was not left."""
+        return self._open
+
+    def close(self) -> None:
+        """Leave early; nothing happens at the end or the second time."""
+        if self._open:
+            self._open = False
+            self._feed.leave()
+            self._ledger.left_early(self._epoch, self._given)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()

@@ -1,0 +1,163 @@
+"""One pass over a stream (IterableDataset), which has no sampler to divide: every worker reads all, and keeps its part.
+
+Rule: with several workers the dice that a stream throws come from (seed, epoch), so that all read the same stream and
+can read it again when another group left a part of it. A stream that is different every time is read at most once,
+and what is missing is told.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from topotrain.training.data.batch_ranges import left_below, nth
+from topotrain.training.data.map_dataset import PLAIN, Copied, DataPlan, Desk, Leases, Ledger, Opening, Place
+from topotrain.training.data.sampling import epoch_seed, leading, share_of_loaded
+from topotrain.training.rng_state import Dice
+
+_END = object()
+
+
+def is_own(plan: DataPlan, opening: Opening) -> bool:
+    """The stream shares the script's dice, as in the plain script."""
+    return plan.alone and not opening.drawn
+
+
+class _Reader:
+    """Reads a stream's batches by number, forwards. `at` is the next one."""
+
+    def __init__(self, inner: Copied, plan: DataPlan, epoch: int, opening: Opening) -> None:
+        self.at = 0
+        self._ended = False
+        seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
+        # Processes of the loader have dice of their own; without them the stream would share the script's.
+        own = is_own(plan, opening)
+        self._dice = None if own or inner.loader.num_workers else Dice(seed if noted is None else noted)
+        if not own and noted is None:
+            inner.seed(seed)
+        elif not own and noted is not None:
+            inner.seed_from(noted)
+        self._batches = self._with_dice(lambda: iter(inner.loader))
+
+    def batch(self, number: int) -> Any:
+        """Batch `number` >= `at` of the stream; _END beyond the last."""
+        batch = _END
+        while not self._ended and self.at <= number:
+            batch = self._with_dice(lambda: next(self._batches, _END))
+            self._ended = batch is _END
+            self.at += not self._ended
+        return batch
+
+    def _with_dice(self, do: Callable[[], Any]) -> Any:
+        if self._dice is None:
+            return do()
+        with self._dice:
+            return do()
+
+
+class StreamFeed:
+    """As `MapFeed`, for a stream. Leases are asked for on reading, when all before is read: every question may wait."""
+
+    def __init__(
+        self, inner: Copied, plan: DataPlan, desk: Desk, ledger: Ledger, epoch: int, opening: Opening = PLAIN
+    ) -> None:
+        self._inner, self._plan, self._ledger, self._epoch = inner, plan, ledger, epoch
+        self._opening = opening
+        self._leases = Leases(desk, epoch, -1, 0) if plan.mode == "lease" else None
+        returned = opening.returned and self._leases is None
+        self._seq = desk.applied(self._place(0).stream) if returned else 0
+        if not is_own(plan, opening):
+            inner.throw()
+        self._front: _Reader | None = _Reader(inner, plan, epoch, opening)
+        self._back: _Reader | None = None  # for batches that went by: the front must not lose its place
+
+    def next(self) -> tuple[Place, int, Any]:
+        """As `MapFeed.next`."""
+        if self._leases is None:
+            place = self._place(self._seq)
+            self._seq += 1
+            unit = self._unit(place.number)
+            if unit is _END:
+                raise StopIteration
+        else:
+            place, unit = self._leased(self._leases)
+        return (place, *unit)
+
+    def catch_up(self, then: Callable[[], None]) -> None:
+        """As `MapFeed.catch_up`."""
+        if self._opening.restored and self._front is not None and self._leases is None:
+            self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
+        then()
+
+    def tell(self) -> None:
+        """Nothing is drawn: everybody reads the same."""
+
+    def leave(self) -> None:
+        """As `MapFeed.leave`."""
+        if self._leases is not None:
+            self._leases.leave(None)
+        self.end()
+
+    def end(self) -> None:
+        """As `MapFeed.end`."""
+        self._front = self._back = None
+
+    def _place(self, seq: int) -> Place:
+        plan = self._plan
+        return Place(plan.stream(self._epoch), seq, 0, plan.group + seq * plan.groups, False)
+
+    def _leased(self, leases: Leases) -> tuple[Place, Any]:
+        while True:
+            if leases.at >= leases.last and not leases.ask(wait=True):
+                raise StopIteration
+            place = leases.take()
+            went_by = place.number < self._units_read()
+            unit = self._unit(place.number)
+            if unit is not _END:
+                return place, unit
+            if went_by:
+                self._ledger.lost(place.stream, leases.last - place.number)
+            else:
+                leases.total = self._units_read()
+            leases.at = leases.last
+
+    def _units_read(self) -> int:
+        read = left_below(self._opening.done, self._front.at) if self._front else 0
+        return -(-read // self._plan.workers) if self._plan.in_rounds else read
+
+    def _unit(self, number: int) -> Any:
+        """(samples that count, data) of a unit of the epoch; _END beyond the last."""
+        plan = self._plan
+        if not plan.in_rounds:
+            batch = self._batch(number)
+            return batch if batch is _END else self._counted(batch)
+        first = mine = self._batch(number * plan.workers)
+        if first is _END:
+            return _END
+        if plan.index:
+            mine = self._batch(number * plan.workers + plan.index)
+        if mine is _END:
+            return _END if plan.own_streams else (0, self._counted(first)[1])
+        return self._counted(mine)
+
+    def _first(self, unit: int) -> int:
+        return unit * self._plan.workers if self._plan.in_rounds else unit
+
+    def _batch(self, position: int) -> Any:
+        """The batch at this position of what is to be read in this pass."""
+        if self._front is None:
+            return _END
+        number = nth(self._opening.done, position)
+        if number >= self._front.at:
+            return self._front.batch(number)
+        if self._back is None or number < self._back.at:
+            self._back = _Reader(Copied(self._inner.original, self._plan), self._plan, self._epoch, self._opening)
+        return self._back.batch(number)
+
+    def _counted(self, batch: Any) -> tuple[int, Any]:
+        plan = self._plan
+        if self._inner.collates:
+            samples, data = batch
+            return samples, data
+        if plan.workers == 1 or plan.in_rounds:
+            return leading(batch) or 1, batch
+        data, samples = share_of_loaded(batch, plan.bounds, plan.min_share)
+        return samples, data

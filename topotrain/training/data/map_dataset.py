@@ -1,0 +1,510 @@
+"""One pass over a loader with a sampler: which batches, in which order, and this worker's share of each.
+
+Rule: the script's loader is copied with all it was built with, and only its sampler is replaced, by one that names
+this worker's share of each batch. A loader with processes of its own runs ahead of the script, so what was drawn and
+what was read are two things: leases are given back from what was read, and the sampler never waits for a lease.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from topotrain.extensions.checkpointing.data_position import STATIC as STATIC
+from topotrain.training.data.batch_ranges import Runs, left
+from topotrain.training.data.sampling import (
+    Chunk,
+    announced,
+    cut,
+    digest,
+    draw_again,
+    draw_epoch,
+    draws_at_once,
+    index_sampler,
+    is_list,
+    leading,
+    received,
+    repeats,
+    share_of,
+    share_of_loaded,
+    throw,
+)
+from topotrain.training.rng_state import Stand
+
+# --- who this worker is, and whom it talks to --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlan:
+    """This worker's part of the data.
+
+    Args:
+        group, groups, index, workers: worker `index` of the `workers` in group `group` of `groups`.
+        shares: claims of the group's workers on a batch, in any unit; empty: equal.
+        mode: see `data`; "broadcast" needs groups = 1.
+        per_worker_batch: the loader's batch is a worker's, not the group's.
+        seed: the job's.
+        min_share: samples below which a share goes to fewer workers; 2 for models with BatchNorm.
+        is_main: worker (0,0).
+        own_streams: with backup workers, each worker's batches count by themselves, and one that came too late is given
+            again; in rounds only.
+    """
+
+    group: int
+    groups: int
+    index: int
+    workers: int
+    shares: tuple[float, ...]
+    mode: Literal["broadcast", "static", "lease"]
+    per_worker_batch: bool
+    seed: int
+    min_share: int
+    is_main: bool
+    own_streams: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """One worker is the whole job: everything must be as in the plain script."""
+        return self.groups == self.workers == 1 and self.mode == "broadcast"
+
+    def stream(self, epoch: int) -> int:
+        """The data stream of this worker's group, or its own, where no leases are."""
+        number = self.group * self.workers + self.index if self.own_streams else self.group
+        return (epoch << 32) | STATIC | number
+
+    @property
+    def in_rounds(self) -> bool:
+        """One unit of the epoch is `workers` batches, one for each worker, instead of one batch to divide."""
+        return self.per_worker_batch and self.workers > 1
+
+    def bounds(self, samples: int) -> tuple[int, int]:
+        """[lo, hi) of this worker in a batch of `samples`."""
+        return cut(samples, self.workers, self.shares, self.min_share)[self.index]
+
+
+class Desk(Protocol):
+    """The way to the lease book in server (0,0). Every call is made on the script's thread."""
+
+    def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
+        """Ask and wait for the answer: (lease, first, last) as in `message.Lease`."""
+        ...
+
+    def applied(self, stream: int) -> int:
+        """Ask and wait: how many batches of a stream are applied, where another process has worked on it before."""
+        ...
+
+    def free(self, epoch: int, ordinal: int, first: int) -> None:
+        """Tell that the group has left the epoch. Must not wait: it may be called when an iterator is collected."""
+        ...
+
+    def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
+        """Worker (0,0): tell the others a chunk of the draw."""
+        ...
+
+    def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """The others: wait for a chunk: (sizes, indices, end)."""
+        ...
+
+
+class Ledger(Protocol):
+    """Who keeps account of the batches that the script was given."""
+
+    def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
+        """The script gets batch `seq` (from 0) of a stream: weight 0 is a repeat that must not count.
+
+        stream: (epoch << 32) | lease, or what `DataPlan.stream` says.
+        """
+        ...
+
+    def left_early(self, epoch: int, batches: int) -> None:
+        """The script left the loop after this many batches. Must not wait, as `Desk.free`."""
+        ...
+
+    def lost(self, stream: int, batches: int) -> None:
+        """Batches of a lease that the stream, read again, no longer has."""
+        ...
+
+
+class Place(NamedTuple):
+    """Where a batch stands: in its stream; in lease `ordinal` of the group; in the epoch; whether it ends the lease."""
+
+    stream: int
+    seq: int
+    ordinal: int
+    number: int
+    last: bool
+
+
+class _After(Enum):
+    """What is left to do once a batch is loaded."""
+
+    NOTHING = 0
+    COUNT = 1  # the key named a whole batch: count its samples
+    SLICE = 2  # the same, and only a part of it is this worker's
+
+
+class _Mark(NamedTuple):
+    place: Place
+    samples: int
+    after: _After
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a pass begins of which something was read before: by a process before this one, or in the job's earlier life.
+
+    Args:
+        done: batches that were applied in the earlier life, by their numbers in the epoch as it was drawn then. What
+            is left counts from 0 again.
+        returned: this job's servers know how much of what is left is applied: a process before this one saw to it.
+        drawn: the epoch was drawn from worker (0,0)'s dice, or from the seed, and now everybody draws it again;
+            empty: the plan's own way, with dice that stand where they stood.
+        dice: where worker (0,0)'s stood, for drawn "dice".
+        fresh: the loader's iterator was a new one then.
+        again: what is left out is loaded all the same, for the dice of the loader's processes.
+        restored: the dice of this process are put back once the pass has begun.
+    """
+
+    done: Runs = ()
+    returned: bool = False
+    drawn: Literal["", "dice", "seed"] = ""
+    dice: Stand | None = None
+    fresh: bool = True
+    again: bool = False
+    restored: bool = False
+
+
+PLAIN = Opening()
+
+
+# --- the copied loader -------------------------------------------------------------------------------------------
+
+
+def _nothing() -> Iterator[Any]:
+    return iter(())
+
+
+class _Indices:
+    """Stands in for the copied loader's sampler, and notes what each batch is that the loader will give."""
+
+    def __init__(self) -> None:
+        self.open: Callable[[], Iterator[tuple[_Mark, Any]]] = _nothing
+        self.marks: deque[_Mark] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.marks = deque()
+        return self._noted(self.open(), self.marks)  # opens now: plain samplers may draw in iter() already
+
+    @staticmethod
+    def _noted(drawn: Iterator[tuple[_Mark, Any]], marks: deque[_Mark]) -> Iterator[Any]:
+        for mark, index in drawn:
+            marks.append(mark)
+            yield index
+
+
+class _Ahead(Iterator[Any]):
+    """What a sampler draws, without the first so many; these are drawn when it is told to, or with the next one."""
+
+    def __init__(self, drawn: Iterator[Any], skipped: int, then: Callable[[], None]) -> None:
+        self._drawn, self._skipped, self._then = drawn, skipped, then
+        self._begun = False
+
+    def skip(self) -> None:
+        if not self._begun:
+            self._begun = True
+            for _ in islice(self._drawn, self._skipped):
+                pass
+            self._then()
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class _CollateShare:
+    """Collates this worker's part of a stream's batch, and says how many of its samples count."""
+
+    collate: Callable[[Any], Any]
+    plan: DataPlan
+
+    def __call__(self, items: list[Any]) -> tuple[int, Any]:
+        if self.plan.workers == 1 or self.plan.in_rounds:
+            return len(items), self.collate(items)
+        share, samples = share_of(items, self.plan.bounds(len(items)), self.plan.min_share)
+        return samples, self.collate(share)
+
+
+class Copied:
+    """A copy of the script's loader with our sampler in it; DataLoader forbids to set attributes the usual way."""
+
+    def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
+        self.original = loader
+        self.loader = copy(loader)
+        self.indices: _Indices | None = None
+        self.collates = False
+        self._set("_iterator", None)
+        if not isinstance(loader.dataset, IterableDataset):
+            self.indices = _Indices()
+            self._set("sampler" if loader.batch_sampler is None else "batch_sampler", self.indices)
+        elif loader.batch_sampler is not None and type(loader).__iter__ is DataLoader.__iter__:
+            # A subclass that looks at its own batches must see them as its author knows them: sliced after loading.
+            self.collates = True
+            self._set("collate_fn", _CollateShare(loader.collate_fn, plan))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self.loader, name, value)
+
+    def seed(self, seed: int) -> None:
+        """Let all workers' copies give the same seeds to their processes."""
+        self._set("generator", torch.Generator().manual_seed(seed))
+
+    def seed_from(self, dice: Stand) -> None:
+        """The same, with the seeds that a worker's loader gave whose dice stood there."""
+        generator = torch.Generator()
+        generator.set_state(dice.get("own 0", dice["torch"]) if self.original.generator else dice["torch"])
+        self._set("generator", generator)
+
+    @property
+    def fresh(self) -> bool:
+        """The next pass has a new iterator; processes that persist keep theirs."""
+        return self.loader._iterator is None
+
+    def throw(self) -> None:
+        """Move the script's dice as far as the plain loader's `iter()` does."""
+        if self.fresh:
+            throw(self.original)
+
+
+# --- leases ------------------------------------------------------------------------------------------------------
+
+
+class Leases:
+    """The leases of this group in one epoch, one after the other."""
+
+    def __init__(self, desk: Desk, epoch: int, total: int, digest: int) -> None:
+        self._desk, self._epoch, self._digest = desk, epoch, digest
+        self.total = total
+        self.passed = 0  # leases whose last batch the script has done with
+        self.asked = 0
+        self.stream = self.first = self.at = self.last = 0
+
+    def ask(self, wait: bool) -> bool:
+        """Get the next lease; False: there is none now. With `wait` all that was leased must be read; False: over."""
+        if wait:
+            self.passed = self.asked  # also where the last batch failed to load and the script went on
+        lease, first, last = self._desk.lease(self._epoch, self.asked, self.total, self._digest, self.passed, wait)
+        if last <= first:
+            return False
+        self.stream, self.first, self.at, self.last = (self._epoch << 32) | lease, first, first, last
+        self.asked += 1
+        return True
+
+    def take(self) -> Place:
+        """The next batch of the lease."""
+        place = Place(self.stream, self.at - self.first, self.asked - 1, self.at, self.at + 1 == self.last)
+        self.at += 1
+        return place
+
+    def leave(self, unread: Place | None) -> None:
+        """Give back everything from `unread` (None: from the next batch) on."""
+        if self.asked:
+            ordinal, number = (unread.ordinal, unread.number) if unread else (self.asked - 1, self.at)
+            self._desk.free(self._epoch, ordinal, number)
+
+
+# --- the pass ----------------------------------------------------------------------------------------------------
+
+
+class MapFeed:
+    """One pass over a loader with a sampler."""
+
+    def __init__(
+        self, inner: Copied, indices: _Indices, plan: DataPlan, desk: Desk, epoch: int, opening: Opening = PLAIN
+    ) -> None:
+        self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
+        self._opening = opening
+        handed_out = plan.mode == "broadcast" and not opening.drawn  # elsewhere what is done is not in the list at all
+        self._again = (
+            handed_out and opening.again and inner.loader.num_workers > 0 and [f for f, _ in opening.done] == [0]
+        )
+        if plan.own_streams:  # the workers may have come to different places
+            self._again = False
+        self._untold: list[tuple[int, Chunk]] = []
+        self._ahead: _Ahead | None = None
+        self._then: Callable[[], None] = lambda: None
+        self._leases: Leases | None = None
+        if handed_out:
+            places: Callable[[], Iterator[tuple[Place, Any]]] = self._broadcast
+        else:
+            batches = list(left(self._listed(self._drawn()), opening.done))
+            units = list(self._units(batches))
+            places = partial(self._dealt, units)
+            if plan.mode == "lease":
+                self._leases = Leases(desk, epoch, len(units), digest(batches))
+                places = partial(self._leased, self._leases, units)
+        indices.open = lambda: map(self._own, places())
+        self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
+        self._batches = self._reopen()
+
+    def catch_up(self, then: Callable[[], None]) -> None:
+        """Come to where the pass was when its place was noted, and call `then`: all dice are thrown up to there.
+
+        A loader that makes its iterator only when it is asked for a batch does both at that moment.
+        """
+        if self._again:
+            for _ in range(self._units_done()):
+                self._load()
+        elif self._opening.restored and self._plan.mode == "broadcast" and not self._opening.drawn:
+            self._then = then
+            if self._ahead is not None:
+                self._ahead.skip()
+            return
+        then()
+
+    def next(self) -> tuple[Place, int, Any]:
+        """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
+        data, mark = self._load()
+        if self._leases is not None:
+            self._leases.passed = mark.place.ordinal + mark.place.last
+        if mark.after is _After.SLICE:
+            data, samples = share_of_loaded(data, self._plan.bounds, self._plan.min_share)
+        else:
+            samples = mark.samples if mark.after is _After.NOTHING else leading(data) or 1
+        return mark.place, samples, data
+
+    def _load(self) -> tuple[Any, _Mark]:
+        while True:
+            try:
+                data = next(self._batches)
+                break
+            except StopIteration:
+                # The sampler stopped because the queue was empty. Now that all is read, wait for what others leave.
+                if self._leases is None or not self._leases.ask(wait=True):
+                    raise
+                self._batches = self._reopen()
+            except Exception:
+                if self._indices.marks:  # the loader skips the batch that failed
+                    self._indices.marks.popleft()
+                raise
+        if not self._indices.marks:
+            raise RuntimeError(f"{type(self._original).__name__} gave more batches than its sampler")
+        return data, self._indices.marks.popleft()
+
+    def tell(self) -> None:
+        """Tell the others what was drawn, where that is not told by and by.
+
+        They may train without this worker: not before what it takes to draw the same again has been left.
+        """
+        untold, self._untold = self._untold, []
+        for number, (sizes, indices, end) in untold:
+            self._desk.put_draw(self._epoch, number, end, sizes, indices)
+
+    def leave(self) -> None:
+        """Give back what was drawn and not read."""
+        self.tell()
+        if self._leases is not None:
+            self._leases.leave(self._indices.marks[0].place if self._indices.marks else None)
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the loader's iterator at once: its processes are not to wait for the garbage collector."""
+        self._batches = _nothing()
+        self._reopen = self._indices.open = _nothing
+
+    def _listed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches as lists, whatever the sampler makes of them; with `batch_size=None` a tuple is a key."""
+        if self._plan.alone or self._original.batch_sampler is None:
+            return iter(batches)
+        return (batch if is_list(batch) else list(batch) for batch in batches)
+
+    def _units(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """What is divided among the workers: a batch, a key, or with `per_worker_batch` a list of them."""
+        if not self._plan.in_rounds:
+            return iter(batches)
+        flow = iter(batches)
+        return iter(lambda: list(islice(flow, self._plan.workers)), [])
+
+    def _broadcast(self) -> Iterator[tuple[Place, Any]]:
+        plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._original
+
+        def put(number: int, chunk: Chunk) -> None:
+            sizes, indices, end = chunk
+            desk.put_draw(epoch, number, end, sizes, indices)
+
+        if plan.workers == 1:
+            batches = iter(index_sampler(loader))
+        elif plan.is_main:
+            drawn = self._listed(iter(index_sampler(loader)))
+            batches = announced(drawn, draws_at_once(loader), put)
+            if plan.own_streams:  # the others do not wait for a worker (0,0) that is slow
+                self._untold = []
+                told = announced(drawn, True, lambda number, chunk: self._untold.append((number, chunk)))
+                batches = iter(list(told))
+        else:
+            batches = received(partial(desk.get_draw, epoch))
+        if self._again:
+            return self._placed(self._units(batches), -self._units_done())
+        done = self._opening.done
+        first = done[0][1] if done and done[0][0] == 0 else 0
+        self._ahead = _Ahead(iter(batches), first, lambda: self._then())
+        rest = tuple((a - first, b - first) for a, b in done if a)
+        return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
+
+    def _dealt(self, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+        return self._placed(units[self._plan.group :: self._plan.groups], 0)
+
+    def _placed(self, units: Iterable[Any], first: int) -> Iterator[tuple[Place, Any]]:
+        """This group's units, numbered from `first` on, without those that are applied."""
+        plan = self._plan
+        stream = plan.stream(self._epoch)
+        applied = self._desk.applied(stream) if self._opening.returned else 0
+        if plan.own_streams:
+            units = (unit for unit in units if plan.index < len(unit))
+        numbered = islice(enumerate(units, first), applied, None)
+        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
+
+    def _units_done(self) -> int:
+        """Of a synchronous group, which reads everything in order."""
+        batches = max((last for _, last in self._opening.done), default=0)
+        return -(-batches // self._plan.workers) if self._plan.in_rounds else batches
+
+    def _drawn(self) -> list[Any]:
+        """The epoch as everybody draws it."""
+        if self._opening.drawn == "dice" and self._opening.dice is not None:
+            return draw_again(self._original, self._opening.dice, self._opening.fresh)
+        return draw_epoch(self._original, self._plan.seed, self._epoch)
+
+    @staticmethod
+    def _leased(leases: Leases, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+        # A loader with processes of its own runs ahead: waiting here for batches that only the script can finish
+        # would be for ever, so an empty queue ends the sampler.
+        while leases.at < leases.last or leases.ask(wait=False):
+            place = leases.take()
+            yield place, units[place.number]
+
+    def _own(self, drawn: tuple[Place, Any]) -> tuple[_Mark, Any]:
+        place, unit = drawn
+        plan, auto = self._plan, self._original.batch_sampler is not None
+        if plan.in_rounds and plan.index >= len(unit):
+            spare = unit[0]
+            if is_list(spare):
+                spare = [spare[i] for i in repeats(len(spare), plan.min_share)]
+            return _Mark(place, 0, _After.NOTHING), spare
+        if plan.in_rounds:
+            unit = unit[plan.index]
+        elif plan.workers > 1:
+            if not is_list(unit):
+                return _Mark(place, 0, _After.SLICE), unit
+            share, samples = share_of(unit, plan.bounds(len(unit)), plan.min_share)
+            return _Mark(place, samples, _After.NOTHING), share
+        if is_list(unit) or (auto and hasattr(unit, "__len__")):
+            return _Mark(place, len(unit), _After.NOTHING), unit
+        return _Mark(place, 0, _After.COUNT), unit

@@ -1,0 +1,313 @@
+"""Batches as lists of indices: drawn, dealt to the workers of a group, sent in chunks, sliced after loading.
+
+Rule: a share is a run of consecutive samples of the group's batch, in rank order, so that the shares put together are
+the batch. A worker without a share repeats samples at weight 0: its collectives and its BatchNorm keep working, its
+gradient does not count.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import chain, islice, pairwise
+from operator import index as as_int
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from topotrain.config.job import ConfigError
+from topotrain.training.rng_state import Dice, Stand, put_back, stand
+
+CHUNK = 4096  # numbers in one chunk of a broadcast draw: 32 KiB, half of what a message's fields may have
+KEY = -(1 << 32)  # in a chunk's sizes: one index that is no list (`batch_size=None`)
+
+Bounds = tuple[tuple[int, int], ...]
+Chunk = tuple[tuple[int, ...], tuple[int, ...], bool]
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def cut(samples: int, workers: int, shares: tuple[float, ...] = (), min_share: int = 1) -> Bounds:
+    """[lo, hi) of each worker in a batch of `samples`; equal shares without `shares`, else in their proportion.
+
+    A share below `min_share` goes to the others: the worker with the smallest claim (of equals the last) gets (0, 0),
+    until everybody has enough or one worker is left.
+    """
+    claims = shares or (1,) * workers
+    active = list(range(workers))
+    while True:
+        total = sum(claims[r] for r in active)
+        edges, reached = [0], 0.0
+        for r in active[:-1]:
+            reached += claims[r]
+            edges.append(int(samples * reached / total + 1e-9))  # 0.7 + 0.2 is not 0.9
+        edges.append(samples)
+        if len(active) == 1 or min(hi - lo for lo, hi in pairwise(edges)) >= min_share:
+            break
+        active.remove(min(reversed(active), key=lambda r: claims[r]))
+    mine = dict(zip(active, pairwise(edges)))
+    return tuple(mine.get(r, (0, 0)) for r in range(workers))
+
+
+def is_list(index: Any) -> bool:
+    """Whether a sampler's item names several samples (a batch), or is the key of one item."""
+    return isinstance(index, list | numpy.ndarray | torch.Tensor) and getattr(index, "ndim", 1) == 1
+
+
+def repeats(samples: int, count: int) -> list[int]:
+    """Positions of `count` samples for a worker without a share."""
+    return [i % samples for i in range(count)] if samples else []
+
+
+def share_of(batch: Any, bounds: tuple[int, int], min_share: int) -> tuple[Any, int]:
+    """A worker's part of an index list, and how many of its samples count."""
+    lo, hi = bounds
+    if hi > lo or len(batch) == 0:
+        return batch[lo:hi], hi - lo
+    return [batch[i] for i in repeats(len(batch), min_share)], 0
+
+
+# --- batches that are already loaded -----------------------------------------------------------------------------
+
+
+def leading(data: Any) -> int | None:
+    """Length of the leading dimension that all tensors and arrays in `data` share; None: they share none."""
+    lengths = {len(leaf) for leaf in _leaves(data)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, torch.Tensor | numpy.ndarray):
+        if data.ndim:
+            yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from _leaves(value)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from _leaves(value)
+
+
+def share_of_loaded(data: Any, bounds: Callable[[int], tuple[int, int]], min_share: int) -> tuple[Any, int]:
+    """A worker's part of a loaded batch, and how many of its samples count; `bounds(n)`: its part of n samples.
+
+    Every tensor, array, and list of n plain values is sliced. Dicts, lists, tuples and named tuples are kept; other
+    values are given to everybody.
+
+    Raises:
+        ConfigError: the tensors have no common leading dimension.
+    """
+    samples = leading(data)
+    if samples is None:
+        raise ConfigError(
+            "the loader's items",
+            type(data).__name__,
+            "with batch_size=None an item is divided among the workers of a group along the leading dimension of its "
+            "tensors: they must agree in it, in (nested) dicts, lists and tuples",
+        )
+    lo, hi = bounds(samples)
+    which = slice(lo, hi) if hi > lo else repeats(samples, min_share)
+    return _pick(data, which, samples), hi - lo
+
+
+def _pick(data: Any, which: slice | list[int], samples: int) -> Any:
+    if isinstance(data, torch.Tensor | numpy.ndarray):
+        return data[which] if data.ndim else data
+    if isinstance(data, Mapping):
+        picked = {key: _pick(value, which, samples) for key, value in data.items()}
+        if not isinstance(data, MutableMapping):
+            return picked
+        clone = copy(data)  # its constructor may want something else (a defaultdict's does)
+        clone.update(picked)
+        return clone
+    if isinstance(data, list | tuple):
+        if len(data) == samples and all(isinstance(value, str | bytes | int | float | None) for value in data):
+            kept = data[which] if isinstance(which, slice) else [data[i] for i in which]
+        else:
+            kept = [_pick(value, which, samples) for value in data]
+        return type(data)(*kept) if hasattr(data, "_fields") else type(data)(kept)
+    return data
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """One number of 63 bits for an epoch of a job; epochs of different jobs do not meet as `seed + epoch` would."""
+    return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def samplers(loader: DataLoader[Any]) -> list[Any]:
+    """The batch sampler and the samplers below it, each once."""
+    batch_sampler = loader.batch_sampler
+    found = [batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler]
+    return [s for i, s in enumerate(found) if s is not None and all(s is not other for other in found[:i])]
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """What the loader asks for indices: its batch sampler, or with `batch_size=None` its sampler."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
+    """All index lists of an epoch, a function of (seed, epoch) only. No random number generator is moved by it.
+
+    `set_epoch` is called where a sampler has it.
+    """
+    mixed = epoch_seed(seed, epoch)
+    generators = generators_of(loader)
+    states = [(g, g.get_state()) for g in generators]
+    try:
+        with Dice(mixed):
+            for generator in generators:
+                generator.manual_seed(mixed)
+            for sampler in samplers(loader):
+                if callable(getattr(sampler, "set_epoch", None)):
+                    sampler.set_epoch(epoch)
+            return list(index_sampler(loader))
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def draw_again(loader: DataLoader[Any], dice: Stand, fresh: bool) -> list[Any]:
+    """All index lists of an epoch that worker (0,0) drew as a plain loader does, from where its dice stood then.
+
+    fresh: the loader's iterator was a new one, which throws its dice once itself. No generator is moved.
+    """
+    generators = generators_of(loader)
+    before = stand(generators)
+    try:
+        put_back(dice, generators)
+        drawn = iter(index_sampler(loader))
+        if fresh:
+            throw(loader)
+        return list(drawn)
+    finally:
+        put_back(before, generators)
+
+
+def throw(loader: DataLoader[Any]) -> None:
+    """Move the dice as far as a new iterator of the loader does."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The random number generators of a loader and its samplers, each once."""
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
+    generators = [g for g in found if isinstance(g, torch.Generator)]
+    return [g for i, g in enumerate(generators) if all(g is not other for other in generators[:i])]
+
+
+def digest(batches: Iterable[Any]) -> int:
+    """Hash of an epoch's index lists, 63 bits and never 0; 0 where the indices are no integers."""
+    batches = [batch if is_list(batch) else [batch] for batch in batches]
+    try:
+        numbers = array("q", map(len, batches))
+        numbers.extend(map(as_int, chain.from_iterable(batches)))
+    except TypeError:
+        return 0
+    return (int.from_bytes(blake2b(numbers.tobytes(), digest_size=8).digest(), "little") >> 1) or 1
+
+
+def draws_at_once(loader: DataLoader[Any]) -> bool:
+    """Whether drawing the next batches early changes nothing: torch's own samplers throw all their dice at first.
+
+    Any other sampler is asked one batch at a time, as the plain loader asks it: it may look at the training, or
+    share a random number generator with it.
+    """
+    sampler: Any = index_sampler(loader)
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    if type(sampler) is RandomSampler:
+        once = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+        return once or sampler.generator is None
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+# --- a draw on its way to the other workers ----------------------------------------------------------------------
+
+
+def announced(batches: Iterator[Any], at_once: bool, put: Callable[[int, Chunk], None]) -> Iterator[Any]:
+    """Worker (0,0): the batches as drawn, each told to the others (`put(number, chunk)`) before it is used."""
+    number, end = 0, False
+    while not end:
+        run: list[Any] = []
+        room = CHUNK if at_once else 1
+        while room > 0 and not end:
+            drawn = list(islice(batches, 1))
+            end = not drawn
+            run += drawn
+            room -= sum(len(batch) + 1 if is_list(batch) else 2 for batch in drawn)
+        for chunk in pack(run, end):
+            put(number, chunk)
+            number += 1
+        yield from run
+
+
+def pack(batches: Sequence[Any], end: bool) -> Iterator[Chunk]:
+    """(sizes, indices, end) of at most CHUNK numbers each. A batch that goes on in the next chunk has size -n.
+
+    Raises:
+        ConfigError: an index is no integer of 64 bits.
+    """
+    sizes: list[int] = []
+    indices: list[int] = []
+    for batch in batches:
+        numbers = _integers(batch if is_list(batch) else [batch])
+        while True:
+            room = CHUNK - len(sizes) - len(indices) - 1
+            if room < min(1, len(numbers)):
+                yield tuple(sizes), tuple(indices), False
+                sizes, indices = [], []
+                continue
+            part, numbers = numbers[:room], numbers[room:]
+            sizes.append(-len(part) if numbers else len(part) if is_list(batch) else KEY)
+            indices += part
+            if not numbers:
+                break
+    if sizes or end:
+        yield tuple(sizes), tuple(indices), end
+
+
+def _integers(batch: Any) -> list[int]:
+    try:
+        return array("q", map(as_int, batch)).tolist()
+    except (TypeError, OverflowError):
+        raise ConfigError(
+            "the loader's sampler",
+            batch[0],
+            "its indices must be whole numbers of 64 bits, where several workers share its batches",
+        ) from None
+
+
+def received(get: Callable[[int], Chunk]) -> Iterator[Any]:
+    """The other workers: the batches that worker (0,0) announced; `get(number)` waits for a chunk."""
+    number, end = 0, False
+    begun: list[int] = []
+    while not end:
+        sizes, indices, end = get(number)
+        number += 1
+        at = 0
+        for size in sizes:
+            if size == KEY:
+                yield indices[at]
+                at += 1
+                continue
+            begun.extend(indices[at : at + abs(size)])
+            at += abs(size)
+            if size >= 0:
+                yield begun
+                begun = []

@@ -1,0 +1,201 @@
+"""The job's result as a file: `final.safetensors`, which plain PyTorch loads.
+
+    model.load_state_dict(safetensors.torch.load_file("final.safetensors"))
+
+A tied weight is stored once, under its first name; `load_state_dict(..., strict=False)` then restores both, and the
+other names stand in the file's metadata ("tied": JSON of name -> names). The format has no complex128: such a tensor
+is stored as pairs of float64, and named in the metadata ("complex": JSON of names); `torch.view_as_complex` undoes it.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from errno import EINVAL, EISDIR, EOPNOTSUPP
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+
+from topotrain.config.job import ConfigError
+from topotrain.config.private_files import open_file, open_for_reading
+from topotrain.extensions.checkpointing.checkpoint_reader import bytes_of
+from topotrain.extensions.checkpointing.checkpoint_writer import sync_folder, write_at
+from topotrain.extensions.checkpointing.safetensors_layout import PAIRED, Told, lay_out, said_of
+from topotrain.training.parameters.flat_parameters import ModelParts, in_file
+
+FINAL = "final.safetensors"
+_APART_BYTES = 64
+_UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+
+
+class NotSaved(OSError):
+    """Tensors that the disk did not take; names the file and why."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(error.errno, f"{path} cannot be written: {error.strerror or error}")
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def save_final(parts: ModelParts, path: Path, more: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    """Write parameters, `more` of them, and buffers, atomically; nothing that has its memory for itself is copied."""
+    tensors, metadata = tensors_of(parts, _apart)
+    tensors |= {name: weight.detach().contiguous() for name, weight in more.items()}
+    save_tensors(tensors, path, metadata)
+
+
+def tensors_of(
+    parts: ModelParts, take: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and buffers by name, contiguous and copied (or as `take` takes them), and a file's metadata."""
+    tensors: dict[str, torch.Tensor] = {}
+    for described, tensor in zip(parts.parameters, parts.tensors, strict=True):
+        tensors[described.name] = take(tensor.detach().contiguous())
+    for buffer, content in zip(parts.buffers, parts.buffer_tensors, strict=True):
+        tensors[buffer.name] = take(content.detach().contiguous())
+    return tensors, metadata_of({p.name: p.aliases for p in parts.parameters})
+
+
+def metadata_of(aliases: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Of a file that has these parameters; the other names of each."""
+    return {"format": "pt", "tied": json.dumps({name: list(more) for name, more in aliases.items() if more})}
+
+
+def in_one_file(likes: Sequence[torch.Tensor], folder: Path) -> list[torch.Tensor]:
+    """Contiguous tensors of these shapes and dtypes, zeroed, over a nameless file of the folder.
+
+    Each has a storage of its own, as a file's writer wants it. Raises ConfigError where the disk has no room.
+    """
+    ends = list(accumulate(-(-like.nbytes // _APART_BYTES) * _APART_BYTES for like in likes))
+    memory = in_file(folder)(ends[-1] if ends else 0, torch.uint8)
+    made = []
+    for like, end in zip(likes, ends, strict=True):
+        at = end - -(-like.nbytes // _APART_BYTES) * _APART_BYTES
+        flat = memory[at : at + like.nbytes]
+        own = torch.frombuffer(flat.numpy().data, dtype=like.dtype) if like.nbytes else flat.view(like.dtype)
+        made.append(own.view(like.shape))
+    return made
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The file's writer takes no tensors that share memory."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write contiguous tensors, atomically: under this name there is always a whole file, also after a power cut.
+
+    Room that `reserve` has taken is used. Raises NotSaved where the disk does not take them, ConfigError for a dtype
+    that the format does not know.
+    """
+    try:
+        layout = lay_out((_told(name, tensor) for name, tensor in tensors.items()), metadata)
+    except ValueError as error:
+        raise ConfigError("tensors", str(path), str(error)) from None
+    temporary = _beside(path)
+    try:
+        with _opened(temporary) as fd:
+            _take_room(fd, layout.size)
+            os.ftruncate(fd, layout.size)
+            write_at(fd, layout.header, 0)
+            for name, tensor in tensors.items():
+                here = tensor.detach().cpu()
+                write_at(fd, bytes_of(here), layout.entries[name].begin)
+            os.fsync(fd)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        release(path)
+        raise NotSaved(path, error) from None
+
+
+def _told(name: str, tensor: torch.Tensor) -> Told:
+    return Told(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
+
+
+def reserve(path: Path, nbytes: int) -> None:
+    """Keep room on the disk for tensors of so many bytes, until `save_tensors` writes them there, or `release`.
+
+    Raises:
+        ConfigError: there is no room, or the file cannot be written.
+    """
+    release(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, f"{path.name} is a folder", str(path))
+        with _opened(_beside(path)) as fd:
+            _take_room(fd, nbytes)
+    except OSError as error:
+        release(path)
+        accepted = f"must have room for {nbytes:,} bytes of {path.name} ({error.strerror})"
+        raise ConfigError("cluster.workspace", str(path.parent), accepted) from None
+
+
+def release(path: Path) -> None:
+    """Give back room that `reserve` has taken; nothing happens where there is none."""
+    with suppress(OSError):
+        _beside(path).unlink()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_suffix(".tmp")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _take_room(fd: int, nbytes: int) -> None:
+    """Have blocks on the disk. Raises OSError, but not where the file system knows no such thing."""
+    try:
+        os.posix_fallocate(fd, 0, max(1, nbytes))
+    except OSError as error:
+        if error.errno not in (EINVAL, EOPNOTSUPP):
+            raise
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read what `save_tensors` has written. Raises ConfigError for a file that is none."""
+    try:
+        os.close(open_for_reading(path))  # the file's reader would wait at a named pipe
+        with safe_open(str(path), "pt") as file:
+            return _out_of_pairs({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+    except _UNREADABLE as error:
+        raise ConfigError("file", str(path), f"must be a safetensors file: {error}") from None
+
+
+def _in_pairs(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """These tensors as the format can have them, and what the metadata says of that."""
+    paired = [name for name, tensor in tensors.items() if tensor.dtype is torch.complex128]
+    return {**tensors, **{name: torch.view_as_real(tensors[name]) for name in paired}}, said_of(paired)
+
+
+def _out_of_pairs(tensors: dict[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    names = json.loads(metadata.get(PAIRED, "[]"))
+    return {**tensors, **{name: torch.view_as_complex(tensors[name]) for name in names}}
+
+
+def to_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
+    """Contiguous tensors on the CPU, none of which shares memory with another, as the bytes of a safetensors file."""
+    written, paired = _in_pairs(tensors)
+    return save(written, paired or None)
+
+
+def from_bytes(data: bytes, what: str) -> dict[str, torch.Tensor]:
+    """The tensors of `to_bytes`. Raises ConfigError, about the field `what`, for bytes that are none."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return _out_of_pairs(load(data), header.get("__metadata__", {}))
+    except _UNREADABLE as error:
+        raise ConfigError(what, f"{len(data)} bytes", f"must be as safetensors writes tensors: {error}") from None

@@ -1,0 +1,159 @@
+"""How a worker's part in a job ends, whoever started its process: goodbye to the servers, and the result comes home."""
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from topotrain.comm.transport import Broken, Unreachable
+from topotrain.config import async_momentum
+from topotrain.config.job import ConfigError, NonFinite
+from topotrain.core.client.client import JobError, PeerLost
+from topotrain.core.events import Final, Finished, Metrics, Notice
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, Manifest, name_of, numbers
+from topotrain.extensions.tables.frontend.table_finish import bring_home, say_goodbye
+from topotrain.parallel.api.prepare_split import Split
+from topotrain.training.context import Context
+from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
+from topotrain.training.parameters.flat_parameters import ModelParts
+from topotrain.training.worker import Worker
+
+
+class Unfinished(Exception):
+    """The job's result could not be brought home; the text says why, and from where the job can go on."""
+
+
+def is_complete(here: Context) -> bool:
+    """Whether the script, should it end here, has done its part: it is not in the middle of a loop."""
+    in_epochs = here.continuing is not None and here.continuing.in_epochs
+    return not (in_epochs or (here.loader is not None and here.loader.under_way))
+
+
+def finish(here: Context) -> None:
+    """After the program: goodbye to the servers; worker (0,0) brings the result home."""
+    worker = here.worker
+    if worker is None and here.tables is None:
+        raise ConfigError("program", None, "ended without calling topotrain.prepare: there was nothing to train")
+    if here.training is not None:
+        here.training.check()
+    say_goodbye(here)
+    if worker is None:
+        _finish_without_model(here)
+        return
+    if here.loader is not None:
+        here.loader.close()
+    if here.continuing is not None:
+        here.continuing.finish()
+    worker.finish()
+    try:
+        _save(here, worker)
+    except NotSaved as error:
+        raise Unfinished(f"the job's result is lost: {error}; {_left(here.workspace)}") from None
+    if here.finishing is not None:
+        here.finishing()
+
+
+def _save(here: Context, worker: Worker) -> None:
+    """Write what came of the job. Raises NotSaved."""
+    more = bring_home(here)
+    if here.is_main:
+        if not worker.tally.steps:
+            here.emit(Notice(str(here.me), _no_step(here)))
+        started = time.monotonic()
+        parts = _whole(here, worker)
+        path = here.workspace / FINAL
+        spoiled = _spoiled(here, parts)
+        if not spoiled:
+            _measure(here)
+        save_final(parts, path, more)
+        here.emit(Final(str(path), time.monotonic() - started))
+        if spoiled:
+            raise SpoiledResult(_complaint(here, worker, spoiled, path))
+
+
+def _no_step(here: Context) -> str:
+    if here.place.topology.worker_groups > 1:
+        return "this worker made no step: its group had no batch, or the program never called optimizer.step()"
+    return "the program never called optimizer.step(): nothing was trained"
+
+
+def _whole(here: Context, worker: Worker) -> ModelParts:
+    """The job's result stands in the model."""
+    if here.split is not None:
+        cut: Split = here.split
+        return cut.whole(worker)
+    worker.take_final()
+    return worker.parts
+
+
+class SpoiledResult(Exception):
+    """The job has come to its end, and its parameters are not finite."""
+
+
+def _spoiled(here: Context, parts: ModelParts) -> list[str]:
+    """The trained parameters of the result that are not finite, by name; none where the job allows it."""
+    if here.place.job.nonfinite is NonFinite.kAllow:
+        return []
+    described = zip(parts.parameters, parts.tensors, strict=True)
+    return [known.name for known, value in described if known.trainable and not bool(torch.isfinite(value).all())]
+
+
+def _complaint(here: Context, worker: Worker, spoiled: list[str], path: Path) -> str:
+    more = f" and {len(spoiled) - 1} more" if len(spoiled) > 1 else ""
+    why = (
+        async_momentum.explanation(here.place.topology, worker.momentum) or "use a smaller learning rate, or clip_norm"
+    )
+    return (
+        f"the final parameters are not finite: {spoiled[0]}{more}, though every gradient that was applied was; they "
+        f"are in {path} as they are, and no metric was computed (nonfinite: kAllow would let it pass). {why}"
+    )
+
+
+def _left(workspace: Path) -> str:
+    """From where a job can go on that could not write its result."""
+    folder = workspace / FOLDER
+    for number in reversed(numbers(folder)):
+        with suppress(ConfigError):
+            found = Manifest.open(folder / name_of(number))
+            how = f"`topotrain run --resume {workspace}` (or the same job with `resume: true`)"
+            return f"{how} goes on from snapshot {name_of(number)}, which has step {found.steps(0)}"
+    return "there is no snapshot from which the job can go on"
+
+
+def _measure(here: Context) -> None:
+    values = {name: float(m() if callable(m) else m) for name, m in here.metrics.items()}
+    if values:
+        here.emit(Metrics(values))
+
+
+def _finish_without_model(here: Context) -> None:
+    """The program has used a key-value store and nothing else."""
+    bring_home(here)
+    if here.is_main:
+        _measure(here)
+    sent, received = (0, 0) if here.roads is None else here.roads.traffic()
+    here.emit(Finished(str(here.me), 0, 0, 0.0, 0, sent, received))
+
+
+def close(here: Context, finished: bool) -> None:
+    """Leave the roads; finished: the script came to its end, and `finish` went well."""
+    if here.training is not None:
+        here.training.close()
+    if here.is_main and not finished:
+        release(here.workspace / FINAL)
+    if here.worker is not None:
+        here.worker.mirror.close()  # before the memory that it has pinned goes
+    if here.tables is not None and here.tables.rows is not None:
+        here.tables.rows.release()
+    if here.roads is not None:
+        here.roads.close(finished=finished)
+
+
+def kind_of(error: BaseException) -> str:
+    """What kind of failure (`events.Failed`) an exception of a worker is."""
+    if isinstance(error, ConfigError) or (isinstance(error, JobError) and error.config):
+        return "config"
+    if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
+        return "quarantine" if error.quarantine else "internal"
+    return "peer" if isinstance(error, PeerLost | Unreachable | Broken) else "program"

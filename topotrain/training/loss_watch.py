@@ -1,0 +1,97 @@
+"""Whether the loss of an asynchronous job rises for good: said once, by worker (0,0).
+
+Rule: noise says nothing. Losses are looked at in blocks of 8, the first three also by themselves, for a job may go
+wrong within its first block. A block lies above another one if each of its losses does: by chance that happens once in
+12,870 times. The loss rises when three blocks in a row, or what was there last at the job's end, lie above the block
+with the lowest middle, and their middles have lost more than half of what had been gained, and a quarter of the lowest.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from topotrain.config.async_momentum import explanation, groups_apart
+from topotrain.core.events import Notice
+from topotrain.training.context import Context
+from topotrain.training.worker import Worker
+
+_BLOCK = 8
+_BEGINNING = 3
+_IN_A_ROW = 3
+_OF_THE_GAIN = 0.5
+_OF_THE_LOWEST = 0.25
+
+
+class Trend:
+    """Losses one by one; tells when they have risen for good."""
+
+    def __init__(self) -> None:
+        self._open: list[float] = []
+        self._seen = 0
+        self._first = 0.0
+        self._lowest: tuple[float, ...] = ()
+        self._above = 0
+        self.latest = math.inf
+
+    def __call__(self, loss: float) -> bool:
+        """Take one more; whether the loss is rising."""
+        self._seen += 1
+        self._open.append(math.inf if math.isnan(loss) else loss)
+        if self._seen == _BEGINNING:
+            self._first, self._lowest = median(self._open), tuple(self._open)
+        if len(self._open) < _BLOCK:
+            return False
+        self._close()
+        return self._above >= _IN_A_ROW
+
+    def end(self) -> bool:
+        """No more will come; whether the last ones were far above the lowest."""
+        if len(self._open) >= _BEGINNING < self._seen:
+            self._close()
+        return self._above > 0
+
+    @property
+    def lowest(self) -> float:
+        """The middle of the lowest block."""
+        return median(self._lowest)
+
+    def _close(self) -> None:
+        block, self._open = self._open, []
+        self.latest = median(block)
+        self._above = self._above + 1 if self._lies_above(block) else 0
+        if self.latest < self.lowest:
+            self._lowest = tuple(block)
+
+    def _lies_above(self, block: Sequence[float]) -> bool:
+        lowest = self.lowest
+        if not math.isfinite(lowest):
+            return True  # there never was one that could have been lower
+        lost = max(_OF_THE_GAIN * (self._first - lowest), _OF_THE_LOWEST * abs(lowest))
+        largest = max(loss for loss in self._lowest if math.isfinite(loss))
+        return min(block) > largest and self.latest > lowest + (lost if math.isfinite(lost) else 0.0)
+
+
+class Rising:
+    """Says so, once, where worker groups do not wait for each other."""
+
+    def __init__(self, here: Context, worker: Worker) -> None:
+        self._here, self._worker = here, worker
+        watches = here.is_main and groups_apart(here.place.topology) > 1
+        self._trend: Trend | None = Trend() if watches else None
+
+    def __call__(self, loss: float) -> None:
+        """A backward has begun at this loss."""
+        if self._trend is not None and self._trend(loss):
+            self._say(self._trend)
+
+    def end(self) -> None:
+        """The script has come to its end."""
+        if self._trend is not None and self._trend.end():
+            self._say(self._trend)
+
+    def _say(self, trend: Trend) -> None:
+        self._trend = None
+        why = explanation(self._here.place.topology, self._worker.momentum)
+        lowest = f"{trend.lowest:.3g} at its lowest" if math.isfinite(trend.lowest) else "never finite"
+        latest = f"{trend.latest:.3g}" if math.isfinite(trend.latest) else "not finite"
+        self._here.emit(Notice(str(self._here.me), f"the loss is rising: {latest} now, {lowest}. {why}"))

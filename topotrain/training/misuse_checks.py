@@ -1,0 +1,100 @@
+"""Whether a script trains what it has prepared: signs that it meant something else, each told once and by name.
+
+Rule: a script that only evaluates is no mistake. So nothing is said of a step that was not made, unless the script went
+backward; and nothing of other optimizers, unless one of them changes what the servers hold.
+"""
+
+import threading
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from topotrain.config.job import ConfigError
+from topotrain.core.client.client import StepEnd
+from topotrain.core.events import Notice
+from topotrain.training.context import Context
+from topotrain.training.data.distributed_loader import ShardedLoader
+from topotrain.training.worker import Worker
+
+ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'params': …, 'lr': …}, {'params': …}])"
+"""What is there instead of several optimizers."""
+
+
+class Training:
+    """Watches the steps of a script from `tt.prepare` to the end of this worker's part.
+
+    Args:
+        here, worker: this process's place.
+        optimizer: the one that was given to `tt.prepare`; its steps are the job's.
+    """
+
+    def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
+        self._here, self._worker, self._optimizer = here, worker, optimizer
+        self._steps = 0
+        self._moved = here.split is not None  # a worker of a split model may hold no parameter at all
+        self._names = {
+            id(tensor): parameter.name
+            for tensor, parameter in zip(worker.parts.tensors, worker.parts.parameters, strict=True)
+        }
+        self._thread = threading.get_ident()
+        worker.before_commit.append(self._commits)
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._hook.remove()
+
+    def _commits(self, step: int, end: StepEnd) -> None:
+        self._steps += 1
+        if self._steps == 1 and self._here.is_main:
+            self._look_at_loader()
+        if not self._moved:
+            self._moved = end.backwards > 0 or any(tensor.grad is not None for tensor in self._worker.parts.tensors)
+
+    def _look_at_loader(self) -> None:
+        if isinstance(self._here.loader, ShardedLoader) and not self._worker.tally.samples:
+            words = (
+                "optimizer.step() was called before any batch of the loader that tt.prepare returned: if the script "
+                "reads its own loader, every worker trains on all of the data. Keep what is returned: "
+                "model, optimizer, loader = tt.prepare(model, optimizer, loader)"
+            )
+            self._here.emit(Notice(str(self._here.me), words))
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Some optimizer of this process has made a step; those of servers step on threads of their own."""
+        if optimizer is self._optimizer or threading.get_ident() != self._thread:
+            return
+        changed = {id(tensor) for tensor in self._worker.buffers.edited()}
+        named = [self._names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in changed]
+        if named:
+            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+            accepted = (
+                f"has changed parameter {named[0]}{more} of the model, whose values the servers hold: only the "
+                f"{type(self._optimizer).__name__} that tt.prepare was given may change them. Give tt.prepare {ONE}"
+            )
+            raise ConfigError("another optimizer", type(optimizer).__name__, accepted)
+
+    def check(self) -> None:
+        """At the end of the script.
+
+        Raises:
+            ConfigError: it went backward, and no step of it has reached a server, or none with a gradient.
+        """
+        tally = self._worker.tally
+        if self._here.tables is not None or not any(tensor.requires_grad for tensor in self._worker.parts.tensors):
+            return  # what is pushed by hand needs no step
+        kind = type(self._optimizer).__name__
+        if tally.backwards and not tally.steps:
+            accepted = (
+                f"went backward {tally.backwards} times and never called step() of the {kind} that tt.prepare was "
+                f"given: no step reached a server, nothing was trained. (A backward that is no part of the training "
+                f"stands in `with tt.local():`)"
+            )
+            raise ConfigError("program", None, accepted)
+        if self._steps and not self._moved and self._here.is_main:
+            accepted = (
+                f"called optimizer.step() {self._steps} times, and no parameter of the model that tt.prepare was given "
+                f"ever had a gradient: nothing was trained. Is the loss that of another model, made after tt.prepare?"
+            )
+            raise ConfigError("program", None, accepted)

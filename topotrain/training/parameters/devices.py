@@ -1,0 +1,33 @@
+"""Which device a worker computes on: the job's `gpu` field, or all GPUs in turn."""
+
+from collections.abc import Sequence
+
+import torch
+
+from topotrain.config.job import ConfigError
+from topotrain.training.context import Context
+
+
+def device_of(here: Context | None, count: int) -> torch.device:
+    """The device of this process, on a machine with `count` GPUs. Raises ConfigError for a GPU that it has not."""
+    if here is None:
+        return torch.device("cuda", 0) if count else torch.device("cpu")
+    if not here.gpus:
+        return torch.device("cpu")
+    topology = here.place.topology
+    number = topology.units[topology.unit_of(here.me)].workers.index(here.me)
+    return chosen(here.place.job.gpu, number, here.number, count)
+
+
+def chosen(gpu: Sequence[int], in_unit: int, in_job: int, count: int) -> torch.device:
+    """Worker `in_unit` of its unit, counted from 0, takes gpu[in_unit], from the front again where the list is shorter.
+
+    Without a list, worker `in_job` of the job takes the GPUs of the machine in the same way; the CPU if it has none.
+    """
+    if not gpu:
+        return torch.device("cuda", in_job % count) if count else torch.device("cpu")
+    wanted = gpu[in_unit % len(gpu)]
+    if wanted >= count:
+        has = f"0 to {count - 1}" if count else "left out, for it has none"
+        raise ConfigError("gpu", wanted, f"must name a GPU that torch sees on this machine: {has}")
+    return torch.device("cuda", wanted)

@@ -1,0 +1,248 @@
+"""The user's model as flat buffers: every parameter gets a storage of its own over one piece of memory.
+
+A parameter keeps its identity (the script, the optimizer and tied modules hold the same object); only its memory moves.
+On a device it keeps its memory, too, and is a copy of what stands in the buffers (`mirror`).
+It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(dtype)`, `p.data = …` or
+`load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ConfigError
+from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.core.model.schema import Allocate, Buffer, FlatBuffers
+from topotrain.extensions.checkpointing.safetensors_layout import NAMES
+from topotrain.training.parameters.device_parameters import HostMirror, mirror_for
+
+DEVICES = ("cpu", "cuda")
+HOME = "topotrain_home"
+"""An attribute of a parameter: the number of the server that is to be its home."""
+_COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it wraps
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A model's unique parameters (tied weights once, in definition order) and its buffers, with their descriptions.
+
+    Buffers that a state_dict leaves out are left out here, too. A tensor on the meta device is not here: another worker
+    holds it. `owners` are the places in the modules that hold the parameters: a module's own table, the name there, and
+    which parameter it is.
+    """
+
+    tensors: tuple[nn.Parameter, ...]
+    parameters: tuple[Parameter, ...]
+    buffer_tensors: tuple[torch.Tensor, ...]
+    buffers: tuple[Buffer, ...]
+    owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
+
+
+def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> ModelParts:
+    """Take a model apart; the parameters `aside` are left out.
+
+    Raises:
+        ConfigError: a parameter that cannot be trained here (on an unknown device, lazy, sparse), or none at all.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    others = set(map(id, aside))
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if id(tensor) in others:
+            continue
+        names.setdefault(id(tensor), []).append(name.replace(_COMPILED, ""))
+        tensors[id(tensor)] = tensor
+    if not tensors and not aside:
+        raise ConfigError("model", None, "has no parameters: nothing to train")
+    unique = tuple(tensors.values())
+    described = tuple(_describe(names[key], tensor) for key, tensor in tensors.items())
+    modules = dict(model.named_modules())
+    passing = {f"{prefix}.{n}".lstrip(".") for prefix, m in modules.items() for n in m._non_persistent_buffers_set}
+    buffers = [(name.replace(_COMPILED, ""), b) for name, b in model.named_buffers() if name not in passing]
+    index = {key: number for number, key in enumerate(tensors)}
+    return ModelParts(
+        unique,
+        described,
+        tuple(b for _, b in buffers),
+        tuple(Buffer(name, str(b.dtype).removeprefix("torch."), b.numel()) for name, b in buffers),
+        tuple(
+            (m._parameters, n, index[id(p)])
+            for m in modules.values()
+            for n, p in m._parameters.items()
+            if p is not None and id(p) not in others
+        ),
+    )
+
+
+def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
+    if isinstance(tensor, nn.parameter.UninitializedParameter):
+        raise ConfigError(f"model parameter {names[0]}", "lazy", "run the model once before tt.prepare")
+    if tensor.device.type not in DEVICES:
+        raise ConfigError(f"model parameter {names[0]}", str(tensor.device), f"must be on {' or '.join(DEVICES)}")
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"model parameter {names[0]}", str(tensor.layout), "must be a dense tensor")
+    stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in NAMES:
+        raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}: no file has it")
+    home = getattr(tensor, HOME, -1)
+    return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory exactly once (channels_last does, an expanded or sliced tensor not)."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class ModelBuffers:
+    """The flat buffers of one worker and each parameter's views in them.
+
+    Args:
+        parts: the model, taken apart.
+        slice_map: the map.
+        flats: the worker's flat buffers; "params" becomes the memory of the parameters, or what they are copies of.
+    """
+
+    def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers) -> None:
+        self._parts = parts
+        self._map = slice_map
+        self.flats = flats
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
+        self._own: dict[tuple[str, int], torch.Tensor] = {}
+        self.mirror = mirror_for(parts.tensors, self.view, self.own)
+        self._versions: list[int] = []
+        self._tables = [table for table, _, _ in parts.owners]
+        self._names = [name for _, name, _ in parts.owners]
+        self._seen: tuple[list[int], list[int]] = ([], [])  # who was where at the last check, and at what address
+
+    def view(self, name: str, index: int) -> torch.Tensor:
+        """A parameter's place in a flat buffer, with the parameter's shape and strides."""
+        view = self._views.get((name, index))
+        if view is None:
+            view = self._views[(name, index)] = self._make_view(name, index)
+        return view
+
+    def own(self, name: str, index: int) -> torch.Tensor:
+        """The same place as a tensor with a storage, and a count of its changes, of its own."""
+        tensor = self._own.get((name, index))
+        if tensor is None:
+            tensor = self._own[(name, index)] = _own_storage(self.view(name, index))
+        return tensor
+
+    def _make_view(self, name: str, index: int) -> torch.Tensor:
+        parameter = self._map.parameters[index]
+        space, offset = self._map.offsets[index]
+        flat = self.flats.flat(name, space)
+        return flat[offset : offset + parameter.count].as_strided(parameter.shape, parameter.stride)
+
+    def copy_from_model(self, name: str) -> None:
+        """Write the parameters' values into a flat buffer."""
+        for index, tensor in enumerate(self._parts.tensors):
+            if not tensor.is_meta:
+                self.view(name, index).copy_(tensor.detach())
+
+    def live_in(self, name: str) -> None:
+        """The parameters' values stand in a flat buffer: their own memory is free, unless it is a device's."""
+        if isinstance(self.mirror, HostMirror):
+            for index, tensor in enumerate(self._parts.tensors):
+                if not tensor.is_meta:
+                    tensor.data = self.own(name, index)
+
+    def make(self, name: str) -> None:
+        """There is memory for what this worker holds, before anybody else asks for it."""
+        for index, tensor in enumerate(self._parts.tensors):
+            if not tensor.is_meta:
+                self.view(name, index)
+
+    def move_model(self) -> None:
+        """What stands in "params" becomes the parameters' value; there they live, or are copied from."""
+        self.mirror.move()
+        self.remember()
+
+    def remember(self) -> None:
+        """The parameters are as they should be: any change from here on was the script's."""
+        self._versions = self._count_edits()
+
+    def _count_edits(self) -> list[int]:
+        return [tensor._version for tensor in self._parts.tensors]
+
+    def edited(self) -> Iterator[nn.Parameter]:
+        """The parameters that the script has changed since `remember`."""
+        for tensor, version in zip(self._parts.tensors, self._versions, strict=True):
+            if tensor._version != version:
+                yield tensor
+
+    def check(self, names: Iterable[Parameter]) -> None:
+        """Raise RuntimeError if the script moved or exchanged a parameter, or changed one outside `step()`."""
+        # Every step asks, so the answer "all is as it was" takes three short passes.
+        # Whoever is compared by id is alive, in the model's parts, so that no other object can have its id.
+        owned = list(map(id, map(dict.get, self._tables, self._names)))
+        places = list(map(torch.Tensor.data_ptr, self._parts.tensors))
+        if (owned, places) != self._seen or self._count_edits() != self._versions:
+            self._look(names)
+            self._seen = owned, places
+
+    def _look(self, names: Iterable[Parameter]) -> None:
+        """Find the parameter that is not as it was, and say what has happened to it."""
+        for table, name, index in self._parts.owners:
+            if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
+                raise RuntimeError(
+                    f"parameter {self._parts.parameters[index].name} is not the one that tt.prepare saw: "
+                    f"load_state_dict(assign=True) and new parameters must come before tt.prepare"
+                )
+        for index, parameter in enumerate(names):
+            tensor = self._parts.tensors[index]
+            if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
+                raise RuntimeError(
+                    f"parameter {parameter.name} no longer lives where topotrain put it: "
+                    f".to() and p.data = … must come before tt.prepare"
+                )
+            if tensor._version != self._versions[index]:
+                raise RuntimeError(
+                    f"parameter {parameter.name} was changed outside optimizer.step(): the servers hold its value, "
+                    f"so the change would be lost; load or edit parameters before tt.prepare"
+                )
+
+
+def in_file(folder: Path) -> Allocate:
+    """Memory over nameless files of a folder, zeroed.
+
+    The system can write it out, so it may be more than a process may have. What is returned raises ConfigError where
+    the disk has no room.
+    """
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # a page that found no room later would end the process
+                memory = mmap.mmap(file.fileno(), nbytes)
+        except OSError as error:
+            raise ConfigError("workspace", str(folder), f"has no room for {nbytes:,} bytes more: {error}") from None
+        return torch.frombuffer(memory, dtype=dtype, count=numel)
+
+    return allocate
+
+
+def _own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage is just this view."""
+    count = view.numel()
+    if count == 0:
+        return view
+    flat = view.as_strided((count,), (1,), view.storage_offset())
+    storage = torch.frombuffer(flat.view(torch.uint8).numpy().data, dtype=view.dtype)
+    return storage.as_strided(view.shape, view.stride())

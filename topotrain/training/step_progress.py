@@ -1,0 +1,109 @@
+"""What a worker tells of its progress: at most four times a second, and once at its end."""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from topotrain.config.async_momentum import explanation
+from topotrain.core.client.client import Outcome
+from topotrain.core.events import Finished, Notice, Skipped, StepDone
+from topotrain.training.context import Context
+from topotrain.training.loss_watch import Rising
+from topotrain.training.worker import Worker
+
+INTERVAL_S = 0.25
+
+
+class Telling:
+    """Called after every step."""
+
+    def __init__(
+        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: Rising | None = None
+    ) -> None:
+        self._rising = rising
+        self._loss: float | None = None  # the last that was told
+        self._here, self._worker, self._traffic = here, worker, traffic
+        self._due = 0.0
+        here.finishing, here.parting = self.finish, self.part
+
+    def __call__(self, outcome: Outcome | None) -> None:
+        if outcome is None or not outcome.late:
+            self._worker.tally.losses += 1
+        self._tell_skips()
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + INTERVAL_S
+            self._tell(now)
+
+    def _tell_skips(self) -> None:
+        tally = self._worker.tally
+        skips = tally.take_skips() if tally.skips else []
+        for total, skip in enumerate(skips, tally.skipped - len(skips) + 1):
+            self._here.emit(Skipped(str(self._here.me), skip.step, total, skip.by, skip.parameter))
+
+    def _tell(self, now: float) -> None:
+        tally = self._worker.tally
+        sent, received = self._traffic()
+        on_device = isinstance(tally.loss_sum, torch.Tensor)
+        loss = tally.take_loss()
+        self._loss = self._loss if loss is None else loss
+        if self._rising is not None and on_device and loss is not None:
+            self._rising(loss)
+        self._here.emit(
+            StepDone(
+                who=str(self._here.me),
+                time=now - tally.started,
+                step=tally.steps,
+                samples=tally.samples,
+                loss=loss,
+                staleness_mean=tally.staleness_mean,
+                staleness_max=tally.staleness_max,
+                bytes_out=sent,
+                bytes_in=received,
+                own_s=tally.own_s,
+                late=tally.late,
+                threads=torch.get_num_threads(),
+            )
+        )
+
+    def part(self) -> None:
+        """All that was done, and no more words of the end."""
+        self._tell_skips()
+        if self._worker.tally.started:  # steps may be those of an earlier life alone
+            self._tell(time.monotonic())
+
+    def finish(self) -> None:
+        """The last word."""
+        tally = self._worker.tally
+        self.part()
+        if tally.lost:
+            words = f"{tally.lost} batches of a stream were not there when it was read again: they are lost"
+            self._here.emit(Notice(str(self._here.me), words))
+        if tally.dropped:
+            words = (
+                f"{tally.dropped} batches came too late for their step and count for nothing, since the script left "
+            )
+            self._here.emit(Notice(str(self._here.me), f"{words}its loop before they could be given again"))
+        if self._rising is not None:
+            self._rising.end()
+        if self._loss is not None and not math.isfinite(self._loss) and self._here.is_main:
+            why = explanation(self._here.place.topology, self._worker.momentum)
+            words = f"the last loss is not finite ({self._loss})" + (f". {why}" if why else "")
+            self._here.emit(Notice(str(self._here.me), words))
+        sent, received = self._traffic()
+        self._here.emit(
+            Finished(
+                who=str(self._here.me),
+                steps=tally.steps,
+                samples=tally.samples,
+                staleness_mean=tally.staleness_mean,
+                staleness_max=tally.staleness_max,
+                bytes_out=sent,
+                bytes_in=received,
+                own_s=tally.own_s,
+                late=tally.late,
+                threads=torch.get_num_threads(),
+            )
+        )

@@ -1,0 +1,1 @@
+"""The Trainer: a loop that follows the job file."""

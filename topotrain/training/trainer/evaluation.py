@@ -1,0 +1,259 @@
+"""How good a model is on data that it does not learn from, measured now, or beside the training that goes on.
+
+Rule: an evaluation leaves no trace. The model computes in eval mode and is set back, the data is drawn with dice of its
+own, and what `tt.weight` and `tt.local` would tell the job is not told. Beside the training it has a copy of the model,
+which gets the values that the worker has just pulled. A split model has no copy: all workers of its group stop, the
+first gives it the whole batches, and the others one sample of each, so that they compute their parts of it.
+"""
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
+
+from topotrain.config.job import ConfigError
+from topotrain.training.context import aside
+from topotrain.training.data.sampling import leading, share_of_loaded
+
+Values = dict[str, float]
+Loss = nn.Module | Callable[[nn.Module, Any], torch.Tensor]
+Measure = Callable[[Any, Any], Any]
+
+_SEED = 0  # a shuffled loader then gives the same batches at every evaluation, so that results compare
+_NICE = 19  # the least: a group that waits costs more than a test that comes late
+
+
+class Objective:
+    """What is made small, and what else is measured.
+
+    Args:
+        loss: a loss module, called with (model(input), target) for batches (input, target); or any function of
+            (model, batch) that gives a tensor with one element, the mean over the batch.
+        metrics: by name, called as `loss` is: with (model(input), target), or with (model, batch). Means.
+
+    Raises:
+        ConfigError: `loss` is neither, or has parameters that nobody would train; a metric is called "loss".
+    """
+
+    def __init__(self, loss: Loss, metrics: Mapping[str, Measure]) -> None:
+        if not callable(loss):
+            raise ConfigError("tt.Trainer loss", loss, "must be a loss module, or a function of (model, batch)")
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            raise ConfigError("tt.Trainer loss", type(loss).__name__, "has parameters: make it a part of the model")
+        for name, metric in metrics.items():
+            if name == "loss" or not callable(metric):
+                raise ConfigError(f"tt.Trainer metrics[{name!r}]", metric, "must be a function, and not called loss")
+        self._loss, self._metrics = loss, dict(metrics)
+        self.names = ("loss", *self._metrics)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of a batch."""
+        return torch.as_tensor(self._all(model, batch, {"loss": self._loss})["loss"])
+
+    def measure(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """The loss and all metrics of a batch."""
+        return self._all(model, batch, {"loss": self._loss, **self._metrics})
+
+    def follow(self, model: nn.Module, batch: Any) -> None:
+        """Call the model as often as `measure` does, for another worker who measures."""
+        if isinstance(self._loss, nn.Module):
+            self._all(model, batch, {})
+        else:
+            self.measure(model, batch)
+
+    def _all(self, model: nn.Module, batch: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(self._loss, nn.Module):
+            return {name: of(model, batch) for name, of in wanted.items()}
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            accepted = "gives batches that are no (input, target): make the loss a function of (model, batch)"
+            raise ConfigError("tt.Trainer loss", type(self._loss).__name__, accepted)
+        here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        device = next(here, torch.device("cpu"))  # of a split model nothing may be here
+        given, target = (part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
+        output = model(given)
+        return {name: of(output, target) for name, of in wanted.items()}
+
+
+class HeldOut:
+    """A loader of data to measure on, drawn with dice of its own.
+
+    Args:
+        kind: "test" or "validate".
+        loader: the script's; it is copied.
+        batches: how many count, from the first; -1: all.
+    """
+
+    def __init__(self, kind: str, loader: DataLoader[Any], batches: int) -> None:
+        self.kind = kind
+        self._batches = None if batches < 0 else batches
+        self._dice = torch.Generator()
+        self._loader = copy.copy(loader)
+        own = {"generator": self._dice, "_iterator": None, "sampler": self._with_dice(loader.sampler)}
+        if isinstance(loader.batch_sampler, BatchSampler) and hasattr(loader.batch_sampler, "sampler"):
+            own["batch_sampler"] = copy.copy(loader.batch_sampler)
+            own["batch_sampler"].sampler = self._with_dice(loader.batch_sampler.sampler)
+        for name, value in own.items():
+            object.__setattr__(self._loader, name, value)  # DataLoader refuses the usual way
+
+    def _with_dice(self, sampler: Any) -> Any:
+        if getattr(sampler, "generator", self) is not None:  # it has its own, or knows of none
+            return sampler
+        twin = copy.copy(sampler)
+        twin.generator = self._dice
+        return twin
+
+    def __iter__(self) -> Iterator[Any]:
+        self._dice.manual_seed(_SEED)
+        return islice(self._loader, self._batches)
+
+
+def evaluate(
+    model: nn.Module, objective: Objective, data: HeldOut, stopped: Callable[[], bool] = lambda: False
+) -> Values:
+    """The means over all samples of `data`. What there is so far, once `stopped()`.
+
+    Raises ConfigError if the loader gives no batch.
+    """
+    sums: Values = {}
+    samples = 0
+    with _looking(model):
+        for batch in data:
+            count = leading(batch) or 1
+            for name, value in objective.measure(model, batch).items():
+                sums[name] = sums.get(name, 0.0) + float(value) * count
+            samples += count
+            if stopped():
+                break
+    if not samples:
+        raise ConfigError(f"tt.Trainer {data.kind}", "a loader", "must give at least one batch")
+    return {name: total / samples for name, total in sums.items()}
+
+
+def follow(model: nn.Module, objective: Objective, data: HeldOut) -> None:
+    """Compute this worker's part of what another worker of its group evaluates, of a split model."""
+    with _looking(model):
+        for batch in data:
+            one = batch if leading(batch) is None else share_of_loaded(batch, lambda _: (0, 1), 1)[0]
+            objective.follow(model, one)
+
+
+@contextlib.contextmanager
+def _looking(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), aside():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the values of step `step` gave."""
+
+    kind: str
+    step: int
+    values: Values
+
+
+class Beside:
+    """Evaluates in a thread of its own, on a copy of the model.
+
+    A thread is enough, and it stays in the job's process: torch's kernels run without Python's lock, and the copy is
+    plain memory. It yields to the training where both want the same core.
+
+    Args:
+        model: what will be trained, before it is; it is copied.
+        measure: evaluates (model, data, stopped).
+
+    Raises:
+        ConfigError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, measure: Callable[[nn.Module, HeldOut, Callable[[], bool]], Values]) -> None:
+        model = getattr(model, "_orig_mod", model)
+        try:
+            self._copy = copy.deepcopy(model)
+        except Exception as error:
+            accepted = f"cannot be copied for testing beside the training (copy.deepcopy): {error}"
+            raise ConfigError("tt.Trainer model", type(model).__name__, accepted) from error
+        self._model, self._measure = model, measure
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, "evaluation", _yield_to_others)
+        self._running: Future[list[Result]] | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def offer(self, step: int, data: list[HeldOut]) -> bool:
+        """Evaluate the model as it is now; False: the last evaluation still runs, and nothing is done."""
+        if self._running is not None:
+            return False
+        with torch.no_grad():
+            for into, now in zip(_contents(self._copy), _contents(self._model), strict=True):
+                into.copy_(now)
+        copied = _mark(next(self._copy.parameters()).device)
+        self._running = self._pool.submit(self._evaluate, step, data, copied)
+        return True
+
+    def results(self, wait: bool) -> list[Result]:
+        """Those of an evaluation that is over; what it raised is raised here."""
+        running = self._running
+        if running is None or not (wait or running.done()):
+            return []
+        found = running.result()
+        self._running = None
+        return found
+
+    def close(self) -> None:
+        """Leave an evaluation that still runs after its current batch."""
+        self._stop.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _evaluate(self, step: int, data: list[HeldOut], copied: torch.cuda.Event | None) -> list[Result]:
+        with self._on_own_stream(copied):
+            return [Result(one.kind, step, self._measure(self._copy, one, self._stop.is_set)) for one in data]
+
+    def _on_own_stream(self, copied: torch.cuda.Event | None) -> contextlib.AbstractContextManager[Any]:
+        """On a GPU the training's stream is not to wait for the evaluation's kernels."""
+        if copied is None:
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(next(self._copy.parameters()).device)  # type: ignore[no-untyped-call]
+        self._stream.wait_event(copied)
+        return torch.cuda.stream(self._stream)
+
+
+def _contents(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _yield_to_others() -> None:
+    with contextlib.suppress(OSError):  # a thread's own priority, as Linux has it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+@contextlib.contextmanager
+def same_dice(model: nn.Module) -> Iterator[None]:
+    """What is drawn inside, by a model that draws even in eval mode, is not missing outside."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(devices, key=str)):
+        yield

@@ -1,0 +1,114 @@
+"""Parameters as they are at a step, in files: `step-N.safetensors` written, and files like it read.
+
+A checkpoint is what `final.safetensors` is (`final`), at an earlier step; state of the optimizer is not in it.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from topotrain.config.job import ConfigError
+from topotrain.config.private_files import make_folder
+from topotrain.parallel.capture import device_scopes
+from topotrain.training import context as process
+from topotrain.training.final_parameters import load_tensors, save_tensors
+
+Taken = tuple[dict[str, torch.Tensor], dict[str, str]]
+
+_FIELD = "checkpoint_path"
+_SHOWN = 4  # names of a list that an error shows
+
+
+class Checkpoints:
+    """Writes parameters and buffers in a thread: the training waits only for them to be copied.
+
+    Every one is written. If the last is still being written when the next is due, the training waits for it.
+
+    Args:
+        folder: where; it is made if it is not there.
+        take: copies what the model holds now: tensors by name, and a file's metadata.
+    """
+
+    def __init__(self, folder: Path, take: Callable[[], Taken]) -> None:
+        self._folder, self._take = folder, take
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        make_folder(folder)
+
+    def write(self, step: int) -> None:
+        """Copy what the model holds now, and begin to write it. Raises what went wrong with the last one."""
+        self.wait()
+        tensors, metadata = self._take()
+        path = self._folder / f"step-{step}.safetensors"
+        self._writing = self._pool.submit(save_tensors, tensors, path, {**metadata, "step": str(step)})
+
+    def wait(self) -> None:
+        """Return when all are on disk. Raises OSError."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def close(self) -> None:
+        """Let the last one be written to its end, whatever became of the training."""
+        self._pool.shutdown(wait=True)
+
+
+def load_checkpoints(model: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Copy into the model what files hold under names that it has, one file after the other, as SINGA does.
+
+    A parameter that is in no file keeps its value, and what the model has no name for is left out.
+
+    Returns:
+        What was found, a sentence for each file.
+
+    Raises:
+        ConfigError: a file is not there or no safetensors file, a shape is another one, or no name fits.
+    """
+    places = {
+        name.replace("_orig_mod.", ""): tensor
+        for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for name, tensor in named
+    }
+    return [_load(places, path) for path in paths]
+
+
+def _load(places: dict[str, torch.Tensor], path: str) -> str:
+    if not Path(path).is_file():
+        raise ConfigError(_FIELD, path, "must be a file: there is none")
+    try:
+        held = load_tensors(Path(path))
+    except ConfigError as error:
+        raise ConfigError(_FIELD, path, error.accepted) from None
+    known = {name: tensor for name, tensor in held.items() if name in places}
+    if not known:
+        raise ConfigError(_FIELD, path, f"has no name of the model: it has {_names(held)}; the model {_names(places)}")
+    for name, tensor in known.items():
+        if tensor.shape != places[name].shape:
+            wanted, found = tuple(places[name].shape), tuple(tensor.shape)
+            raise ConfigError(_FIELD, path, f"{name} must have the model's shape {wanted}, and has {found}")
+    for name in known:
+        if places[name].is_meta and not _elsewhere(places[name]):
+            raise ConfigError(_FIELD, path, f"needs a model with values: {name} is on the meta device")
+    with torch.no_grad():
+        for name, tensor in known.items():
+            places[name].copy_(tensor)
+    same = {id(places[name]) for name in known}
+    missing = [name for name, tensor in places.items() if id(tensor) not in same]
+    more = [name for name in held if name not in places]
+    text = f"{path}: {len(known)} tensors taken"
+    text += f"; not in it: {_names(missing)}" if missing else ""
+    return text + (f"; not in the model: {_names(more)}" if more else "")
+
+
+def _elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether the script has given it to another worker, who takes it."""
+    here, task = process.current(), device_scopes.parse(getattr(tensor, device_scopes.PLACE, "")).task
+    return here is not None and task is not None and task != here.me.index
+
+
+def _names(names: Sequence[str] | dict[str, torch.Tensor]) -> str:
+    shown = list(names)[:_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "") or "nothing"

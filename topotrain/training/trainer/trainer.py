@@ -1,0 +1,207 @@
+"""`tt.Trainer`: a training loop that the job file alone drives, with SINGA's fields in SINGA's meaning.
+
+Rule: "at step N" means that N steps are done. The loop is the one that a script would have, so a synchronous job ends
+with the bits of that script; the rest (lines, tests, files) only looks at it.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from topotrain.config import job_file
+from topotrain.config.job import ConfigError, Job, Updater
+from topotrain.core.optim.adapter import build, clip, follow_schedule
+from topotrain.parallel.api.prepare_split import is_split
+from topotrain.training import api
+from topotrain.training import context as process
+from topotrain.training.context import Context
+from topotrain.training.data.sampling import leading
+from topotrain.training.trainer.evaluation import HeldOut, Loss, Measure, Objective, Result, Values, evaluate
+from topotrain.training.trainer.parameter_files import load_checkpoints
+from topotrain.training.trainer.trainer_callbacks import KINDS, Occasions
+
+_EMPTY_PASSES = 1000  # a group that is slow may find so many epochs read by others; more means that there is no data
+
+
+class Trainer:
+    """Trains a model as the job file says.
+
+    Args:
+        model: a torch.nn.Module.
+        loss: a loss module, for batches (input, target), or a function of (model, batch).
+        train: a DataLoader, read again and again until `train_steps` steps are done.
+        test, validate: DataLoaders for `test_freq` and `validate_freq`, and for the result.
+        job: for scripts that are started as plain `python script.py`: a tt.Job, or the path of its file. A process of a
+            job has its own.
+        optimizer: None builds the one of the job's `updater` block.
+        metrics: by name, what tests measure besides the loss; called as the loss is.
+
+    Raises:
+        ConfigError: one of these is something else.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        train: DataLoader[Any],
+        test: DataLoader[Any] | None = None,
+        validate: DataLoader[Any] | None = None,
+        job: Job | str | Path | None = None,
+        *,
+        optimizer: Optimizer | None = None,
+        metrics: Mapping[str, Measure] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError("tt.Trainer model", type(model).__name__, "must be a torch.nn.Module")
+        for name, loader, missing in (("train", train, False), ("test", test, True), ("validate", validate, True)):
+            if not (isinstance(loader, DataLoader) or (missing and loader is None)):
+                raise ConfigError(f"tt.Trainer {name}", type(loader).__name__, "must be a torch.utils.data.DataLoader")
+        if not isinstance(job, Job | str | Path | None):
+            raise ConfigError("tt.Trainer job", type(job).__name__, "must be a tt.Job, or the path of a job file")
+        self.model, self.optimizer = model, optimizer
+        self._objective = Objective(loss, metrics or {})
+        self._train, self._given = train, job
+        self._loaders = {"test": test, "validate": validate}
+        self.results: list[Result] = []
+        """What tests found, on the main worker; the last ones, of the final parameters, come when the job ends."""
+
+    def fit(self) -> None:
+        """Train, once.
+
+        Raises:
+            ConfigError: the job asks for what is not there (its field is named), or cannot be trained this way.
+        """
+        if process.planning():
+            api.prepare(self.model, self.optimizer, self._train)
+        here = process.current()
+        job = self._job(here)
+        _check(job, self._loaders, here)
+        main = here is None or here.is_main
+        for found in load_checkpoints(self.model, job.checkpoint_path):
+            if main:
+                print(f"checkpoint {found}", flush=True)
+        if here is None:
+            print(_how_to_start(self._given), file=sys.stderr, flush=True)
+        held = {
+            kind: HeldOut(kind, loader, getattr(job, f"{kind}_steps") or -1)
+            for kind, loader in self._loaders.items()
+            if loader is not None
+        }
+        with ExitStack() as stack:
+            split = is_split(here, self.model)
+            looks = main or (split and here is not None and here.me.group == 0)
+            watch = Occasions(self.model, self._objective, job, here, held, stack, split) if looks else None
+            self.results = [] if watch is None else watch.results
+            optimizer, loader = self._prepare(job, here)
+            self._loop(job, here, optimizer, loader, watch)
+        for data in held.values():
+            self._report(job, data, watch)
+
+    def _job(self, here: Context | None) -> Job:
+        if here is not None:
+            return here.place.job
+        if isinstance(self._given, Job):
+            return self._given
+        if self._given is None:
+            accepted = "is needed in an ordinary process; or start the script with topotrain run JOB.conf"
+            raise ConfigError("tt.Trainer job", None, accepted)
+        return job_file.load(self._given)
+
+    def _prepare(self, job: Job, here: Context | None) -> tuple[Optimizer, Any]:
+        if here is not None:
+            _, self.optimizer, loader = api.prepare(self.model, self.optimizer, self._train)
+            assert self.optimizer is not None
+            return self.optimizer, loader
+        if self.optimizer is None:
+            if job.updater is None:
+                raise ConfigError("updater", None, "tt.Trainer got no optimizer, so the conf needs an updater block")
+            self.optimizer = build(job.updater, self.model.named_parameters())
+            _follow_updater(self.optimizer, job.updater)
+        return api.prepare(self.model, self.optimizer, self._train)[1:]
+
+    def _loop(self, job: Job, here: Context | None, optimizer: Optimizer, loader: Any, watch: Occasions | None) -> None:
+        if watch is not None:
+            watch.begin()
+        groups = 1 if here is None else here.place.topology.worker_groups
+        done = 0
+        if here is not None and here.continuing.steps:
+            done = here.continuing.steps
+            loader.skip_to(here.continuing.first)
+        for step, batch in enumerate(_batches(loader, job.train_steps, groups, done), done + 1):
+            optimizer.zero_grad()
+            loss = self._objective.loss(self.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if watch is not None:
+                watch.stepped(step, loss, leading(batch) or 1)
+        if watch is not None:
+            watch.end()
+
+    def _report(self, job: Job, data: HeldOut, watch: Occasions | None) -> None:
+        """The result: measured once, with the final parameters in the model."""
+        found: Values = {}
+
+        def value(name: str) -> float:
+            if not found:
+                found.update(evaluate(self.model, self._objective, data))
+                if watch is not None:
+                    watch.keep(Result(data.kind, job.train_steps, found))
+            return found[name]
+
+        def called(name: str) -> str:
+            return name if data.kind == "test" and name != "loss" else f"{data.kind}_{name}"
+
+        api.report(**{called(name): partial(value, name) for name in self._objective.names})
+
+
+def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Context | None) -> None:
+    if job.train_steps == 0:
+        raise ConfigError("train_steps", 0, "must be given, at least 1: a Trainer does so many steps")
+    if job.resume and here is None:
+        accepted = "needs a job (topotrain run): an ordinary process leaves no snapshots; see checkpoint_path"
+        raise ConfigError("resume", True, accepted)
+    if job.cluster.backup and here is not None:
+        accepted = "must be 0 for a tt.Trainer: its steps are numbered, and a worker that is late leaves some out"
+        raise ConfigError("cluster.backup", job.cluster.backup, accepted)
+    for kind in KINDS:
+        freq, steps = getattr(job, f"{kind}_freq"), getattr(job, f"{kind}_steps")
+        if freq and loaders[kind] is None:
+            raise ConfigError(f"{kind}_freq", freq, f"needs data: tt.Trainer(…, {kind}=DataLoader(…))")
+        if freq and steps == 0:
+            raise ConfigError(f"{kind}_steps", 0, f"must be a number of batches with {kind}_freq, or -1: all")
+
+
+def _batches(loader: Any, steps: int, groups: int, done: int) -> Iterator[Any]:
+    """The batches of the steps up to number `steps`, epoch after epoch; the epoch of step `done` may be over."""
+    empty = -1 if done else 0
+    while done < steps:
+        before = done
+        for batch in loader:
+            done += 1
+            yield batch
+            if done == steps:
+                break
+        empty = 0 if done > before else empty + 1
+        if empty >= (1 if groups == 1 else _EMPTY_PASSES):
+            raise ConfigError("tt.Trainer train", "a loader", "must give at least one batch")
+
+
+def _follow_updater(optimizer: Optimizer, updater: Updater) -> None:
+    """In an ordinary process: what the workers and servers of a job do with the updater block's rate and bounds."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.register_step_pre_hook(lambda *_: clip(updater, parameters))
+    optimizer.register_step_post_hook(follow_schedule(optimizer, updater))
+
+
+def _how_to_start(given: Job | str | Path | None) -> str:
+    conf = "JOB.conf" if isinstance(given, Job) else str(given)
+    written = " (JOB.conf: what topotrain.config.job_file.dumps(job) gives)" if isinstance(given, Job) else ""
+    return f"topotrain: one ordinary process; as a job: topotrain run {conf} {sys.argv[0] or 'script.py'}{written}"

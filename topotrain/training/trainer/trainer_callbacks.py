@@ -1,0 +1,172 @@
+"""What the main worker of a `tt.Trainer` does besides training: lines, tests, checkpoints, each when the job says so.
+
+Rule: nothing here makes the group wait but copying the values, and a checkpoint that is not written when the next is
+due. Whoever looks, looks at what the worker has just pulled, which nobody changes before its next `step()`.
+
+A split model is the exception: it is in parts on the workers of the group, so each of them computes its part of a test
+and sends its part of a checkpoint. They all go by the same job and the same steps, and nobody has to call them.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from topotrain.config.intervals import Rhythm
+from topotrain.config.job import ConfigError, Job
+from topotrain.core.events import Notice, Tested
+from topotrain.extensions.tables.frontend.embedding import Embedding
+from topotrain.parallel.api.prepare_split import Split
+from topotrain.training.context import Context
+from topotrain.training.final_parameters import tensors_of
+from topotrain.training.parameters.flat_parameters import describe_model
+from topotrain.training.trainer.evaluation import Beside, HeldOut, Objective, Result, evaluate, follow, same_dice
+from topotrain.training.trainer.parameter_files import Checkpoints, Taken
+
+KINDS = ("test", "validate")
+_CHECKPOINT = "a checkpoint (checkpoint_freq)"
+
+
+class Occasions:
+    """What the main worker does besides training, and what its group does with it where the model is split.
+
+    Args:
+        model: before it is trained.
+        objective, job, here: what is measured; the job; this process's place, None in an ordinary process.
+        held: the data by kind.
+        stack: closes what is opened.
+        split: the model will be split over the group.
+
+    Raises:
+        ConfigError: the job asks for tests or checkpoints, and the model allows none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        job: Job,
+        here: Context | None,
+        held: Mapping[str, HeldOut],
+        stack: ExitStack,
+        split: bool = False,
+    ) -> None:
+        self._main = here is None or here.is_main
+        self._model, self._objective, self._job, self._here = model, objective, job, here
+        self._held, self._stack = held, stack
+        self.results: list[Result] = []
+        self._rhythms = {what: Rhythm.of(job, what) for what in ("disp", "checkpoint", *KINDS)}
+        self._beside: Beside | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._skipped = 0
+        self._loss: float | torch.Tensor = 0.0
+        self._samples = self._steps = 0
+        self._since = 0.0
+        tests = any(self._rhythms[kind].freq for kind in KINDS)
+        if tests or self._rhythms["checkpoint"].freq:
+            _refuse_tables(job, self._model)
+        if tests and here is not None and not split:
+            self._beside = Beside(self._model, lambda model, *args: evaluate(model, self._objective, *args))
+            stack.callback(self._beside.close)
+
+    def begin(self) -> None:
+        """The job's initial values are in the model."""
+        if self._rhythms["checkpoint"].freq and self._main:
+            folder = Path(self._job.workspace) if self._here is None else self._here.workspace
+            self._checkpoints = Checkpoints(folder, self._values())
+            self._stack.callback(self._checkpoints.close)
+        self._look(0)
+        self._since = time.monotonic()
+
+    def stepped(self, step: int, loss: torch.Tensor, samples: int) -> None:
+        """`step` steps are done, the last one with this loss on so many samples."""
+        told = loss.detach()
+        self._loss += float(told) if told.device.type == "cpu" else told.double()  # a GPU is not waited for here
+        self._steps += 1
+        self._samples += samples
+        if self._main and self._rhythms["disp"].due(step):
+            self._display(step)
+        self._look(step)
+
+    def end(self) -> None:
+        """The last step is done: everything that was begun is finished."""
+        for result in [] if self._beside is None else self._beside.results(wait=True):
+            self._found(result)
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        if self._skipped and self._here is not None:
+            words = f"{self._skipped} evaluations were left out, since the one before still ran"
+            self._here.emit(Notice(str(self._here.me), words))
+
+    def keep(self, result: Result) -> None:
+        """Take a result, and send it to the report."""
+        self.results.append(result)
+        if self._here is not None:
+            who = str(self._here.me)
+            self._here.emit(Tested(who, result.kind, result.step, dict(result.values), self._skipped))
+
+    def _display(self, step: int) -> None:
+        now = time.monotonic()
+        rate = self._samples / max(now - self._since, 1e-9)
+        print(f"step {step}  loss {float(self._loss) / self._steps:.6g}  {rate:,.0f} samples/s", flush=True)
+        self._loss, self._samples, self._steps, self._since = 0.0, 0, 0, now
+
+    def _look(self, step: int) -> None:
+        if self._beside is not None:
+            for result in self._beside.results(wait=False):
+                self._found(result)
+        last = step == self._job.train_steps
+        # As in SINGA the last values are always written; they are tested as the job's result.
+        write = self._rhythms["checkpoint"].freq > 0 and (last or self._rhythms["checkpoint"].due(step))
+        due = [] if last else [self._held[kind] for kind in KINDS if self._rhythms[kind].due(step)]
+        if (write or due) and self._here is not None and self._here.worker is not None:
+            self._here.worker.settle()
+        if due:
+            self._test(step, due)
+        if write and self._checkpoints is not None:
+            self._checkpoints.write(step)
+        elif write:
+            self._split().gather(_CHECKPOINT)
+
+    def _test(self, step: int, due: list[HeldOut]) -> None:
+        if self._beside is not None:
+            self._skipped += 0 if self._beside.offer(step, due) else len(due)
+            return
+        with same_dice(self._model):
+            for data in due:
+                if self._main:
+                    self._found(Result(data.kind, step, evaluate(self._model, self._objective, data)))
+                else:
+                    follow(self._model, self._objective, data)
+
+    def _split(self) -> Split:
+        assert self._here is not None
+        cut: Split = self._here.split
+        return cut
+
+    def _values(self) -> Callable[[], Taken]:
+        """Where the main worker's checkpoints have their values from."""
+        if self._here is not None and self._here.split is not None:
+            return lambda: (self._split().gather(_CHECKPOINT) or {}, self._split().metadata)
+        worker = None if self._here is None else self._here.worker
+        return partial(tensors_of, describe_model(self._model) if worker is None else worker.parts)
+
+    def _found(self, result: Result) -> None:
+        values = "  ".join(f"{name} {value:.6g}" for name, value in result.values.items())
+        print(f"{result.kind} @ step {result.step}  {values}", flush=True)
+        self.keep(result)
+
+
+def _refuse_tables(job: Job, model: nn.Module) -> None:
+    """Rows of tables come over the worker's own connections, one question at a time, and stand in no checkpoint."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    if any(isinstance(m, Embedding) or (isinstance(m, kinds) and m.sparse) for m in model.modules()):
+        for what in ("checkpoint", *KINDS):
+            freq = getattr(job, f"{what}_freq")
+            if freq:
+                accepted = "must be 0 for a model with tables or sparse weights, which is tested and written at the end"
+                raise ConfigError(f"{what}_freq", freq, accepted)

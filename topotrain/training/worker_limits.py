@@ -1,0 +1,33 @@
+"""How many workers a script can have: what only its batches and its model show, told before anybody asks for others."""
+
+from typing import Any
+
+from torch import nn
+
+from topotrain.core.events import Bounded
+from topotrain.parallel.api.prepare_split import says_where, tagged
+from topotrain.training.context import Context
+from topotrain.training.data.distributed_loader import most_workers
+
+
+def bound(here: Context, model: nn.Module, loader: Any, cut: bool) -> None:
+    """Worker (0,0) tells it, where there is something to tell.
+
+    Args:
+        model, loader: what `tt.prepare` was given.
+        cut: the model is split over the workers of the group.
+    """
+    if not here.is_main:
+        return
+    job, most = here.place.job, 0
+    alone = here.place.topology.workers_per_group == 1
+    if cut or job.splits or (alone and (tagged(model) or says_where(model) is not None)):
+        text = "one model is split over the workers of the group, and a snapshot has the parts of just these"
+    elif loader is None:
+        text = "the script divides its data itself, so nobody knows what is left of an epoch"
+    else:
+        found = most_workers(loader, job.per_worker_batch)
+        most = found or 0
+        text = "" if found is None else f"an epoch has one batch for each of {most} workers at most (per_worker_batch)"
+    if text:
+        here.emit(Bounded(str(here.me), most, text))

@@ -1,0 +1,57 @@
+"""A process's part of a profile: its recorders, with the host's clock, and the file that it leaves for the launcher."""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from topotrain.config.private_files import write_text
+from topotrain.config.topology import Address
+from topotrain.core.profiling.spans import SILENT, ProcessSpans, Recorder, ServerRecorder, WorkerRecorder, to_json
+from topotrain.launch.agent.workspace import SPANS, profiled_step
+
+
+class Profile:
+    """Makes the recorders of one process; nobody asked for a profile: silent ones.
+
+    Args:
+        run_dir: the job's run directory.
+        who: the process's first resident.
+    """
+
+    def __init__(self, run_dir: Path, who: Address) -> None:
+        self._wanted = profiled_step(run_dir)
+        self._folder = run_dir / SPANS
+        self._who = who
+        self._recorders: list[WorkerRecorder | ServerRecorder] = []
+
+    def worker(self) -> Recorder:
+        """For the worker of this process; its clock counts for all processes of the host."""
+        if not self._wanted:
+            return SILENT
+        made = WorkerRecorder(self._wanted, time.monotonic_ns, _thread)
+        self._recorders.append(made)
+        return made
+
+    def server(self, me: Address, groups: Iterable[int]) -> Recorder:
+        """For one of the servers of this process, which serves these worker groups."""
+        if not self._wanted:
+            return SILENT
+        made = ServerRecorder(self._wanted, time.monotonic_ns, str(me), groups)
+        self._recorders.append(made)
+        return made
+
+    def leave(self) -> None:
+        """Write what was recorded. Raises OSError."""
+        spans = tuple(span for recorder in self._recorders for span in recorder.kept())
+        if spans:
+            file = self._folder / (re.sub(r"\W", "-", str(self._who)) + ".json")
+            half = file.with_suffix(".tmp")
+            write_text(half, to_json(ProcessSpans(str(self._who), os.getpid(), spans)))
+            half.replace(file)
+
+
+def _thread() -> str:
+    return threading.current_thread().name
