@@ -16,7 +16,7 @@ help:
 	@echo "make test    run the tests, JOBS=2 files at a time (make test ARGS='-k hogwild' runs some of them)"
 	@echo "make bench   measure beside the peers, at most 30 minutes (make bench ARGS='p5 p6 --tensorflow' measures some)"
 	@echo "make chaos   kill, damage and forge for up to an hour, and count (make chaos ARGS='--only C B --kills 50')"
-	@echo "make check   formatting, lint, types, floors"
+	@echo "make check   formatting, lint, types, imports"
 	@echo "make format  put the code in the usual form"
 	@echo "make setup   only the environment"
 	@echo "make clean   remove what the others made"
@@ -67,7 +67,7 @@ check: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy --strict
-	$(BIN)/python -m pytest -q tests/test_floors.py
+	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: setup
 	$(BIN)/ruff format $(CODE)

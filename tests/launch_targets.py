@@ -1,4 +1,4 @@
-"""What the launch tests call in place of topotrain.launch.runtime.process_host, how they start a launcher, and how they look for survivors.
+"""What the launch tests call in place of the process host, how they start a launcher and look for survivors.
 
 A child plays the part that the job's args give it: "worker 0/1=raise"; the others finish.
 """

@@ -1,4 +1,4 @@
-"""A replicated town whose workers die, too, and come again: a ledger of batches, as in `topotrain.tools.simulator.trial`.
+"""A replicated town whose workers die, too, and come again: a ledger of batches, as in the simulator.
 
 A worker that is started again looks for the servers where they speak by then, as a real one does. The launcher, who is
 played here, can also give a group up: it tells the coordinator, and tells it again when that has moved.

@@ -169,7 +169,7 @@ def add_slurm(place: Town) -> None:
 def add_forkserver(place: Town) -> None:
     """One forkserver for all units inside, so that torch is loaded once."""
     code = (
-        "import sys, time; from pathlib import Path; from topotrain.launch import forkserver;"
+        "import sys, time; from pathlib import Path; from topotrain.launch.agent import forkserver;"
         "served = forkserver.start(Path(sys.argv[1])); Path(sys.argv[2] + '.new').write_text(served.path);"
         "Path(sys.argv[2] + '.new').rename(sys.argv[2]); time.sleep(1e6)"
     )

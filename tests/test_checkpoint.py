@@ -219,7 +219,10 @@ def test_those_of_an_earlier_run_are_moved_aside(files, tmp_path):
 
 def test_a_launcher_finds_them_without_torch(files, tmp_path):
     Vault().train(1).write(files, 3)
-    code = "import sys; from topotrain.extensions.checkpointing.checkpoint_reader import latest; print(latest(sys.argv[1]).number, 'torch' in sys.modules)"
+    code = (
+        "import sys; from topotrain.extensions.checkpointing.checkpoint_reader import latest;"
+        "print(latest(sys.argv[1]).number, 'torch' in sys.modules)"
+    )
     # Of this model one tensor has to be put in order, which only torch can: take a model without it.
     Vault(net=Matrices).write(files, 4)
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)

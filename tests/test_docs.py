@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from test_imports import ORDER
 from warm import client
 
 import topotrain
@@ -219,13 +220,11 @@ def test_the_readme_shows_the_diff_of_the_example() -> None:
 # ---- the house -------------------------------------------------------------------------------------------------------
 
 
-def test_the_tower_has_every_room_and_no_other() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The tower")[1].split("\n## ")[0]
-    named = re.findall(r"`([\w.]+/?)`", "".join(line.split("|")[2] for line in section.splitlines() if "|" in line))
-    package = ROOT / "topotrain"
-    files = {path.name for path in package.iterdir() if path.suffix in (".py", ".proto") and path.name[0] != "_"}
-    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
-    assert sorted(named) == sorted(files | folders)
+def test_the_house_has_every_package_and_no_other() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The house")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(ORDER)
+    root = {path.name for path in (ROOT / "topotrain").iterdir() if not path.name.startswith("__pycache__")}
+    assert root == {*ORDER, "__init__.py", "__main__.py", "py.typed"}
 
 
 def test_the_picture_is_there_and_small() -> None:

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 import torch
-from test_floors import PACKAGE, SHELVES, read
+from test_imports import LIBRARIES as FILES
+from test_imports import PACKAGE, read
 
 from topotrain.comm.router import Place
 from topotrain.comm.store import open_store
@@ -24,7 +25,7 @@ LIBRARIES = {
 
 def test_nobody_in_the_package_imports_them():
     """They import their library at once, for they have a class of it as a base; so only scripts may import them."""
-    ours = {f"topotrain.training.{name}" for name in LIBRARIES}
+    ours = {f"topotrain.compat.integrations.{name}" for name in LIBRARIES}
     found = [
         use.complain("only scripts import it")
         for reader in read(PACKAGE)
@@ -33,8 +34,8 @@ def test_nobody_in_the_package_imports_them():
         and any((use.name + ".").startswith(f"{name}.") for name in ours)
     ]
     assert not found
-    assert {f"front/{name}.py" for name in LIBRARIES} == {
-        file for library, _ in LIBRARIES.values() for file in SHELVES[library]
+    assert {f"compat/integrations/{name}.py" for name in LIBRARIES} == {
+        file for library, _ in LIBRARIES.values() for file in FILES[library]
     }
 
 
@@ -45,7 +46,7 @@ def test_a_missing_library_is_named(name):
     if name == "lightning":
         # None in sys.modules would look like a package that the script has imported.
         gone = "import importlib.util; importlib.util.find_spec = lambda name: None"
-    code = f"{gone}; import topotrain.training.{name}"
+    code = f"{gone}; import topotrain.compat.integrations.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(f"is not installed: pip install 'topotrain[{extra}]'")

@@ -190,7 +190,7 @@ def test_a_store_is_served_until_a_signal(number):
             store = open_store(url, SECRET)
             Registry(store).add(EARLY, ttl=1000)
             store.close()
-            code = "import sys; from topotrain import cli; import atexit; atexit.register(lambda: "
+            code = "import sys; from topotrain.tools.cli import app as cli; import atexit; atexit.register(lambda: "
             code += "print('torch' in sys.modules)); cli.main(['jobs', 'list', '--rendezvous', sys.argv[1]])"
             listed = subprocess.run(
                 [sys.executable, "-c", code, url], env=environ, capture_output=True, text=True, timeout=60

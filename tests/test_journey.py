@@ -86,8 +86,7 @@ class Tracer:
             return
         stack.append(self._purpose(frame, *stack[-1]))
         if stack[-1] == (True, True) and self._watching:
-            parts = Path(path).relative_to(PACKAGE).with_suffix("").parts
-            name = ".".join([*parts, frame.f_code.co_qualname])
+            name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
             with self._lock:
                 if name not in self.seen:
                     self.seen.append(name)
@@ -102,7 +101,7 @@ class Tracer:
             return ours, getattr(message, "bucket", self.bucket) == self.bucket
         if isinstance(bucket, Bucket | int):
             return ours, (bucket if isinstance(bucket, int) else bucket.id) == self.bucket
-        if index is not None and Path(code.co_filename).stem in ("gradients", "buffers"):
+        if index is not None and Path(code.co_filename).stem in ("gradient_hooks", "flat_parameters"):
             return ours, bool(index == WEIGHT)
         return ours, element
 
@@ -184,7 +183,8 @@ def test_every_stop_is_a_function_of_the_package() -> None:
     assert len(stops()) >= 20
     for stop in stops():
         module, _, names = stop.partition(".")
-        found: Any = import_module(f"topotrain.{module}")
+        (path,) = PACKAGE.rglob(f"{module}.py")
+        found: Any = import_module(".".join(("topotrain", *path.relative_to(PACKAGE).with_suffix("").parts)))
         for name in names.split("."):
             assert hasattr(found, name), f"docs/journey.md names {stop}, and there is no {name}"
             found = getattr(found, name)

@@ -31,7 +31,7 @@ from topotrain.config.job_file import dumps, from_dict, load, load_with_warnings
 from topotrain.config.proto_schema import new, read_proto, repeated
 
 ROOT = Path(__file__).parent.parent
-PROTO = read_proto((ROOT / "topotrain" / "job.proto").read_text(encoding="utf-8"))
+PROTO = read_proto((ROOT / "topotrain" / "config" / "job.proto").read_text(encoding="utf-8"))
 
 SINGA_JOB = """
 name: "digits-mlp"  # a job in SINGA's words, with what only SINGA has
@@ -459,7 +459,7 @@ def test_the_reference_lists_every_enum_value() -> None:
 
 def test_reading_a_job_needs_no_torch_and_no_public_pool() -> None:
     code = (
-        "import sys; from topotrain import textproto; textproto.loads('cluster { nworker_groups: 2 }');"
+        "import sys; from topotrain.config import job_file; job_file.loads('cluster { nworker_groups: 2 }');"
         "print([m for m in ('torch', 'numpy', 'yaml') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

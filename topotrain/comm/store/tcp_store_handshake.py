@@ -1,6 +1,6 @@
 """How a store server and its clients come together: which addresses, and the proof that both know the secret.
 
-Rule: nothing is believed, and nothing but fixed-size fields is read, before the handshake of the roads (comm/security/handshake.py)
+Rule: nothing is believed, and nothing but fixed-size fields is read, before the handshake of the roads (security)
 has gone well; its key is made of the secret for stores alone. At an address that other machines can reach it goes
 through TLS 1.3, and proves the certificate, too; both sides know from the address whether it does.
 """

@@ -23,7 +23,7 @@ _STDOUT = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m topotrain.launch.agent.unit_main --rank R --nprocs N --rendezvous URL --run-dir DIR …`, see `launch.Place`."""
+    """`python -m topotrain.launch.agent.unit_main --rank R --nprocs N …`, see `launch.Place`."""
     parser = argparse.ArgumentParser(prog="topotrain unit", allow_abbrev=False)
     add_arguments(parser, os.environ)
     defaults = Calls()

@@ -95,7 +95,7 @@ def launch(
 def find_tool(name: str) -> Tool:
     """The module of a launcher other than the local one. Raises ConfigError for a name that is none."""
     check_name(name)
-    return cast(Tool, importlib.import_module(f"topotrain.launch.{LAUNCHERS[name].module}"))
+    return cast(Tool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
 
 
 def check_name(name: str) -> None:

@@ -338,7 +338,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 def _users_line(trace: TracebackType | None) -> str:
     """The line of the program that a wrong setting was met at: what lies behind it explains nothing to its author."""
-    ours = str(Path(__file__).parents[1])
+    ours = str(Path(__file__).parents[2])  # the folder topotrain/
     theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
     return "".join(traceback.format_list(theirs[-1:]))
 

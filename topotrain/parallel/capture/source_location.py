@@ -4,6 +4,7 @@ import inspect
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from topotrain.parallel.capture import device_scopes
 
 FIELD = "model.forward"
 ADVICE = "place the module that does it on one worker with tt.place, or write it without"
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = str(Path(__file__).resolve().parents[2])  # the folder topotrain/
 _NOT_USER = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _OURS + os.sep)
 
 
