@@ -1,6 +1,7 @@
 """How true a pretended link is: `python -m benchmarks.link_accuracy`.
 
-A process per host, each with sockets shaped as the TCP transport has them. Three patterns, for which the time follows from the bandwidth B and from the bytes alone:
+A process per host, each with sockets shaped as the TCP transport has them. Three patterns, for
+which the time follows from the bandwidth B and from the bytes alone:
 
     flow    one host to one other, M bytes: M / B, and the delay once
     ring    all-reduce of M bytes over 4 hosts, in chunks: each sends and receives 2 (n-1)/n M bytes, so 1.5 M / B;

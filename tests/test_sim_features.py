@@ -424,38 +424,6 @@ ON_THE_WAY = ("core", "comm/transport", "training/parameters", "training/data")
 ALSO = ("training/worker.py", "training/adopted_optimizer.py", "launch/runtime/process_host.py")
 
 
-def test_defect_12_a_worker_hears_that_a_server_died():
-    town = Town(job(2, 2, 2), 0, STORM)
-    town.wire.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
-
-    def script(seat: Seat) -> None:
-        seat.open()
-        for _ in range(50):
-            seat.step(seat.numbers())
-
-    with pytest.raises(PeerLost, match="lost server 0/1"):
-        town.play(script)
-
-
-def test_defect_12_who_waits_for_a_dead_process_does_nothing_at_all():
-    """No timer, no retry, no spinning: with the road silent nothing happens any more, and the run says who waits."""
-    town = Town(job(2, 2, 2), 0, STORM)
-    town.wire.crash(Address(Role.SERVER, 0, 1), after=30)
-
-    def script(seat: Seat) -> None:
-        seat.open()
-        for _ in range(50):
-            seat.step(seat.numbers())
-
-    with pytest.raises(Deadlock, match="these wait: worker 0/0, worker 0/1, worker 1/0, worker 1/1"):
-        town.play(script)
-    assert town.sim.now < 10
-
-
-PURE = ("reduction", "consistency", "schedule", "update", "neighbor", "leases", "shard", "ending", "opening", "server")
-DOORS = ("exchange", "buffers", "gradients", "worker", "optimizer", "sampling", "data", "feeds", "streams", "host")
-
-
 def test_defect_12_nothing_on_the_path_of_a_message_sleeps():
     """A wait is on a condition or a descriptor, woken by what is awaited; never `sleep` and look again."""
     root, found = Path(topotrain.__file__).parent, []
