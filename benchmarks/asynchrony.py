@@ -4,7 +4,7 @@ Accuracies, no times. Handwritten digits, SGD with rate 0.05, from a start that 
 
     in step   a plain loop of three groups, each with a copy and a momentum of its own; all that the others add arrives
               so many steps late
-    in turn   three groups in virtual time, and between them the product's own `MasterAgreement`; a message takes so
+    in turn   three groups in virtual time, and between them the product's own `MasterSync`; a message takes so
               many times as long as a step
     job       real processes, with and without the job's `correction`
     limit     the largest learning rate times curvature at which three such groups are stable on a quadratic: from the
@@ -32,7 +32,7 @@ from benchmarks.harness import Figure, Row, row
 from benchmarks.programs.momentum import accuracy, build, read_digits, warm_up
 from benchmarks.record import ROOT, run_table, say
 from topotrain.config.sharding import Parameter, cut
-from topotrain.core.server.group_sync import MasterAgreement
+from topotrain.core.server.group_sync import MasterSync
 
 NAME, TITLE, GOALS = "asynchrony", "Momentum, and groups that do not wait", ()
 RATE, BATCH, EPOCHS, GROUPS = 0.05, 32, 10, 3
@@ -96,7 +96,7 @@ def in_turn(seed: int, momentum: float, trip: tuple[float, float], sync_freq: in
         values[group][:size] = digits.start
         here = values[group]
         view = lambda number, here=here: here[buckets[number].lo : buckets[number].hi]  # noqa: E731
-        agreements.append(MasterAgreement(group, buckets, view, sync_freq))
+        agreements.append(MasterSync(group, buckets, view, sync_freq))
         agreements[-1].begin()
     ahead: list[tuple[float, int, tuple[Any, ...]]] = []
     arrived: dict[tuple[int, int], float] = {}

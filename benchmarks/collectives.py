@@ -30,13 +30,22 @@ import torch
 from benchmarks.harness import ROUNDS, Row, Samples, row
 from benchmarks.record import run_table, say
 from topotrain.comm.security.handshake import Identity
-from topotrain.comm.transport import Wire
-from topotrain.comm.transport.shared_memory import Memory, ShmWire
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport import Transport
+from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Algorithm, Engine
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Hop, Message
-from topotrain.extensions.collectives.algorithms import Out, Part, Relay, Result, Send, Total, bytes_per_rank, traffic
+from topotrain.core.protocol import CollectivePart, Message
+from topotrain.extensions.collectives.algorithms import (
+    CollectiveResult,
+    CompleteSum,
+    Contribution,
+    Out,
+    Relay,
+    SendPart,
+    bytes_per_rank,
+    traffic,
+)
 from topotrain.extensions.collectives.torch_backend import TorchCollective
 
 WORDS = {
@@ -86,7 +95,7 @@ def gradient(rank: int, count: int) -> torch.Tensor:
 class Room:
     """The memory of one way: this rank's gradient, and every buffer that its relay asks for, made once."""
 
-    def __init__(self, way: Way, size: int, rank: int, wire: Wire) -> None:
+    def __init__(self, way: Way, size: int, rank: int, wire: Transport) -> None:
         self._wire, self._total, self._each = wire, way.nbytes // FLOAT, way.bucket // FLOAT
         self.count = -(-self._total // self._each)
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
@@ -94,7 +103,7 @@ class Room:
         self.gradient = self._new(self._total).copy_(gradient(rank, self._total))
 
     def _new(self, count: int) -> torch.Tensor:
-        if isinstance(self._wire, ShmWire):
+        if isinstance(self._wire, SharedMemoryTransport):
             return self._wire.memory.allocate(count, torch.float32)
         return torch.zeros(count)
 
@@ -113,7 +122,7 @@ class Room:
 class Member:
     """The resident of one process on one road: hands Hops to the relay of the way that is measured."""
 
-    def __init__(self, wire: Wire, size: int, rank: int) -> None:
+    def __init__(self, wire: Transport, size: int, rank: int) -> None:
         self._wire, self._size, self._rank = wire, size, rank
         self._lock, self._done = threading.Lock(), threading.Event()
         self._ways: dict[Way, tuple[Relay, Room]] = {}
@@ -134,7 +143,7 @@ class Member:
         sent, _ = self._wire.traffic()
         began = time.monotonic()
         for bucket in range(self._room.count):
-            part = Part.of([1.0], b"\1", self._room.part(self._room.gradient, bucket))
+            part = Contribution.of([1.0], b"\1", self._room.part(self._room.gradient, bucket))
             with self._lock:
                 outs = self._relay.local(self._step, 0, bucket, part)
             self._act(outs)
@@ -147,12 +156,12 @@ class Member:
         return torch.cat([self._results[bucket].view(torch.float32) for bucket in range(self._room.count)])
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        assert isinstance(message, Hop)
+        assert isinstance(message, CollectivePart)
         with self._lock:
             return self._relay.place(sender.index, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        assert isinstance(message, Hop)
+        assert isinstance(message, CollectivePart)
         with self._lock:
             outs = self._relay.arrive(sender.index, message)
         self._act(outs)
@@ -164,14 +173,14 @@ class Member:
     def _act(self, outs: list[Out]) -> None:
         for out in outs:
             match out:
-                case Send(to=to, hop=hop):
+                case SendPart(to=to, hop=hop):
                     self._wire.send(address(self._rank), address(to), hop)
-                case Total(step=step, ordinal=ordinal, bucket=bucket, part=part):
+                case CompleteSum(step=step, ordinal=ordinal, bucket=bucket, part=part):
                     with self._lock:
                         more = self._relay.result(step, ordinal, bucket, part.present, part.body)
                     self._act(more)
                     self._have(bucket, part.body)
-                case Result(hop=hop):
+                case CollectiveResult(hop=hop):
                     self._have(hop.bucket, hop.body)
 
     def _have(self, bucket: int, body: torch.Tensor | None) -> None:
@@ -216,7 +225,10 @@ def process(pipe: Pipe, rank: int, size: int, token: bytes, directory: str) -> N
     """Open all roads, then do what the pipe says: ("enter", way, step), ("run",), ("end",)."""
     torch.set_num_threads(1)
     identity = Identity("bench", token, 1, 0, "")
-    wires: dict[str, Wire] = {"tcp": TcpWire(identity), "shm": ShmWire(identity, f"{directory}/roads", Memory())}
+    wires: dict[str, Transport] = {
+        "tcp": TcpTransport(identity),
+        "shm": SharedMemoryTransport(identity, f"{directory}/roads", ProcessMemory()),
+    }
     members: dict[str, Member | Peer] = {}
     urls = {}
     for name, wire in wires.items():

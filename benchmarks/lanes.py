@@ -1,7 +1,7 @@
 """What several sockets per connection bring: `python -m benchmarks.lanes [--rounds N]`.
 
-Bodies of 1 MB go one way over `TcpWire` with 1, 2, 4 and 8 sockets (`connections` in the conf): on loopback, where the
-processor is the limit, and over pretended links of which some lose packets. The pretended link has no congestion
+Bodies of 1 MB go one way over `TcpTransport` with 1, 2, 4 and 8 sockets (`connections` in the conf): on loopback, where
+the processor is the limit, and over pretended links of which some lose packets. The pretended link has no congestion
 control, so it shows one of two effects: the bytes behind a lost packet wait on one socket only. All counts are measured
 in turn, and medians are given.
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from topotrain.comm.emulation.link import Network
+from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Message, Values
@@ -54,9 +54,9 @@ class Receiver:
 def seconds(link: Link | None, count: int, lanes: int, directory: Path) -> float:
     """The time of `count` bodies, from the first byte handed over until all are received; the second try counts."""
     key = str(time.monotonic_ns())  # links of this try only
-    networks = [link and Network(link, directory, key, lambda address: int(address.role)) for _ in range(2)]
+    networks = [link and EmulatedNetwork(link, directory, key, lambda address: int(address.role)) for _ in range(2)]
     identity = Identity("bench", bytes(TOKEN_BYTES), 1, 0, "")
-    there, here = (TcpWire(identity, network=network, lanes=lanes) for network in networks)
+    there, here = (TcpTransport(identity, network=network, lanes=lanes) for network in networks)
     receiver, body = Receiver(count), torch.ones(1 << 18)
     here.attach(HERE, Receiver(0))
     here.connect(HERE, THERE, there.attach(THERE, receiver))

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.harness import Figure, Row, row
 from benchmarks.record import run_table, say
-from topotrain.comm.emulation.link import Network
+from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.transport.tcp import prepare
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
@@ -39,10 +39,10 @@ FLOW_BYTES = INCAST_BYTES = 1_500_000
 CHUNK = 1 << 14  # elements: 64 KiB
 FORK = multiprocessing.get_context("fork")
 
-Life = Callable[[int, Sequence[socket.socket], Network], Callable[[], None]]
+Life = Callable[[int, Sequence[socket.socket], EmulatedNetwork], Callable[[], None]]
 
 
-def ring(rank: int, doors: Sequence[socket.socket], network: Network) -> Callable[[], None]:
+def ring(rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork) -> Callable[[], None]:
     """Host `rank` of the all-reduce; what it returns does one of them."""
     out = _dial(doors, network, rank, (rank + 1) % HOSTS)
     back = _answer(doors[rank])
@@ -75,7 +75,9 @@ def ring(rank: int, doors: Sequence[socket.socket], network: Network) -> Callabl
     return once
 
 
-def incast(rank: int, doors: Sequence[socket.socket], network: Network, senders: int = HOSTS) -> Callable[[], None]:
+def incast(
+    rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork, senders: int = HOSTS
+) -> Callable[[], None]:
     """Host 0 receives from the hosts 1 to `senders`."""
     body = torch.full((INCAST_BYTES // 4,), float(rank))
     if rank:
@@ -94,7 +96,7 @@ def incast(rank: int, doors: Sequence[socket.socket], network: Network, senders:
     return once
 
 
-def flow(rank: int, doors: Sequence[socket.socket], network: Network) -> Callable[[], None]:
+def flow(rank: int, doors: Sequence[socket.socket], network: EmulatedNetwork) -> Callable[[], None]:
     """Host 1 sends to host 0."""
     return incast(rank, doors, network, senders=1)
 
@@ -108,7 +110,7 @@ def _fill(sock: socket.socket, target: torch.Tensor) -> None:
         view = view[count:]
 
 
-def _dial(doors: Sequence[socket.socket], network: Network, me: int, peer: int) -> socket.socket:
+def _dial(doors: Sequence[socket.socket], network: EmulatedNetwork, me: int, peer: int) -> socket.socket:
     sock = socket.create_connection(doors[peer].getsockname())
     prepare(sock)
     return network.shape(sock, Address(Role.WORKER, 0, me), Address(Role.WORKER, 0, peer))
@@ -125,7 +127,7 @@ def _live(
 ) -> None:
     """A host's process: every round begins for all at once; tells when each one ended."""
     torch.set_num_threads(1)
-    once = life(rank, doors, Network(link, Path(folder), "bench", lambda address: address.index))
+    once = life(rank, doors, EmulatedNetwork(link, Path(folder), "bench", lambda address: address.index))
     while tell.recv():
         start.wait()
         began = time.monotonic()

@@ -28,10 +28,10 @@ import torch
 from benchmarks.harness import Row, Samples, row
 from benchmarks.record import run_table
 from topotrain.comm.security.handshake import Identity
-from topotrain.comm.transport import Resident, Wire
+from topotrain.comm.transport import Endpoint, Transport
 from topotrain.comm.transport.frame import BODY, Header
-from topotrain.comm.transport.shared_memory import Memory, ShmWire
-from topotrain.comm.transport.tcp import TcpWire, prepare
+from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.tcp import TcpTransport, prepare
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Finish, Message, Push, Values, decode, encode
 
@@ -42,15 +42,15 @@ HERE, THERE = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 WAYS = ("bare", "tcp", "shm")
 
 
-def roads(token: bytes, directory: str) -> dict[str, Wire]:
+def roads(token: bytes, directory: str) -> dict[str, Transport]:
     identity = Identity("bench", token, 1, 0, "")
-    return {"tcp": TcpWire(identity), "shm": ShmWire(identity, directory, Memory())}
+    return {"tcp": TcpTransport(identity), "shm": SharedMemoryTransport(identity, directory, ProcessMemory())}
 
 
-def buffers(wire: Wire | None) -> torch.Tensor:
+def buffers(wire: Transport | None) -> torch.Tensor:
     """BUCKETS rows of 1 MiB; on the shared-memory road such as it can show."""
     flat = torch.zeros(BUCKETS * BUCKET)
-    if isinstance(wire, ShmWire):
+    if isinstance(wire, SharedMemoryTransport):
         flat = wire.memory.allocate(BUCKETS * BUCKET, torch.float32)
     return flat.view(BUCKETS, BUCKET)
 
@@ -61,7 +61,7 @@ def buffers(wire: Wire | None) -> torch.Tensor:
 class Answering:
     """Takes Values without a word, echoes Push with its own Values, and answers Fetch with Finish."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Transport) -> None:
         self._wire, self._into, self._own = wire, buffers(wire), buffers(wire)
         self._own += torch.arange(BUCKETS).view(-1, 1)
 
@@ -159,12 +159,12 @@ class Bare:
 class Asking:
     """One of our roads, used by a thread that waits for its reader, as a script does."""
 
-    def __init__(self, wire: Wire, url: str) -> None:
+    def __init__(self, wire: Transport, url: str) -> None:
         self._wire = wire
         self.mine, self.into = buffers(wire), buffers(wire)
         self._came, self._left, self._lock = threading.Event(), 0, threading.Lock()
         self.others_ns = 0
-        resident: Resident = self
+        resident: Endpoint = self
         wire.attach(HERE, resident)
         wire.connect(HERE, THERE, url)
 

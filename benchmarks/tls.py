@@ -26,7 +26,7 @@ from benchmarks.harness import ROUNDS, Row, interleave, row
 from benchmarks.record import run_table
 from topotrain.comm.security.handshake import TOKEN_BYTES, Identity
 from topotrain.comm.security.tls import PIECE, Certificate, TlsChannel, client_side, server_side
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Message, Values
 
@@ -42,7 +42,7 @@ BACK = 1 << 30  # the bit of `version` that asks for a body in return
 class End:
     """One side: takes bodies into memory that is there, answers, and counts what it waits for."""
 
-    def __init__(self, wire: TcpWire, me: Address, peer: Address) -> None:
+    def __init__(self, wire: TcpTransport, me: Address, peer: Address) -> None:
         self._wire, self._me, self._peer = wire, me, peer
         self.mine = torch.full((NUMEL,), float(me.role) + 1)
         self.into = torch.zeros(BODIES, NUMEL)
@@ -85,9 +85,9 @@ class End:
         return sum(self._ask(1, 0, 0, True) for _ in range(SMALL)) / SMALL
 
 
-def wires(token: bytes) -> dict[str, TcpWire]:
+def wires(token: bytes) -> dict[str, TcpTransport]:
     identity = Identity("bench", token, 1, 0, "")
-    return {name: TcpWire(identity, tls=name == "TLS") for name in WAYS}
+    return {name: TcpTransport(identity, tls=name == "TLS") for name in WAYS}
 
 
 def other(pipe: Connection, token: bytes) -> None:

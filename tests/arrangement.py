@@ -24,20 +24,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.inprocess import LocalWire
+from topotrain.comm.transport.inprocess import InProcessTransport
 from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import Address, Role, Topology, layout
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.core.server.server import Server
 from topotrain.extensions.collectives.collective_server import make_server
-from topotrain.launch.runtime.process_host import Monitor, WorkerRoads, _ServerResident, peers, serve
+from topotrain.launch.runtime.process_host import ConditionWaiter, WorkerConnections, _ServerResident, peers, serve
 from topotrain.training.adopted_optimizer import _tracked, adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model
@@ -207,7 +207,7 @@ class WorkerHandle:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     more: tuple[Any, ...]
-    exchange: Exchange
+    exchange: Client
     worker: Worker
     seq: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
@@ -273,7 +273,7 @@ class _Crew:
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
-        self.exchanges: dict[Address, Exchange] = {}
+        self.exchanges: dict[Address, Client] = {}
         self._lock = threading.Lock()
 
     def failed(self, me: Address | None, error: BaseException) -> None:
@@ -324,7 +324,7 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
 
     shared: residents see each other's buffers, as on a host's shared memory; else everything travels.
     """
-    topology, wire, crew = layout(job.cluster), LocalWire(), _Crew()
+    topology, wire, crew = layout(job.cluster), InProcessTransport(), _Crew()
     addresses = [server for unit in topology.units for server in unit.servers]
     servers = {}
     for me in addresses:
@@ -337,7 +337,9 @@ def run_local(job: Job, build: Build, script: Script, shared: bool = False, desc
             wire.connect(me, peer, "local:")
     handles = []
     for me in (worker for g in range(topology.worker_groups) for worker in topology.workers(g)):
-        exchange = Exchange(me, topology, lambda to, message, me=me: wire.send(me, to, message), Monitor(0.1), shared)
+        exchange = Client(
+            me, topology, lambda to, message, me=me: wire.send(me, to, message), ConditionWaiter(0.1), shared
+        )
         wire.attach(me, exchange)
         for server in dict.fromkeys((*exchange.servers, exchange.desk)):
             wire.connect(me, server, "local:")
@@ -371,8 +373,8 @@ def run_hosted(
     url = (directory / "store").as_uri()
     sockets = Path(socket_directory())
 
-    def place() -> Place:
-        return Place(job, topology, Identity(job.name, bytes(32), 0, 0, job.digest()), open_store(url), sockets)
+    def place() -> RouterConfig:
+        return RouterConfig(job, topology, Identity(job.name, bytes(32), 0, 0, job.digest()), open_store(url), sockets)
 
     traffic: list[tuple[int, int]] = []
 
@@ -389,7 +391,7 @@ def run_hosted(
         home.start()
     workers = [worker for g in range(topology.worker_groups) for worker in topology.workers(g)]
     with ThreadPoolExecutor(len(workers)) as pool:  # servers beside workers meet each other: all at once
-        found = pool.map(lambda me: WorkerRoads(place(), me), workers)
+        found = pool.map(lambda me: WorkerConnections(place(), me), workers)
         roads = dict(zip(workers, found, strict=True))
     crew.exchanges.update({me: road.exchange for me, road in roads.items()})
     handles = [_enlist(job, topology, me, build, roads[me].exchange, roads[me].allocate, describing) for me in workers]
@@ -414,7 +416,7 @@ def _enlist(
     topology: Topology,
     me: Address,
     build: Build,
-    exchange: Exchange,
+    exchange: Client,
     allocate: Callable[[int, torch.dtype], torch.Tensor],
     describing: Describe,
 ) -> WorkerHandle:

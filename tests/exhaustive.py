@@ -1,8 +1,8 @@
 """Every order in which things can happen, for a very small job: states are copied, searched depth first, seen once.
 
-The rules are the product's (`DecisionLog`, `ApplyOrder`, `Streams`, `Regroup`, `Members`); what a shard does around
-them is told again here in a few lines, and a worker is an automaton. Connections keep the order of their messages. A
-pause of a process needs no action of its own: everything else may happen before its next message.
+The rules are the product's (`DecisionLog`, `ApplyOrder`, `AppliedBatches`, `ElasticGroups`, `Members`); what a shard
+does around them is told again here in a few lines, and a worker is an automaton. Connections keep the order of their
+messages. A pause of a process needs no action of its own: everything else may happen before its next message.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -12,8 +12,8 @@ from types import MethodType
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core import protocol as m
-from topotrain.core.server.consistency import RESTARTS, ApplyOrder, DecisionLog, Streams
-from topotrain.extensions.elastic.membership import Regroup
+from topotrain.core.server.consistency import RESTARTS, AppliedBatches, ApplyOrder, DecisionLog
+from topotrain.extensions.elastic.membership import ElasticGroups
 
 Way = tuple[object, Address]
 
@@ -45,7 +45,7 @@ class Shard:
     topology: Topology
     net: "World"
     order: ApplyOrder = field(default_factory=ApplyOrder)
-    streams: Streams = field(default_factory=Streams)
+    streams: AppliedBatches = field(default_factory=AppliedBatches)
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     staged: dict[int, Push] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.log = None if self.me.index else DecisionLog(self.topology.shards)
-        self.regroup = Regroup(self.me, self.job, self.topology, self, self.log, None, self.send)
+        self.regroup = ElasticGroups(self.me, self.job, self.topology, self, self.log, None, self.send)
 
     def send(self, to: Address, message: object) -> None:
         if to.role is Role.WORKER and not self.regroup.members.hears(to):
@@ -74,7 +74,11 @@ class Shard:
             self._take(self.me, self.inside.pop(0))
 
     def _take(self, sender: Address, message: object) -> None:
-        if sender.role is Role.WORKER and not isinstance(message, m.Return) and not self.regroup.members.hears(sender):
+        if (
+            sender.role is Role.WORKER
+            and not isinstance(message, m.WorkerRejoined)
+            and not self.regroup.members.hears(sender)
+        ):
             return
         match message:
             case Push():
@@ -82,17 +86,17 @@ class Shard:
                 if message.step == self.steps.get(sender.group, 0):
                     self.staged[sender.group] = message
                     incarnation = self.regroup.members.incarnation(sender.group)
-                    vote = m.Staged(sender.group, message.step, True, 0.0, False, self.order.next, incarnation)
+                    vote = m.StepVote(sender.group, message.step, True, 0.0, False, self.order.next, incarnation)
                     self.send(Address(Role.SERVER, 0, 0), vote)
-            case m.Staged():
+            case m.StepVote():
                 self.log.staged(sender.index, message)
                 self._decide()
-            case m.Apply():
+            case m.StepDecision():
                 for decision in self.order.arrive(message):
                     self._carry_out(decision)
                 self._decide()
-            case m.AppliedAsk():
-                self.send(sender, m.AppliedAt(message.stream, self.streams.count(message.stream)))
+            case m.AppliedBatchesRequest():
+                self.send(sender, m.AppliedBatchesReply(message.stream, self.streams.count(message.stream)))
             case _:
                 self.regroup.take(sender, message)
 
@@ -102,7 +106,7 @@ class Shard:
             for server in self.topology.servers(0):
                 self.send(server, decision)
 
-    def _carry_out(self, decision: m.Apply) -> None:
+    def _carry_out(self, decision: m.StepDecision) -> None:
         group = decision.group
         if decision.change == RESTARTS:
             self.regroup.carry_out(group, decision.step)
@@ -115,7 +119,7 @@ class Shard:
         self.steps[group] = push.step + 1
         self.send(Address(Role.WORKER, group, 0), m.Applied(push.step, 0, 0, False, 0.0))
 
-    # what `Regroup` asks of its home
+    # what `ElasticGroups` asks of its home
 
     def begun(self, group: int) -> bool:
         return True
@@ -164,17 +168,17 @@ class Life:
             return
         self.unheard = set(self.shards)
         for shard in self.shards:
-            self.net.say_as(self, shard, m.Return(self.incarnation))
+            self.net.say_as(self, shard, m.WorkerRejoined(self.incarnation))
 
     def take(self, shard: Address, message: object) -> None:
         if self.over:
             return
         if shard in self.unheard:
-            if isinstance(message, m.Return) and message.incarnation == self.incarnation:
+            if isinstance(message, m.WorkerRejoined) and message.incarnation == self.incarnation:
                 self.unheard.discard(shard)
                 if not self.unheard:
-                    self.net.say_as(self, self.shards[0], m.AppliedAsk(self.me.group))
-        elif isinstance(message, m.AppliedAt):
+                    self.net.say_as(self, self.shards[0], m.AppliedBatchesRequest(self.me.group))
+        elif isinstance(message, m.AppliedBatchesReply):
             self.seq = message.count
             self._push()
         elif isinstance(message, m.Applied) and message.step == self.step:

@@ -21,14 +21,14 @@ from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
 from topotrain.core.events import Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
-from topotrain.launch import Outcome
-from topotrain.launch.agent.children import Calls
+from topotrain.launch import JobOutcome
+from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.local import LocalLauncher
-from topotrain.launch.runtime.child_channel import Control
-from topotrain.launch.runtime.sigterm import Termination
+from topotrain.launch.runtime.child_channel import ChildChannel
+from topotrain.launch.runtime.sigterm import SigtermHandler
 
 PLAY = "tests.launch_targets:play"
-CALLS = Calls(PLAY, PLAY, ())
+CALLS = EntryPoints(PLAY, PLAY, ())
 MARK = "TOPOTRAIN_TEST"
 
 
@@ -36,7 +36,7 @@ def play(spec, channel, fds):
     parts = dict(arg.split("=", 1) for arg in spec["args"])
     spec = {**spec, "job_dir": str(Path(spec["run_dir"]).parent)}
     answer = ANSWERS.get(parts.get(spec["who"], ""))
-    termination = Termination()
+    termination = SigtermHandler()
 
     def hear(command):
         termination.hear(command)
@@ -44,7 +44,7 @@ def play(spec, channel, fds):
             Path(spec["job_dir"], "saved").touch()
             control.emit(answer)
 
-    control = Control(channel, hear)
+    control = ChildChannel(channel, hear)
     if "job" in spec:
         termination.take_over(job_file.loads(spec["job"], "the job"))
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
@@ -420,7 +420,7 @@ def launch(
     on_event: Callable[[Event], None] | None = None,
     launcher: LocalLauncher | None = None,
     **settings: Any,
-) -> tuple[Outcome, list[Event]]:
+) -> tuple[JobOutcome, list[Event]]:
     """The outcome of a `small_job`, and what was told meanwhile."""
     events = []
 

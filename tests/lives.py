@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from topotrain.config.job import Job as Conf
 from topotrain.config.topology import Address
 from topotrain.core.profiling.spans import SILENT
-from topotrain.core.protocol import Lease, LeaseAsk
-from topotrain.extensions.resume.script_resume import Continuing
-from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, Deposits, cut
+from topotrain.core.protocol import Lease, LeaseRequest
+from topotrain.extensions.resume.script_resume import ScriptResume
+from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore, cut
 from topotrain.training.data import batch_ranges
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
-from topotrain.training.rng_state import Dice
-from topotrain.training.worker import Tally
+from topotrain.training.rng_state import RngState
+from topotrain.training.worker import WorkerStats
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Door(Seat):
         self.data = self
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        self.office.tell(self.who, LeaseAsk(epoch, ordinal, total, digest, passed, wait))
+        self.office.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
         self.life.waiting.add(self.who.group)
         while self.office.mail[self.who].empty() and any(
             self.life.step(group) for group in range(self.life.shape.groups) if group not in self.life.waiting
@@ -136,12 +136,12 @@ class Life:
     def __init__(self, shape: Shape, script: Script, past: Past | None = None) -> None:
         self.shape, self.script, self.past = shape, script, past
         self.office = Office(shape.groups, shape.workers)
-        self.deposits = Deposits()
+        self.deposits = WorkerStateStore()
         self.taken: dict[int, int] = {}
         self.incarnation = dict.fromkeys(range(shape.groups), 0)
         self.seen: list[Step] = []
         self.runs: dict[Address, Iterator[Step]] = {}
-        self.dice: dict[Address, Dice] = {}
+        self.dice: dict[Address, RngState] = {}
         self.worlds: dict[Address, Any] = {}
         self.notices: list[str] = []
         self.leases: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Life:
 
     def start(self, group: int) -> None:
         for who in self.group(group):
-            self.dice[who] = Dice(3)
+            self.dice[who] = RngState(3)
             self.runs[who] = self._process(who)
 
     def restart(self, group: int) -> None:
@@ -192,7 +192,7 @@ class Life:
             leaves=False,
             me=who,
             exchange=door,
-            tally=Tally(),
+            tally=WorkerStats(),
             snapshot=0,
             lazy=False,
             parts=parts,
@@ -211,7 +211,7 @@ class Life:
         named = (who.group, shape.groups, who.index, shape.workers)
         plan = DataPlan(*named, (), shape.mode, shape.per_worker, 5, 1, main)  # type: ignore[arg-type]
         loader = here.loader = ShardedLoader(script.make(), plan, door, door)
-        continuing = Continuing(here, worker, optimizer)
+        continuing = ScriptResume(here, worker, optimizer)
         loader.memory = continuing
         self.worlds[who] = SimpleNamespace(
             worker=worker, here=here, buffer=buffer, optimizer=optimizer, loader=loader, continuing=continuing

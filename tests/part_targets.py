@@ -15,7 +15,7 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, to_json
 from topotrain.launch.launchers.env_tables import start_of
 from topotrain.launch.multinode import node, node_membership
-from topotrain.launch.multinode.node import Part
+from topotrain.launch.multinode.node import Node
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def main(workspace: str, rank: str, nprocs: str, url: str, counts: str, *args: s
         node.STORE_S, node_membership.STORE_LOST_S = 0.5, 1.0
     job = small_job(Path(workspace), args, **json.loads(counts)) if counts else None
     try:
-        ended = Part(start_of({}, int(rank), int(nprocs), url), job, watching, calls=CALLS).live()
+        ended = Node(start_of({}, int(rank), int(nprocs), url), job, watching, calls=CALLS).live()
     except (ConfigError, StoreError) as error:
         print(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -14,21 +14,21 @@ import torch
 from simulation import SMALL, Seat
 from torch import nn
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.server.server import Server
-from topotrain.extensions.replication.replica_connections import Lifelines
-from topotrain.extensions.replication.state_machine import Copy, Lead, Shadow
+from topotrain.extensions.replication.replica_connections import ReplicaConnections
+from topotrain.extensions.replication.state_machine import Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
 from topotrain.launch.runtime.process_host import peers
 from topotrain.tools.simulator import sim_cluster
-from topotrain.tools.simulator.sim_network import SimulatedWire, Simulation, Weather
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
 
 @lru_cache
@@ -56,7 +56,7 @@ class Process:
 
 
 class LeadHouse:
-    def __init__(self, town: "ReplicatedTown", process: Process, lead: Lead) -> None:
+    def __init__(self, town: "ReplicatedTown", process: Process, lead: Primary) -> None:
         self.town, self.process, self.lead = town, process, lead
         self.server = lead.copy.server
 
@@ -75,7 +75,7 @@ class LeadHouse:
         with self.town.dying(self.process):
             for to, message in out:
                 self.town.tick(self.process)
-                with suppress(WireError):
+                with suppress(TransportError):
                     self.town.wire.send(self.lead.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -86,7 +86,7 @@ class LeadHouse:
 
 
 class ShadowHouse:
-    def __init__(self, town: "ReplicatedTown", process: Process, me: Address, shadow: Shadow) -> None:
+    def __init__(self, town: "ReplicatedTown", process: Process, me: Address, shadow: Standby) -> None:
         self.town, self.process, self.me, self.shadow = town, process, me, shadow
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> Any:
@@ -97,12 +97,12 @@ class ShadowHouse:
             self.town.tick(self.process)
             receipt = self.shadow.receipt(message)
             if receipt is not None:
-                with suppress(WireError):
+                with suppress(TransportError):
                     self.town.wire.send(self.me, sender, receipt)
             self.town.tick(self.process)
             answer = self.shadow.hear(message)
             if answer is not None:
-                with suppress(WireError):
+                with suppress(TransportError):
                     self.town.wire.send(self.me, sender, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -123,8 +123,8 @@ class _Dying:
         return False
 
 
-class ReplicatedTown(sim_cluster.Town):
-    """Arguments as for `rehearsal.Town`; `kill`: of which process (by its first server) what moment is the last."""
+class ReplicatedTown(sim_cluster.SimCluster):
+    """Arguments as for `rehearsal.SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
         self.ticks: dict[int, int] = {}
@@ -135,15 +135,15 @@ class ReplicatedTown(sim_cluster.Town):
         self.ends: dict[Address, list[Any]] = {}  # what each worker has seen
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
-        self.wire = TcpLike(self.sim, Weather(snapshots=False))  # a body is what it is when it arrives
+        self.wire = TcpLike(self.sim, NetworkFaults(snapshots=False))  # a body is what it is when it arrives
         self.random = __import__("random").Random(seed)
         self.schema, self.map = self._plan()
         self.houses = {}
-        self.lifelines: dict[Address, Lifelines] = {}
+        self.lifelines: dict[Address, ReplicaConnections] = {}
         servers = self.topology.servers(0)
         for me in servers:
             self.processes[me.index] = self.home[me] = Process(me.index)
-            self.settle_lead(self.home[me], Lead(Copy(partial(self.make, me)), portray))
+            self.settle_lead(self.home[me], Primary(ReplicatedServer(partial(self.make, me)), portray))
         for me in servers:
             for peer in peers(me, self.topology):
                 self.wire.connect(me, peer, "")
@@ -161,7 +161,7 @@ class ReplicatedTown(sim_cluster.Town):
         server.snapshots.follow(lambda work: None)
         return server
 
-    def settle_lead(self, process: Process, lead: Lead) -> LeadHouse:
+    def settle_lead(self, process: Process, lead: Primary) -> LeadHouse:
         process.leads[lead.me] = house = LeadHouse(self, process, lead)
         self.home[lead.me] = process
         self.wire._residents[lead.me] = house
@@ -170,21 +170,21 @@ class ReplicatedTown(sim_cluster.Town):
     def shadow(self, me: Address, process: Process) -> None:
         """A fresh second copy of a server in a process."""
         address = Address(Role.SHADOW, me.group, me.index)
-        house = ShadowHouse(self, process, address, Shadow(partial(self.make, me), restore))
+        house = ShadowHouse(self, process, address, Standby(partial(self.make, me), restore))
         process.shadows[me] = house
         self.wire._residents[address] = house
         self.wire.connect(me, address, "")
         lead = self.home[me].leads[me]
         lead.say(lead.lead.join())
 
-    def _door(self, me: Address) -> Exchange:
-        door = Exchange(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter())
+    def _door(self, me: Address) -> Client:
+        door = Client(me, self.topology, lambda to, x: lines.send(to, x), self.sim.waiter())
 
         def redial(server: Address, moves: int) -> None:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
 
         servers = dict.fromkeys((*door.servers, door.desk))
-        lines = Lifelines(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
+        lines = ReplicaConnections(servers, door, lambda to, x, wait=False: self.wire.send(me, to, x), redial)
         self.lifelines[me] = lines
         self.wire.attach(me, lines)
         for server in servers:
@@ -192,7 +192,7 @@ class ReplicatedTown(sim_cluster.Town):
             self.wire.connect(me, server, "")
         return door
 
-    def dial(self, lines: Lifelines, me: Address, server: Address, moves: int) -> None:
+    def dial(self, lines: ReplicaConnections, me: Address, server: Address, moves: int) -> None:
         if not self.home[server].alive:
             self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
             return
@@ -239,7 +239,7 @@ class ReplicatedTown(sim_cluster.Town):
             heir = next(p for p in self.processes.values() if me in p.shadows and p.alive)
             copy = heir.shadows.pop(me).shadow.copy
             assert copy is not None
-            house = self.settle_lead(heir, Lead(copy, portray))
+            house = self.settle_lead(heir, Primary(copy, portray))
             house.say(house.lead.orphaned())
         coordinator, *others = self.topology.servers(0)
         for me in others:
@@ -279,11 +279,11 @@ def flats_of(server: Server) -> list[torch.Tensor]:
     return [server._model.flats.flat("values", s.index).clone() for s in server._model.map.spaces]
 
 
-class TcpLike(SimulatedWire):
+class TcpLike(SimulatedTransport):
     """Messages of one way keep their order; what was under way when a process died is heard before the way's end, or,
     with `loses`, is not."""
 
-    def __init__(self, sim: Simulation, weather: Weather) -> None:
+    def __init__(self, sim: Simulation, weather: NetworkFaults) -> None:
         super().__init__(sim, weather)
         self.ages: dict[Address, int] = {}
         self.loses = False

@@ -17,13 +17,13 @@ from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap, cut
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
-from topotrain.extensions.replication.replica_connections import Lifelines
-from topotrain.tools.simulator.sim_cluster import Seat, parameters
-from topotrain.tools.simulator.trial import Killed, Life, Patience
-from topotrain.training.data.map_dataset import Leases
+from topotrain.extensions.replication.replica_connections import ReplicaConnections
+from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
+from topotrain.tools.simulator.trial import CrashableWaiter, Killed, WorkerProcess
+from topotrain.training.data.map_dataset import LeaseIterator
 
 DESK = Address(Role.SERVER, 0, 0)
 
@@ -49,7 +49,7 @@ class MortalTown(ReplicatedTown):
         again: int = 0,
         falls: tuple[tuple[float, int, float], ...] = (),
     ) -> None:
-        self.lives: dict[Address, Life] = {}
+        self.lives: dict[Address, WorkerProcess] = {}
         self.batches, self.falls = batches, falls
         self.worker_deaths = 0
         self.gone: dict[int, int] = {}  # groups that are given up, and the first incarnation that is not
@@ -68,9 +68,9 @@ class MortalTown(ReplicatedTown):
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def _door(self, me: Address) -> Exchange:
+    def _door(self, me: Address) -> Client:
         known = self.lives.get(me)
-        life = self.lives[me] = Life(me, 0 if known is None else known.incarnation + 1)
+        life = self.lives[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
         def say(to: Address, message: m.Message) -> None:
             if life.over:
@@ -78,7 +78,7 @@ class MortalTown(ReplicatedTown):
             life.said += 1
             lines.send(to, message)
 
-        door = Exchange(me, self.topology, say, Patience(life, self.sim), incarnation=life.incarnation)
+        door = Client(me, self.topology, say, CrashableWaiter(life, self.sim), incarnation=life.incarnation)
         servers = dict.fromkeys((*door.servers, door.desk))
 
         def redial(server: Address, moves: int) -> None:
@@ -88,10 +88,10 @@ class MortalTown(ReplicatedTown):
             if not life.dead:
                 self.wire.send(me, to, x)
 
-        lines = Lifelines(servers, door, send, redial, life=life.incarnation)
+        lines = ReplicaConnections(servers, door, send, redial, life=life.incarnation)
         self.lifelines[me] = lines
         self.wire._residents[me] = lines
-        self.unfound: dict[Life, set[Address]] = getattr(self, "unfound", {})
+        self.unfound: dict[WorkerProcess, set[Address]] = getattr(self, "unfound", {})
         self.unfound[life] = set(servers)
 
         for server in servers:
@@ -102,7 +102,9 @@ class MortalTown(ReplicatedTown):
     def _soon(self, seconds: float, do: Callable[[], None]) -> None:
         self.sim.at(self.sim.now + seconds, do)
 
-    def _dial(self, life: Life, lines: Lifelines, server: Address, done: Callable[[Address], None]) -> None:
+    def _dial(
+        self, life: WorkerProcess, lines: ReplicaConnections, server: Address, done: Callable[[Address], None]
+    ) -> None:
         if life.dead:
             return
         if not self.home[server].alive:
@@ -131,7 +133,7 @@ class MortalTown(ReplicatedTown):
         """The launcher tells the coordinator that a group has gone."""
         if self.home[DESK].alive:  # else its successor is told
             house = self.home[DESK].leads[DESK]
-            house.say(house.lead.hear(DESK, m.Away(group, self.gone[group])))
+            house.say(house.lead.hear(DESK, m.GroupLeft(group, self.gone[group])))
 
     def replace(self, dead: Any) -> None:
         super().replace(dead)
@@ -154,7 +156,7 @@ class MortalTown(ReplicatedTown):
                     return
                 if life.incarnation:
                     door.come_back()
-                self.script(Seat(self, me))
+                self.script(SimWorker(self, me))
                 lines = self.lifelines[me]
                 lines.leave()
                 self.sim.wait(lambda: life.over or lines.left)
@@ -172,11 +174,11 @@ class MortalTown(ReplicatedTown):
         self.sim.run(60)
         return self
 
-    def script(self, seat: Seat) -> None:
+    def script(self, seat: SimWorker) -> None:
         """Read all that there is, one step for each batch."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         seat.open(0.0)
-        leases = Leases(seat.door.data, 0, self.batches, 0)
+        leases = LeaseIterator(seat.door.data, 0, self.batches, 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             seat.sleep(0.0, 0.004)

@@ -1,8 +1,8 @@
 """A whole job on the simulated road: the real servers, the real doors of the workers, a pretended network.
 
-`Town` builds every server and every worker's Exchange of a layout. Two kinds of workers live there: a `Seat` has no
-model and pushes the whole numbers that a test gives it (sums of them are exact), `Town.worker` is the real thing with
-a model, an optimizer and a loader.
+`SimCluster` builds every server and every worker's Exchange of a layout. Two kinds of workers live there: a `Seat` has
+no model and pushes the whole numbers that a test gives it (sums of them are exact), `SimCluster.worker` is the real
+thing with a model, an optimizer and a loader.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from topotrain.core.server.server import Server
 from topotrain.tools.simulator import sim_cluster
 from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
 from topotrain.tools.simulator.sim_cluster import parameters, zeros
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 from topotrain.training.parameters.flat_parameters import describe_model
@@ -44,14 +44,14 @@ def job(groups: int = 1, workers: int = 1, shards: int = 1, **more: Any) -> Job:
     return Job(**{"reduce": Reduce.kSum, "cluster": inside, **more})
 
 
-class Town(sim_cluster.Town):
+class Town(sim_cluster.SimCluster):
     """A town with a test's scripts in it, and with real workers."""
 
     def __init__(
         self,
         job: Job,
         seed: int = 0,
-        weather: Weather | None = None,
+        weather: NetworkFaults | None = None,
         schema: tuple[Parameter, ...] = SMALL,
         rate: float = 1.0,
     ) -> None:
@@ -118,7 +118,7 @@ class Town(sim_cluster.Town):
         return ShardedLoader(loader, plan, worker.exchange.data, worker, account)
 
 
-class Seat(sim_cluster.Seat):
+class Seat(sim_cluster.SimWorker):
     """A seat with dice of its own."""
 
     def numbers(self, low: int = -100, high: int = 100, scale: float = 1.0) -> list[torch.Tensor]:
@@ -165,7 +165,7 @@ class Book:
     def count(self, group: int) -> int:
         return sum(g == group for g, _ in self.applied)
 
-    def update(self, decision: m.Apply) -> None:
+    def update(self, decision: m.StepDecision) -> None:
         self.staleness.append(len(self.applied) - self.read[decision.group])
         self.applied.append((decision.group, decision.step))
 
@@ -184,7 +184,7 @@ def books(town: Town, group: int = 0) -> list[Book]:
     def watch(server: Server) -> Book:
         book, carry_out, send = Book(server), server._carry_out, server._send
 
-        def noted(decision: m.Apply) -> None:
+        def noted(decision: m.StepDecision) -> None:
             if not decision.change:
                 book.update(decision)
             carry_out(decision)

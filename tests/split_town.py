@@ -15,28 +15,42 @@ from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Step, Where
-from topotrain.parallel.runtime.channel import Key, Store
+from topotrain.parallel.program.split_program import (
+    LayoutEdge,
+    LocationKind,
+    Program,
+    ProgramStep,
+    ResultRef,
+    StepKind,
+    SymbolicShape,
+    ValueLocation,
+)
+from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.local_model import localise
 from topotrain.parallel.runtime.program_runner import Runner
 
-BATCH, SAME, OWN, WHOLE = Layout(Where.BATCH), Layout(Where.SAME), Layout(Where.OWN), Layout(Where.WHOLE)
+BATCH, SAME, OWN, WHOLE = (
+    ValueLocation(LocationKind.BATCH),
+    ValueLocation(LocationKind.SAME),
+    ValueLocation(LocationKind.OWN),
+    ValueLocation(LocationKind.WHOLE),
+)
 
 
-def at(worker: int) -> Layout:
-    return Layout(Where.AT, worker=worker)
+def at(worker: int) -> ValueLocation:
+    return ValueLocation(LocationKind.AT, worker=worker)
 
 
-def feature(dim: int) -> Layout:
-    return Layout(Where.FEATURE, dim=dim)
+def feature(dim: int) -> ValueLocation:
+    return ValueLocation(LocationKind.FEATURE, dim=dim)
 
 
 class Roads:
     """What has come to whom. A worker that leaves with an error takes the others along, as a job does."""
 
     def __init__(self, size: int) -> None:
-        self.stores, self.changed, self.lost = [Store() for _ in range(size)], threading.Condition(), False
-        self.sent: list[tuple[int, int, Key, int]] = []
+        self.stores, self.changed, self.lost = [ArrivedTensors() for _ in range(size)], threading.Condition(), False
+        self.sent: list[tuple[int, int, TensorKey, int]] = []
 
     def lose(self) -> None:
         with self.changed:
@@ -50,22 +64,22 @@ class Town:
     def __init__(self, roads: Roads, me: int) -> None:
         self.roads, self.me, self.size = roads, me, len(roads.stores)
 
-    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
+    def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
         with self.roads.changed:
             self.roads.stores[to].put(self.me, key, tensor.detach().clone(), grad)
             self.roads.sent.append((self.me, to, key, tensor.numel()))
             self.roads.changed.notify_all()
 
-    def here(self, source: int, key: Key) -> bool:
+    def here(self, source: int, key: TensorKey) -> bool:
         with self.roads.changed:
             return self.roads.stores[self.me].here(source, key)
 
-    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         self.wait_any([(source, key)])
         with self.roads.changed:
             return self.roads.stores[self.me].take(source, key)
 
-    def wait_any(self, wanted: Collection[tuple[int, Key]]) -> None:
+    def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
         assert wanted
         mine = self.roads.stores[self.me]
         with self.roads.changed:
@@ -106,44 +120,59 @@ class Cut:
     """Builds a graph by hand: steps in order, a move where an argument is asked for in another layout."""
 
     def __init__(self, workers: int) -> None:
-        self.workers, self.steps, self.edges = workers, list[Step](), dict[tuple[int, Layout], Edge]()
+        self.workers, self.steps, self.edges = (
+            workers,
+            list[ProgramStep](),
+            dict[tuple[int, ValueLocation], LayoutEdge](),
+        )
 
-    def step(self, kind: Kind, target: Any, layout: Layout, shape: Shape | None, *args: Any, **kwargs: Any) -> Ref:
+    def step(
+        self, kind: StepKind, target: Any, layout: ValueLocation, shape: SymbolicShape | None, *args: Any, **kwargs: Any
+    ) -> ResultRef:
         number = len(self.steps)
         random = kwargs.pop("random", False)
         name = target if isinstance(target, str) else target.__name__
-        self.steps.append(Step(number, name, kind, target, layout, args, kwargs, shape, random, f"net.py:{number + 1}"))
-        return Ref(number)
+        self.steps.append(
+            ProgramStep(number, name, kind, target, layout, args, kwargs, shape, random, f"net.py:{number + 1}")
+        )
+        return ResultRef(number)
 
-    def input(self, name: str, shape: Shape, layout: Layout = BATCH) -> Ref:
-        return self.step(Kind.INPUT, name, layout, shape)
+    def input(self, name: str, shape: SymbolicShape, layout: ValueLocation = BATCH) -> ResultRef:
+        return self.step(StepKind.INPUT, name, layout, shape)
 
-    def module(self, name: str, layout: Layout, shape: Shape, *args: Any, **kwargs: Any) -> Ref:
-        return self.step(Kind.MODULE, name, layout, shape, *args, **kwargs)
+    def module(self, name: str, layout: ValueLocation, shape: SymbolicShape, *args: Any, **kwargs: Any) -> ResultRef:
+        return self.step(StepKind.MODULE, name, layout, shape, *args, **kwargs)
 
-    def call(self, function: Callable[..., Any], layout: Layout, shape: Shape | None, *args: Any, **kwargs: Any) -> Ref:
-        return self.step(Kind.FUNCTION, function, layout, shape, *args, **kwargs)
+    def call(
+        self,
+        function: Callable[..., Any],
+        layout: ValueLocation,
+        shape: SymbolicShape | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> ResultRef:
+        return self.step(StepKind.FUNCTION, function, layout, shape, *args, **kwargs)
 
-    def move(self, ref: Ref, target: Layout) -> Ref:
+    def move(self, ref: ResultRef, target: ValueLocation) -> ResultRef:
         step = self.steps[ref.number]
         if step.layout == target:
             return ref
         edge = self.edges.setdefault(
-            (ref.number, target), Edge(len(self.edges), ref.number, step.layout, target, step.shape)
+            (ref.number, target), LayoutEdge(len(self.edges), ref.number, step.layout, target, step.shape)
         )
         return replace(ref, edge=edge.number)
 
     def program(self, output: Any) -> Program:
-        names = tuple(step.target for step in self.steps if step.kind is Kind.INPUT)
+        names = tuple(step.target for step in self.steps if step.kind is StepKind.INPUT)
         return Program(self.workers, tuple(self.steps), tuple(self.edges.values()), names, output)
 
 
-def rows(*sizes: int, dtype: str = "float32") -> Shape:
+def rows(*sizes: int, dtype: str = "float32") -> SymbolicShape:
     """One row of these sizes for each sample."""
-    return Shape((0, *sizes), dtype, 0)
+    return SymbolicShape((0, *sizes), dtype, 0)
 
 
-NUMBER = Shape((), "float32")
+NUMBER = SymbolicShape((), "float32")
 
 
 def mean_gradients(models: Sequence[nn.Module], weights: Sequence[float]) -> dict[str, torch.Tensor | None]:

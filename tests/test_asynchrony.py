@@ -19,17 +19,17 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import JobError
 from topotrain.core.events import Apart, Event, Notice
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
-from topotrain.core.protocol import Delta, Master, RingOffer, RingReply
-from topotrain.core.server.group_sync import MasterAgreement, RingAgreement
-from topotrain.launch import Outcome
-from topotrain.parallel.api.dry_run import Seen
+from topotrain.core.protocol import Delta, MasterValue, RingOffer, RingReply
+from topotrain.core.server.group_sync import MasterSync, RingSync
+from topotrain.launch import JobOutcome
+from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.result_tables import comparison, console, distance, summary
 from topotrain.tools.plan.layout_plan import plan
 from topotrain.training.finish_job import SpoiledResult, _spoiled
-from topotrain.training.loss_watch import Rising, Trend
-from topotrain.training.step_progress import Telling
-from topotrain.training.worker import Tally
+from topotrain.training.loss_watch import LossTrend, LossWatch
+from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.worker import WorkerStats
 
 DOWNPOUR = Cluster(nworker_groups=3)
 HOGWILD = Cluster(nworker_groups=3, nserver_groups=3)
@@ -49,7 +49,7 @@ def two(make: Any) -> tuple[list[torch.Tensor], list[Any]]:
 
 def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
     """Group 1 makes 2 updates, group 0 makes 3 meanwhile: each lacks the other's."""
-    values, (master, other) = two(lambda g, view: MasterAgreement(g, BUCKETS, view, 2))
+    values, (master, other) = two(lambda g, view: MasterSync(g, BUCKETS, view, 2))
     for _ in range(3):
         values[0][:64] += 1.0
         assert master.updated([0]) == []
@@ -60,7 +60,7 @@ def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
     assert isinstance(delta, Delta) and delta.updates == 2
     for _ in range(2):  # said twice, it counts once
         ((_, reply),) = master.meet(1, delta, delta.body.clone())
-        assert reply == Master(0, 1, 3)
+        assert reply == MasterValue(0, 1, 3)
     assert (master.distance.exchanges, master.distance.updates, master.distance.most) == (1, 2, 2)
     assert master.distance.share == pytest.approx(2 / 6)  # each of 64 elements is 6 now, and 2 of it was not here
     other.meet(0, reply, reply.body.clone())
@@ -75,7 +75,7 @@ def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
 
 
 def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
-    values, (left, right) = two(lambda g, view: RingAgreement(g, 2, BUCKETS, view, 1))
+    values, (left, right) = two(lambda g, view: RingSync(g, 2, BUCKETS, view, 1))
     for _ in range(4):
         values[1][:64] += 1.0
         right.updated([0])
@@ -110,10 +110,10 @@ def test_the_servers_of_a_job_know_it(agreement: Agreement) -> None:
 def test_the_report_and_the_tables_show_it() -> None:
     of = Job(cluster=HOGWILD)
     report = Report(of, layout(HOGWILD))
-    assert report.as_data(Outcome(0, 1.0))["server_groups_apart"] is None
+    assert report.as_data(JobOutcome(0, 1.0))["server_groups_apart"] is None
     report(Apart("server 1/0", 30, 2.0, 7, 0.03))
     report(Apart("server 2/0", 10, 4.0, 9, 0.04))
-    data = report.as_data(Outcome(0, 1.0))
+    data = report.as_data(JobOutcome(0, 1.0))
     squares = (30 * 0.03**2 + 10 * 0.04**2) / 40
     assert data["server_groups_apart"] == {
         "exchanges": 40,
@@ -122,7 +122,7 @@ def test_the_report_and_the_tables_show_it() -> None:
         "share": pytest.approx(math.sqrt(squares)),
     }
     assert "server groups 2.5 updates (max 9), 3.3% apart" in summary(data)
-    single = Report(Job(cluster=DOWNPOUR), layout(DOWNPOUR)).as_data(Outcome(0, 1.0))
+    single = Report(Job(cluster=DOWNPOUR), layout(DOWNPOUR)).as_data(JobOutcome(0, 1.0))
     assert distance(single) == "–" and "apart" not in summary(single)
     terminal = console()
     with terminal.capture() as shown:
@@ -159,8 +159,8 @@ def test_what_counts_as_momentum() -> None:
         (torch.optim.Muon(weights, lr=0.1), 0.0),
     ):
         assert momentum_of(type(optimizer).__name__, optimizer.param_groups) == momentum
-        assert Seen(None, optimizer, None).momentum(None) == momentum
-    assert Seen(None, None, None).momentum(Updater(type="kSGD", momentum=0.8)) == 0.8  # type: ignore[arg-type]
+        assert PreparedArguments(None, optimizer, None).momentum(None) == momentum
+    assert PreparedArguments(None, None, None).momentum(Updater(type="kSGD", momentum=0.8)) == 0.8  # type: ignore[arg-type]
 
 
 def test_a_plan_warns_of_the_updater_block() -> None:
@@ -174,7 +174,7 @@ def test_a_plan_warns_of_the_updater_block() -> None:
 
 
 def rose(losses: list[float]) -> bool:
-    trend = Trend()
+    trend = LossTrend()
     return [trend(loss) for loss in losses].count(True) > 0
 
 
@@ -197,17 +197,17 @@ def test_a_rise_is_found() -> None:
     assert rose([10.0**n for n in range(40)]), "each loss ten times the one before"
     assert rose([1.0] * 8 + [math.nan] * 24)
     assert not rose([*learned, *(0.5 + dice.gauss(0, 0.05) for _ in range(10))]), "not yet"
-    short = Trend()
+    short = LossTrend()
     assert not [short(5.0 * 3.0**n) for n in range(14)].count(True) and short.end()
-    calm = Trend()
+    calm = LossTrend()
     assert not [calm(loss) for loss in learned].count(True) and not calm.end()
 
 
-def watcher(cluster: Cluster, index: int = 0) -> tuple[Rising, list[Event]]:
+def watcher(cluster: Cluster, index: int = 0) -> tuple[LossWatch, list[Event]]:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, index)
     here = SimpleNamespace(me=me, is_main=index == 0, emit=told.append, place=SimpleNamespace(topology=layout(cluster)))
-    return Rising(here, SimpleNamespace(momentum=0.9)), told  # type: ignore[arg-type]
+    return LossWatch(here, SimpleNamespace(momentum=0.9)), told  # type: ignore[arg-type]
 
 
 def test_it_is_said_once_by_one_worker_of_an_asynchronous_job() -> None:
@@ -232,8 +232,8 @@ def test_a_last_loss_that_is_not_finite_is_told(last: float) -> None:
     here = SimpleNamespace(
         me=Address(Role.WORKER, 0, 0), is_main=True, emit=told.append, place=SimpleNamespace(topology=layout(DOWNPOUR))
     )
-    tally = Tally(steps=4, started=1.0, loss_sum=last, losses=1)
-    Telling(here, SimpleNamespace(tally=tally, momentum=0.0), lambda: (0, 0)).finish()  # type: ignore[arg-type]
+    tally = WorkerStats(steps=4, started=1.0, loss_sum=last, losses=1)
+    ProgressReporter(here, SimpleNamespace(tally=tally, momentum=0.0), lambda: (0, 0)).finish()  # type: ignore[arg-type]
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert len(notices) == (not math.isfinite(last))
     assert all("the last loss is not finite" in text and "without waiting" in text for text in notices)

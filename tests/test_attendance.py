@@ -13,10 +13,10 @@ from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, OnFail
 from topotrain.config.topology import layout
 from topotrain.core.events import Agreed, Exited, Failed, Finished, Incident, Joined, Left, Lost, Started, StepDone
 from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal
-from topotrain.launch.control_socket import NAME, Door, ask
-from topotrain.launch.recovery.elastic_groups import Answer, Ask, Gone, Wish
-from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew
-from topotrain.launch.recovery.recovery_policy import Recovery, recovery
+from topotrain.launch.control_socket import NAME, ControlSocket, ask
+from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, GroupRequest, ReportGone
+from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, RestartGroup, RestartJob
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
 
 CLUSTER = Cluster(nworker_groups=3, server_worker_separate=True)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue, restarts=1)
@@ -24,7 +24,7 @@ EVERYBODY = ("worker 0/0", "worker 1/0", "worker 2/0", "server 0/0")
 BEGAN = 100.0
 
 
-def machine(job: Job = JOB) -> Recovery:
+def machine(job: Job = JOB) -> RecoveryPolicy:
     made = recovery(job, layout(job.cluster), BEGAN)
     assert made is not None
     for number, who in enumerate(EVERYBODY):
@@ -33,18 +33,18 @@ def machine(job: Job = JOB) -> Recovery:
     return made
 
 
-def wish(made: Recovery, verb: str, group: int, at: float = 105.0) -> list[object]:
-    return list(made.wish(Wish(verb, group, 3.0), at))
+def wish(made: RecoveryPolicy, verb: str, group: int, at: float = 105.0) -> list[object]:
+    return list(made.wish(GroupRequest(verb, group, 3.0), at))
 
 
 def refused(found: list[object]) -> str:
     (answer,) = found
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, AnswerRequest)
     assert answer.error
     return answer.error
 
 
-def agree(made: Recovery, verb: str, group: int, text: str = "", at: float = 105.0) -> list[object]:
+def agree(made: RecoveryPolicy, verb: str, group: int, text: str = "", at: float = 105.0) -> list[object]:
     return list(made.heard(Agreed("server 0/0", group, verb, text), at))
 
 
@@ -52,23 +52,23 @@ def lost(who: str) -> Lost:
     return Lost(who, 7, f"{who} (pid 7) was killed by SIGKILL", "")
 
 
-def gone(made: Recovery, group: int, incarnation: int = 0) -> None:
+def gone(made: RecoveryPolicy, group: int, incarnation: int = 0) -> None:
     """The group leaves in order."""
-    assert wish(made, "leave", group) == [Ask("leave", group, incarnation)]
+    assert wish(made, "leave", group) == [AskServers("leave", group, incarnation)]
     assert agree(made, "leave", group) == []
     made.heard(Exited(f"worker {group}/0", group, 0), 106.0)
 
 
 def test_a_group_leaves_once_the_servers_agree_and_its_processes_have_ended() -> None:
     made = machine()
-    assert wish(made, "leave", 2) == [Ask("leave", 2)]
+    assert wish(made, "leave", 2) == [AskServers("leave", 2)]
     assert agree(made, "leave", 2) == []
     ended = Exited("worker 2/0", 2, 0)
     assert made.heard(ended, 106.0) == [
         ended,
         Left(2, "has left", 6.0),
-        Gone(2, 1),
-        Answer("leave", 2, "group 2 has left"),
+        ReportGone(2, 1),
+        AnswerRequest("leave", 2, "group 2 has left"),
     ]
     assert made.missing == {"worker 2/0"}
     for who in ("worker 0/0", "worker 1/0", "server 0/0"):
@@ -81,7 +81,7 @@ def test_what_the_servers_do_not_agree_to_does_not_happen() -> None:
     made = machine()
     wish(made, "leave", 2)
     assert refused(agree(made, "leave", 2, "it is too late")) == "group 2 cannot leave: it is too late"
-    assert wish(made, "leave", 2) == [Ask("leave", 2)]
+    assert wish(made, "leave", 2) == [AskServers("leave", 2)]
 
 
 def test_who_does_not_leave_in_time_is_ended() -> None:
@@ -90,7 +90,7 @@ def test_who_does_not_leave_in_time_is_ended() -> None:
     agree(made, "leave", 2)
     assert made.due == 108.0
     assert made.turn(107.9) == []
-    assert made.turn(108.0) == [Dismiss("worker 2/0")]
+    assert made.turn(108.0) == [EndProcess("worker 2/0")]
     assert made.due is None
     _, left, *_ = made.heard(Exited("worker 2/0", 2, -9), 108.1)
     assert isinstance(left, Left)
@@ -101,7 +101,7 @@ def test_who_dies_while_leaving_is_not_started_again() -> None:
     made = machine()
     wish(made, "leave", 2)
     agree(made, "leave", 2)
-    assert made.heard(lost("worker 2/0"), 106.0) == [Dismiss("worker 2/0")]
+    assert made.heard(lost("worker 2/0"), 106.0) == [EndProcess("worker 2/0")]
     _, left, *_ = made.heard(Exited("worker 2/0", 2, -9), 106.0)
     assert isinstance(left, Left)
     assert left.how == "was lost while it left"
@@ -112,7 +112,7 @@ def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
     wish(made, "leave", 2)
     incident, again, answer = made.heard(lost("worker 2/0"), 105.5)
     assert isinstance(incident, Incident)
-    assert again == Regroup(2, 1, incident.what)
+    assert again == RestartGroup(2, 1, incident.what)
     assert "try once more" in refused([answer])
     assert agree(made, "leave", 2) == []  # nobody waits for it now
 
@@ -121,7 +121,7 @@ def test_the_servers_are_told_which_of_its_lives_is_to_leave() -> None:
     """One that has died meanwhile, as they may know before we do, starts again and stays."""
     made = machine()
     made.heard(lost("worker 2/0"), 105.0)
-    assert wish(made, "leave", 2) == [Ask("leave", 2, 1)]
+    assert wish(made, "leave", 2) == [AskServers("leave", 2, 1)]
 
 
 def test_who_ends_its_script_meanwhile_has_not_left() -> None:
@@ -137,19 +137,19 @@ def test_who_ends_its_script_meanwhile_has_not_left() -> None:
 def test_a_group_that_has_left_joins_as_a_new_incarnation() -> None:
     made = machine()
     gone(made, 2)
-    assert wish(made, "join", 2) == [Ask("join", 2)]
+    assert wish(made, "join", 2) == [AskServers("join", 2)]
     text = "group 2 starts (incarnation 1)"
     assert agree(made, "join", 2, at=110.0) == [
         Joined(2, 1, 10.0),
-        Regroup(2, 1, "it joins the job"),
-        Answer("join", 2, text),
+        RestartGroup(2, 1, "it joins the job"),
+        AnswerRequest("join", 2, text),
     ]
     assert not made.missing
     made.heard(Started("worker 2/0", 17), 111.0)
     made.heard(StepDone("worker 2/0", 1.0, 1, 8, None, 0.0, 0, 0, 0), 112.0)
     gone(made, 2, incarnation=1)
     wish(made, "join", 2)
-    assert agree(made, "join", 2)[1] == Regroup(2, 2, "it joins the job")
+    assert agree(made, "join", 2)[1] == RestartGroup(2, 2, "it joins the job")
 
 
 def test_who_joins_too_late_and_ends_with_an_error_is_missed_by_nobody() -> None:
@@ -165,23 +165,23 @@ def test_who_joins_too_late_and_ends_with_an_error_is_missed_by_nobody() -> None
     incident, dismissed = made.turn(115.0)
     assert isinstance(incident, Incident)
     assert incident.action.startswith("nothing is missing")
-    assert dismissed == Dismiss("worker 2/0")
+    assert dismissed == EndProcess("worker 2/0")
 
 
 def test_the_job_goes_on_without_a_group_that_has_used_up_its_restarts() -> None:
     made = machine()
-    assert isinstance(made.heard(lost("worker 2/0"), 105.0)[1], Regroup)
+    assert isinstance(made.heard(lost("worker 2/0"), 105.0)[1], RestartGroup)
     made.heard(Exited("worker 2/0", 2, -9), 105.0)
     made.heard(Started("worker 2/0", 12), 106.0)
     incident, dismissed, asked = made.heard(lost("worker 2/0"), 107.0)
     assert isinstance(incident, Incident)
     assert "once within 10 minutes, as `restarts` allows" in incident.what
     assert "the job goes on without group 2" in incident.action
-    assert (dismissed, asked) == (Dismiss("worker 2/0"), Ask("lose", 2, 1))
+    assert (dismissed, asked) == (EndProcess("worker 2/0"), AskServers("lose", 2, 1))
     assert [type(word) for word in made.heard(Exited("worker 2/0", 12, -9), 107.0)] == [Exited]
     left, told, _ = agree(made, "lose", 2, at=107.5)
-    assert (left, told) == (Left(2, "is given up", 7.5), Gone(2, 2))
-    assert wish(made, "join", 2) == [Ask("join", 2, 1)]
+    assert (left, told) == (Left(2, "is given up", 7.5), ReportGone(2, 2))
+    assert wish(made, "join", 2) == [AskServers("join", 2, 1)]
 
 
 def sick(who: str) -> Failed:
@@ -194,36 +194,36 @@ def test_a_group_whose_gradients_are_not_finite_is_put_into_quarantine() -> None
     assert isinstance(incident, Incident)
     assert "of w that worker 2/0 pushed" in incident.what
     assert "the job goes on without group 2" in incident.action
-    assert (dismissed, asked) == (Dismiss("worker 2/0"), Ask("lose", 2))
-    assert made.heard(sick("worker 2/0"), 107.1) == [Dismiss("worker 2/0")]  # another shard has told it, too
+    assert (dismissed, asked) == (EndProcess("worker 2/0"), AskServers("lose", 2))
+    assert made.heard(sick("worker 2/0"), 107.1) == [EndProcess("worker 2/0")]  # another shard has told it, too
     made.heard(Exited("worker 2/0", 2, 1), 107.2)
     left, told, _ = agree(made, "lose", 2, at=107.5)
-    assert (left, told) == (Left(2, "is in quarantine", 7.5), Gone(2, 1))
-    assert wish(made, "join", 2) == [Ask("join", 2)]
+    assert (left, told) == (Left(2, "is in quarantine", 7.5), ReportGone(2, 1))
+    assert wish(made, "join", 2) == [AskServers("join", 2)]
 
 
 def test_without_anybody_who_could_go_on_the_job_ends_with_the_words_of_the_sick() -> None:
-    assert machine().heard(sick("worker 0/0"), 107.0) == [GiveUp((sick("worker 0/0"),))]
+    assert machine().heard(sick("worker 0/0"), 107.0) == [FailJob((sick("worker 0/0"),))]
     made = machine()
     made.heard(sick("worker 2/0"), 107.0)
-    assert agree(made, "lose", 2, "no other group trains") == [GiveUp((sick("worker 2/0"),))]
+    assert agree(made, "lose", 2, "no other group trains") == [FailJob((sick("worker 2/0"),))]
 
 
 def test_where_nobody_could_read_what_it_leaves_the_job_ends_with_it() -> None:
     made = machine(replace(JOB, restarts=0))
     made.heard(lost("worker 2/0"), 107.0)
     (give_up,) = agree(made, "lose", 2, "no other group trains")
-    assert isinstance(give_up, GiveUp)
+    assert isinstance(give_up, FailJob)
     assert give_up.failures[0].who == "worker 2/0"
     (give_up,) = machine(replace(JOB, restarts=0)).heard(lost("worker 0/0"), 107.0)
-    assert isinstance(give_up, GiveUp)
+    assert isinstance(give_up, FailJob)
 
 
 def test_the_whole_job_starts_again_without_those_who_have_left() -> None:
     made = machine()
     gone(made, 2)
     wish(made, "leave", 1)
-    assert isinstance(made.heard(lost("server 0/0"), 108.0)[1], Renew)
+    assert isinstance(made.heard(lost("server 0/0"), 108.0)[1], RestartJob)
     assert "starts again as a whole" in refused(wish(made, "join", 2))
     made.renewed()
     assert made.attendance.away == {1, 2}
@@ -272,15 +272,15 @@ class Porter:
     """A door with a loop of its own; `say` answers what is wished."""
 
     def __init__(self, folder, say) -> None:
-        self.heard: list[Wish] = []
+        self.heard: list[GroupRequest] = []
         self.selector = selectors.DefaultSelector()
         folder.mkdir(parents=True)
-        self.door = Door(folder, self.selector, self.hear)
+        self.door = ControlSocket(folder, self.selector, self.hear)
         self.say, self.over = say, False
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
 
-    def hear(self, wish: Wish) -> None:
+    def hear(self, wish: GroupRequest) -> None:
         self.heard.append(wish)
         for answer in self.say(wish):
             self.door.answer(answer)
@@ -298,24 +298,26 @@ class Porter:
 
 def test_a_wish_is_heard_and_answered_however_long_the_path(tmp_path) -> None:
     folder = tmp_path / ("long " * 25)
-    porter = Porter(folder / "run", lambda wish: [Answer("join", 9, "no"), Answer(wish.verb, wish.group, "has left")])
+    porter = Porter(
+        folder / "run", lambda wish: [AnswerRequest("join", 9, "no"), AnswerRequest(wish.verb, wish.group, "has left")]
+    )
     try:
-        assert ask(folder, Wish("leave", 2, 3.0)) == {"group": 2, "text": "has left"}
-        assert porter.heard == [Wish("leave", 2, 3.0)]
+        assert ask(folder, GroupRequest("leave", 2, 3.0)) == {"group": 2, "text": "has left"}
+        assert porter.heard == [GroupRequest("leave", 2, 3.0)]
     finally:
         porter.close()
 
 
 def test_a_refusal_and_the_end_of_the_job_are_told(tmp_path) -> None:
-    porter = Porter(tmp_path / "run", lambda wish: [Answer("leave", 2, "", "group 2 is not there")])
+    porter = Porter(tmp_path / "run", lambda wish: [AnswerRequest("leave", 2, "", "group 2 is not there")])
     with pytest.raises(ConfigError, match="group 2 is not there"):
-        ask(tmp_path, Wish("leave", 2))
+        ask(tmp_path, GroupRequest("leave", 2))
     porter.say = lambda wish: setattr(porter, "over", True) or []
     with pytest.raises(ConfigError, match="has ended"):
-        ask(tmp_path, Wish("leave", 2))
+        ask(tmp_path, GroupRequest("leave", 2))
     porter.close()
     with pytest.raises(ConfigError, match="workspace of a job"):
-        ask(tmp_path, Wish("leave", 2))
+        ask(tmp_path, GroupRequest("leave", 2))
 
 
 @pytest.mark.parametrize(

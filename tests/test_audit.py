@@ -13,7 +13,7 @@ import pytest
 
 from topotrain.config.job import Cluster
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.protocol import Applied
 
 
@@ -65,7 +65,7 @@ def test_a_door_in_this_process_is_watched_too(monkeypatch: pytest.MonkeyPatch) 
     raw = pickle.dumps(Fraction(1, 3))
     pickle.loads(raw)  # the test's own business
     me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
-    door = Exchange(me, layout(Cluster()), lambda *_: None, Waiter())
+    door = Client(me, layout(Cluster()), lambda *_: None, Waiter())
     monkeypatch.setattr(type(door._manners), "check", lambda *_: pickle.loads(raw))
     with pytest.raises(AssertionError, match=r"audit: unpickled fractions.Fraction in handle on MainThread"):
         door.handle(server, Applied(0, 0, 0, False, 0.0))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.security import handshake
-from topotrain.comm.security.handshake import CODES, Peer, Stranger, TooSlow, answer, dial
-from topotrain.comm.transport import Refused, WireError, socket_transport
+from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
+from topotrain.comm.transport import Refused, TransportError, socket_transport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch
 
@@ -52,7 +52,7 @@ def meet(dialer, answerer, me=WORKER, wanted=SERVER, change=lambda raw: raw, her
             peer, welcome = answer(b, answerer, here.__contains__, seconds=5)
             b.sendall(welcome)
             heard.append(peer)
-        except WireError as error:
+        except TransportError as error:
             heard.append(error)
         b.close()
 
@@ -62,7 +62,7 @@ def meet(dialer, answerer, me=WORKER, wanted=SERVER, change=lambda raw: raw, her
         tap = Tap(a, change)
         try:
             said = dial(tap, dialer, me, wanted, seconds=5)
-        except WireError as error:
+        except TransportError as error:
             said = error
     thread.join()
     return said, heard[0], tap
@@ -136,14 +136,14 @@ def test_every_changed_byte_is_noticed(position, flip):
         try:
             answer(b, identity(), {SERVER}.__contains__, seconds=5)
             outcome.append("admitted")
-        except WireError:
+        except TransportError:
             outcome.append("refused")
         b.close()
 
     thread = threading.Thread(target=hear)
     thread.start()
     tap = Tap(a, change)
-    with closing(a), pytest.raises(WireError):
+    with closing(a), pytest.raises(TransportError):
         dial(tap, identity(), WORKER, SERVER, seconds=0.2)
     thread.join()
     changed = position < len(tap.sent)
@@ -178,12 +178,12 @@ def test_random_bytes_are_strangers(raw):
             with closing(a):
                 a.sendall(raw)
                 a.shutdown(socket.SHUT_WR)
-            with pytest.raises(WireError):
+            with pytest.raises(TransportError):
                 speak(b)
 
 
 def test_a_refusal_of_unknown_code_and_odd_text_is_harmless():
-    for body, kind in ((bytes([99]) + b"x", Stranger), (bytes([CODES.index("FULL")]) + b"\x1b[31m\xff", Refused)):
+    for body, kind in ((bytes([99]) + b"x", NotOurProtocol), (bytes([CODES.index("FULL")]) + b"\x1b[31m\xff", Refused)):
         a, b = socket.socketpair()
         with closing(a), closing(b):
             a.sendall(b"ttHS\x05" + struct.pack("<H", len(body)) + body)
@@ -204,7 +204,7 @@ def test_silence_has_a_deadline_also_drop_by_drop(monkeypatch):
             now[0] += 0.5
             return b"t"
 
-    with pytest.raises(Stranger, match="too slow"):
+    with pytest.raises(NotOurProtocol, match="too slow"):
         answer(Dripping(), identity(), {SERVER}.__contains__)
     assert now[0] == 2.0
 
@@ -327,7 +327,7 @@ def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
     town = Town("tcp")
     wire = town.wire(patience=0)
     wire.attach(WORKER, Recorder())
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(TooSlow, match="too slow"):
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(HandshakeTimeout, match="too slow"):
         wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
     town.close()
 
@@ -347,7 +347,7 @@ def test_who_speaks_something_else_is_not_tried_again(monkeypatch):
 
         thread = threading.Thread(target=greet)
         thread.start()
-        with pytest.raises(Stranger, match="does not speak"):
+        with pytest.raises(NotOurProtocol, match="does not speak"):
             wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
         thread.join()
     assert len(dialed) == 1

@@ -12,17 +12,17 @@ from topotrain.config.sharding import cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.events import Notice
-from topotrain.core.protocol import CatchUp, Commit, Push, Staged
+from topotrain.core.protocol import Commit, Push, StepCatchUp, StepVote
 from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.consistency import SHOWS, DecisionLog
-from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.tools.monitor.stragglers import stragglers
 from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
-from topotrain.training.step_progress import Telling
-from topotrain.training.worker import Tally, Worker
+from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.worker import Worker, WorkerStats
 
 # --- whom a step waits for -----------------------------------------------------------------------------------------
 
@@ -30,25 +30,25 @@ from topotrain.training.worker import Tally, Worker
 def test_a_step_needs_all_but_the_spare_ones_and_nobody_who_has_nothing():
     quorum = Quorum(4, 1)
     assert quorum.needed == 3
-    assert quorum.ask(3, CatchUp(1, 0)) == [] and quorum.needed == 3
-    assert quorum.ask(2, CatchUp(1, 0)) == [] and quorum.needed == 2
-    assert quorum.ask(1, CatchUp(1, 0)) == [] and quorum.needed == 1
-    assert quorum.ask(0, CatchUp(1, 0)) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert quorum.ask(3, StepCatchUp(1, 0)) == [] and quorum.needed == 3
+    assert quorum.ask(2, StepCatchUp(1, 0)) == [] and quorum.needed == 2
+    assert quorum.ask(1, StepCatchUp(1, 0)) == [] and quorum.needed == 1
+    assert quorum.ask(0, StepCatchUp(1, 0)) == [(0, 1), (1, 1), (2, 1), (3, 1)]
     assert quorum.needed == 3
 
 
 def test_who_came_too_late_is_shown_the_values_at_once_and_once():
     quorum = Quorum(3, 1)
-    assert quorum.ask(2, CatchUp(1, -1)) == [(2, 1)]
-    assert quorum.ask(2, CatchUp(1, -1)) == []
-    assert quorum.ask(2, CatchUp(2, -1)) == [(2, 2)]
+    assert quorum.ask(2, StepCatchUp(1, -1)) == [(2, 1)]
+    assert quorum.ask(2, StepCatchUp(1, -1)) == []
+    assert quorum.ask(2, StepCatchUp(2, -1)) == [(2, 2)]
     assert quorum.needed == 2
 
 
 def test_an_epoch_is_over_for_those_who_left_it_who_ended_and_who_are_in_the_next():
     quorum = Quorum(4, 2)
-    assert quorum.ask(0, CatchUp(1, 0)) == []
-    assert quorum.ask(1, CatchUp(0, 0)) == []  # left its loop early
+    assert quorum.ask(0, StepCatchUp(1, 0)) == []
+    assert quorum.ask(1, StepCatchUp(0, 0)) == []  # left its loop early
     assert quorum.finish(2) == []
     assert quorum.needed == 1
     assert quorum.works(3, 0) == []
@@ -60,16 +60,16 @@ def test_an_epoch_is_over_for_those_who_left_it_who_ended_and_who_are_in_the_nex
 
 def test_words_of_an_epoch_that_is_over_do_not_wake_who_waits():
     quorum = Quorum(2, 1)
-    assert quorum.ask(0, CatchUp(1, 3)) == []
+    assert quorum.ask(0, StepCatchUp(1, 3)) == []
     assert quorum.works(0, 3) == [] and quorum.needed == 1
-    assert quorum.ask(1, CatchUp(1, 3)) == [(0, 1), (1, 1)]
+    assert quorum.ask(1, StepCatchUp(1, 3)) == [(0, 1), (1, 1)]
 
 
 # --- what the coordinator decides ------------------------------------------------------------------------------------
 
 
-def staged(*members: int, step: int = 0, refused: tuple[int, ...] = ()) -> Staged:
-    return Staged(0, step, True, 0.0, False, 0, 0, refused, members)
+def staged(*members: int, step: int = 0, refused: tuple[int, ...] = ()) -> StepVote:
+    return StepVote(0, step, True, 0.0, False, 0, 0, refused, members)
 
 
 def test_a_step_is_made_of_what_all_shards_have():
@@ -103,15 +103,17 @@ def test_values_are_shown_between_two_decisions():
 # --- what a shard adds up --------------------------------------------------------------------------------------------
 
 
-def staging(workers: int, divide: bool = True) -> Staging:
+def staging(workers: int, divide: bool = True) -> GradientStaging:
     slices = cut(parameters(4), 1, 1)
     flats = {name: torch.zeros(slices.buckets[0].hi) for name in ("mean", "total")}
     tree = layout(Cluster(nworkers_per_group=workers)).sum_tree(0)
     there = {"visible": False, "divide": divide, "checked": True, "backup": True}
-    return Staging(workers, tree, slices.buckets, lambda n, b: flats[n][b.lo : b.hi], lambda n, s: flats[n], **there)
+    return GradientStaging(
+        workers, tree, slices.buckets, lambda n, b: flats[n][b.lo : b.hi], lambda n, s: flats[n], **there
+    )
 
 
-def contribute(home: Staging, worker: int, value: float, weight: float = 1.0, **more) -> None:
+def contribute(home: GradientStaging, worker: int, value: float, weight: float = 1.0, **more) -> None:
     bucket = home._buckets[0]
     body = torch.full((bucket.hi - bucket.lo,), value)
     home.push(worker, Push(0, 1, bucket.id, weight, b"\x01"), body)
@@ -252,7 +254,7 @@ def test_a_batch_is_given_again_until_it_counts():
 
 def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
     """It leaves its loop behind a step that came too late, and another time behind one that counted."""
-    told, tally, exchange = [], Tally(started=1.0), SimpleNamespace(through=lambda epoch: None)
+    told, tally, exchange = [], WorkerStats(started=1.0), SimpleNamespace(through=lambda epoch: None)
     office = Office()
     worker = SimpleNamespace(_backup=True, _marks={}, tally=tally, exchange=exchange, counts_given=office.counts_given)
     office.left_early = lambda epoch, batches: Worker.left_early(worker, epoch, batches)
@@ -263,7 +265,7 @@ def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():
             break
     assert tally.dropped == 2
     here = SimpleNamespace(me=Address(Role.WORKER, 0, 1), emit=told.append, finishing=None)
-    Telling(here, worker, lambda: (0, 0)).finish()
+    ProgressReporter(here, worker, lambda: (0, 0)).finish()
     (notice,) = [event for event in told if isinstance(event, Notice)]
     assert notice.text.startswith("2 batches came too late for their step and count for nothing")
 

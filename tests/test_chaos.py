@@ -11,7 +11,7 @@ import pytest
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Exited, Recovered, Serving, Started, StepDone
 from topotrain.tools.cli.chaos import seconds
-from topotrain.tools.fault_injector import Torment, Tormentor, steps
+from topotrain.tools.fault_injector import FaultInjector, FaultPlan, steps
 
 FIRST_STEP = StepDone("worker 0/0", 0.0, 1, 1, None, 0.0, 0, 0, 0)
 
@@ -26,15 +26,15 @@ def sleepers() -> Iterator[list["subprocess.Popen[bytes]"]]:
 
 
 def test_the_dice_of_a_seed():
-    first, again, other = (list(itertools.islice(steps(Torment(2.0, 60.0, seed, 0.5)), 40)) for seed in (7, 7, 8))
+    first, again, other = (list(itertools.islice(steps(FaultPlan(2.0, 60.0, seed, 0.5)), 40)) for seed in (7, 7, 8))
     assert first == again != other
     assert all(1.0 <= step.wait_s <= 3.0 and 0 <= step.pick < 1 for step in first)
     assert any(step.frozen_s for step in first) and not all(step.frozen_s for step in first)
-    assert not any(step.frozen_s for step in itertools.islice(steps(Torment(2.0, 60.0, 7)), 40))
+    assert not any(step.frozen_s for step in itertools.islice(steps(FaultPlan(2.0, 60.0, 7)), 40))
 
 
 def test_all_are_killed_once_the_job_has_begun(sleepers):
-    with Tormentor(Torment(0.01, 1000.0, 1)) as tormentor:
+    with FaultInjector(FaultPlan(0.01, 1000.0, 1)) as tormentor:
         for number, child in enumerate(sleepers):
             tormentor(Started(f"worker {number}/0", child.pid))
         assert all(child.poll() is None for child in sleepers)  # before the first step nobody is hurt
@@ -45,7 +45,7 @@ def test_all_are_killed_once_the_job_has_begun(sleepers):
 
 
 def test_only_workers_and_servers_and_only_whom_it_is_told(sleepers):
-    with Tormentor(Torment(0.01, 1000.0, 1, whom="server")) as tormentor:
+    with FaultInjector(FaultPlan(0.01, 1000.0, 1, whom="server")) as tormentor:
         tormentor(Started("unit 0", sleepers[0].pid))
         tormentor(Started("worker 0/0", sleepers[1].pid))
         tormentor(Serving("server 0/0", (), sleepers[2].pid))
@@ -56,7 +56,7 @@ def test_only_workers_and_servers_and_only_whom_it_is_told(sleepers):
 
 
 def test_who_has_exited_is_left_alone_and_who_comes_again_is_not(sleepers):
-    with Tormentor(Torment(0.01, 1000.0, 1)) as tormentor:
+    with FaultInjector(FaultPlan(0.01, 1000.0, 1)) as tormentor:
         tormentor(Started("worker 0/0", sleepers[0].pid))
         tormentor(Exited("worker 0/0", sleepers[0].pid, 0))
         tormentor(Started("worker 0/0", sleepers[1].pid))
@@ -67,7 +67,7 @@ def test_who_has_exited_is_left_alone_and_who_comes_again_is_not(sleepers):
 
 def test_who_is_frozen_goes_on(sleepers):
     (child, *_) = sleepers
-    with Tormentor(Torment(0.01, 1000.0, 1, freeze=1.0)) as tormentor:
+    with FaultInjector(FaultPlan(0.01, 1000.0, 1, freeze=1.0)) as tormentor:
         tormentor(Started("worker 0/0", child.pid))
         tormentor(FIRST_STEP)
         _, status = os.waitpid(child.pid, os.WUNTRACED)
@@ -78,7 +78,7 @@ def test_who_is_frozen_goes_on(sleepers):
 
 
 def test_whoever_was_started_again_is_killed_for_it_some_time(sleepers):
-    with Tormentor(Torment(1000.0, 1000.0, 3, moments=frozenset({"again"}))) as tormentor:
+    with FaultInjector(FaultPlan(1000.0, 1000.0, 3, moments=frozenset({"again"}))) as tormentor:
         for number, child in enumerate(sleepers):
             for _ in range(2 + 20 * number):
                 tormentor(Started(f"worker {number}/0", child.pid))
@@ -88,8 +88,8 @@ def test_whoever_was_started_again_is_killed_for_it_some_time(sleepers):
 
 
 def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there_were_enough(sleepers):
-    torment = Torment(0.001, 1000.0, 1, pairs=1.0, moments=frozenset({"back"}), kills=2)
-    with Tormentor(torment) as tormentor:
+    torment = FaultPlan(0.001, 1000.0, 1, pairs=1.0, moments=frozenset({"back"}), kills=2)
+    with FaultInjector(torment) as tormentor:
         for number, child in enumerate(sleepers):
             tormentor(Started(f"worker {number}/0", child.pid))
         tormentor(FIRST_STEP)
@@ -101,7 +101,7 @@ def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there
 
 
 def test_what_those_hold_who_live_on_is_looked_at_when_somebody_is_back(sleepers):
-    with Tormentor(Torment(1000.0, 1000.0, 1)) as tormentor:
+    with FaultInjector(FaultPlan(1000.0, 1000.0, 1)) as tormentor:
         tormentor(Started("worker 0/0", sleepers[0].pid))
         for _ in range(2):
             tormentor(Recovered(0, 0.1, 0.0))
@@ -110,7 +110,7 @@ def test_what_those_hold_who_live_on_is_looked_at_when_somebody_is_back(sleepers
 
 def test_no_descriptor_is_left(sleepers):
     before = set(os.listdir("/proc/self/fd"))
-    with Tormentor(Torment(1000.0, 1.0, 1)) as tormentor:
+    with FaultInjector(FaultPlan(1000.0, 1.0, 1)) as tormentor:
         for child in sleepers:
             tormentor(Started("worker 0/0", child.pid))
     assert set(os.listdir("/proc/self/fd")) == before

@@ -29,13 +29,13 @@ from topotrain.extensions.checkpointing.checkpoint_reader import (
     latest,
     numbers,
 )
-from topotrain.extensions.checkpointing.checkpoint_writer import Files
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.checkpointing.shard_snapshot import restore
 
 
 @pytest.fixture
 def files(tmp_path):
-    return Files(tmp_path / FOLDER)
+    return SnapshotFiles(tmp_path / FOLDER)
 
 
 def resume(vault, manifest):

@@ -18,7 +18,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
-from topotrain.launch import OnEvent, Outcome
+from topotrain.launch import JobOutcome, OnEvent
 from topotrain.tools.cli import app
 from topotrain.tools.monitor import job_report
 
@@ -60,8 +60,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Launcher:
     """Starts nothing, tells a short story, and remembers what it was asked for."""
 
-    def __init__(self, ending: Outcome | None = None) -> None:
-        self.ending = ending or Outcome(0, 1.5)
+    def __init__(self, ending: JobOutcome | None = None) -> None:
+        self.ending = ending or JobOutcome(0, 1.5)
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
 
@@ -69,7 +69,7 @@ class Launcher:
         self.profiles.append(profile)
         return self
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
+    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
         self.jobs.append(job)
         for event in self.events():
             on_event(event)
@@ -424,7 +424,7 @@ BOOM = Failed(
 
 
 def test_the_first_cause_is_told_with_its_traceback(ask: Ask, here: Path, launcher: Launcher) -> None:
-    launcher.ending = Outcome(1, 1.0, BOOM)
+    launcher.ending = JobOutcome(1, 1.0, BOOM)
     code, _, err = ask("run", "down.conf", "--quiet", "--report", "r.json", "train.py")
     assert code == 1
     assert err.splitlines() == [
@@ -441,7 +441,7 @@ def test_the_first_cause_is_told_with_its_traceback(ask: Ask, here: Path, launch
 def test_the_code_of_the_job_is_the_code_of_the_command(
     ask: Ask, here: Path, launcher: Launcher, code: int, said: str
 ) -> None:
-    launcher.ending = Outcome(code, 1.0)
+    launcher.ending = JobOutcome(code, 1.0)
     found, _, err = ask("run", "down.conf", "train.py")
     assert found == code
     assert said in err

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.job import Algorithm
-from topotrain.core.protocol import Hop, ProtocolError
+from topotrain.core.protocol import CollectivePart, ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.extensions.collectives.algorithms import (
     VALUES,
-    Part,
+    CollectiveResult,
+    CompleteSum,
+    Contribution,
     Relay,
-    Result,
-    Send,
-    Total,
+    SendPart,
     bytes_per_rank,
     center,
     children,
@@ -89,7 +89,7 @@ class Setup:
     def part(self, step, bucket, rank):
         """In-unit sum as the servers make it."""
         weights, grads = self.given[step, bucket, rank]
-        bare = Part.of(weights, bytes([1 << rank if any(g is not None for g in grads) else 0]), None)
+        bare = Contribution.of(weights, bytes([1 << rank if any(g is not None for g in grads) else 0]), None)
         terms = {n: (w, g) for n, (w, g) in enumerate(zip(weights, grads)) if w > 0 and g is not None}
         if not terms:
             return bare
@@ -194,12 +194,12 @@ class Net:
         due = []
         for out in outs:
             match out:
-                case Send(to=to, hop=hop):
+                case SendPart(to=to, hop=hop):
                     self.sent[rank] += 0 if hop.body is None else hop.body.nbytes
                     self.ways[rank, to].append(hop)
-                case Total(step=step, ordinal=ordinal, bucket=bucket, part=part):
+                case CompleteSum(step=step, ordinal=ordinal, bucket=bucket, part=part):
                     due += self.total(rank, step, ordinal, bucket, part)
-                case Result(hop=hop):
+                case CollectiveResult(hop=hop):
                     due += self.told(rank, hop)
         return due
 
@@ -214,8 +214,8 @@ class Net:
         values.fill_(step) if mean is None else torch.add(mean, step, out=values)
         due = self.take(rank, relay.result(step, ordinal, bucket, part.present, mean))
         due += self.take(rank, relay.result(step, VALUES, bucket, b"", values, version=step + 1))
-        due += self.told(rank, Hop(step, ordinal, bucket, False, 0, 0, 0, part.present, 0, body=mean))
-        return due + self.told(rank, Hop(step, VALUES, bucket, False, 0, 0, 0, b"", step + 1, body=values))
+        due += self.told(rank, CollectivePart(step, ordinal, bucket, False, 0, 0, 0, part.present, 0, body=mean))
+        return due + self.told(rank, CollectivePart(step, VALUES, bucket, False, 0, 0, 0, b"", step + 1, body=values))
 
     def told(self, rank, hop):
         body = None if hop.body is None else hop.body.view(torch.float32).clone()
@@ -319,7 +319,7 @@ def relay(rank=1, algorithm=Algorithm.kRing):
 
 
 def hop(step=0, ordinal=0, going_up=True, body=True):
-    return Hop(step, ordinal, 7, going_up, 1.0, 1, 1.0, b"\1", 0, body=torch.ones(2) if body else None)
+    return CollectivePart(step, ordinal, 7, going_up, 1.0, 1, 1.0, b"\1", 0, body=torch.ones(2) if body else None)
 
 
 def test_only_neighbors_are_heard():
@@ -335,7 +335,7 @@ def test_a_reduction_begins_when_the_last_one_is_over():
     one.arrive(0, hop(step=4))
     with pytest.raises(ProtocolError, match=r"step 5, reduction 0, up of rank 0, but \(4, 0\) is still being added up"):
         one.place(0, hop(step=5), False)
-    [out] = one.local(4, 0, 7, Part.of([1.0], b"\1", torch.ones(2)))
+    [out] = one.local(4, 0, 7, Contribution.of([1.0], b"\1", torch.ones(2)))
     assert (out.to, out.hop.body.tolist(), out.hop.count) == (2, [2.0, 2.0], 2)
     assert one.arrive(0, hop(step=5)) == []
     one.reset()
@@ -351,7 +351,7 @@ def test_a_buffer_in_use_is_not_received_into_twice():
     assert one.place(0, hop(), True) is None
     told = hop(going_up=False)
     assert one.place(0, told, False) is not None
-    assert [type(out) for out in one.arrive(0, told)] == [Send, Result]
+    assert [type(out) for out in one.arrive(0, told)] == [SendPart, CollectiveResult]
     assert one.arrive(0, told) == []
     with pytest.raises(ProtocolError, match="came twice"):
         one.place(0, told, False)
@@ -363,9 +363,9 @@ def test_only_the_center_has_results():
 
 
 def test_weights():
-    assert Part.of([2.0, 2.0, 0.0], b"", None) == Part(4.0, 2, 2.0, b"", None)
-    assert Part.of([1.0, 2.0], b"", None) == Part(3.0, 2, 0.0, b"", None)
-    assert Part.of([0.0], b"\1", torch.ones(1)) == Part(0, 0, 0.0, b"\1", None)
-    assert Part.of([2.0, 2.0], b"", None).divisor == 2.0
-    assert Part.of([1.0, 2.0], b"", None).divisor == 3.0
-    assert Part.of([0.0], b"", None).divisor == 1.0
+    assert Contribution.of([2.0, 2.0, 0.0], b"", None) == Contribution(4.0, 2, 2.0, b"", None)
+    assert Contribution.of([1.0, 2.0], b"", None) == Contribution(3.0, 2, 0.0, b"", None)
+    assert Contribution.of([0.0], b"\1", torch.ones(1)) == Contribution(0, 0, 0.0, b"\1", None)
+    assert Contribution.of([2.0, 2.0], b"", None).divisor == 2.0
+    assert Contribution.of([1.0, 2.0], b"", None).divisor == 3.0
+    assert Contribution.of([0.0], b"", None).divisor == 1.0

@@ -44,8 +44,8 @@ from torch import nn
 from topotrain.config.job import Algorithm, Apply, ConfigError, Engine, Grads, Job, Reduce, Road, Slicing, Updater
 from topotrain.config.topology import layout
 from topotrain.core.client.client import JobError, PeerLost
-from topotrain.extensions.collectives.collective_server import Gateway
-from topotrain.extensions.collectives.torch_client import EngineExchange
+from topotrain.extensions.collectives.collective_server import CollectiveServer
+from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
 
 OWN = (Algorithm.kNaive, Algorithm.kRing, Algorithm.kTree)
 NEAR = 1e-6
@@ -83,7 +83,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: int, grads: Grads, run: Run) -> None:
     job, build, script = beside(workers, algorithm=algorithm, grads=grads), building(), usual_loop(vectors(4))
     result = run(job, build, script)
-    assert all(isinstance(server, Gateway) for server in result.servers) and len(result.servers) == workers
+    assert all(isinstance(server, CollectiveServer) for server in result.servers) and len(result.servers) == workers
     check(job, result, build, script)
 
 
@@ -277,7 +277,7 @@ def test_workers_that_disagree_are_named(algorithm: Algorithm, script: Any, kind
 def test_gloo_computes_what_the_reference_does(workers: int, grads: Grads, road: Road, tmp_path: Path) -> None:
     job, build, script = gloo(workers, grads=grads, road=road), building(Halves, adam), halves
     result = run_hosted(job, build, script, tmp_path)
-    assert all(isinstance(worker.exchange, EngineExchange) for worker in result.workers)
+    assert all(isinstance(worker.exchange, TorchCollectiveClient) for worker in result.workers)
     assert result.distance(reference(job, build, script)) < NEAR
 
 

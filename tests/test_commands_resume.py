@@ -9,7 +9,7 @@ from vault import Vault
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.job_file import dumps
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
-from topotrain.extensions.checkpointing.checkpoint_writer import Files
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.tools.cli.app import main, separate
 from topotrain.tools.cli.resume import asked_for, earlier, refuse_elsewhere
 
@@ -21,7 +21,7 @@ def workspace(tmp_path):
     small = lambda: torch.nn.Linear(4, 3)  # noqa: E731
     vault = Vault(torch.optim.SGD, 1, net=small)
     for number in (1, 2):
-        vault.write(Files(tmp_path / FOLDER), number, conf=dumps(job))
+        vault.write(SnapshotFiles(tmp_path / FOLDER), number, conf=dumps(job))
     return tmp_path
 
 
@@ -40,7 +40,7 @@ def test_the_job_of_the_snapshot_in_its_workspace(workspace):
 
 def test_the_snapshot_that_is_named(workspace):
     Vault(torch.optim.SGD, 1, net=lambda: torch.nn.Linear(4, 3)).write(
-        Files(workspace / FOLDER), 3, conf=dumps(Job(name="new", program="train.py")), step=70
+        SnapshotFiles(workspace / FOLDER), 3, conf=dumps(Job(name="new", program="train.py")), step=70
     )
     for name in ("000003", "step-70"):
         found = earlier(workspace / FOLDER / name)

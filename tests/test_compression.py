@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.config.job import Compression
-from topotrain.extensions.compression.codecs import BLOCK, CastCodec, Int8Codec, Scratch, TopKCodec, largest
+from topotrain.extensions.compression.codecs import BLOCK, CastCodec, Int8Codec, ScratchMemory, TopKCodec, largest
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
 TINY = torch.finfo(torch.float32).tiny
@@ -268,7 +268,7 @@ def test_the_k_largest_and_of_equal_ones_the_first(values, share, repeat):
     x = np.array(values * repeat, dtype=np.int32)
     k = max(1, ceil(share * x.size))
     expected = np.sort(np.argsort(-x, kind="stable")[:k])
-    found = largest(x, k, Scratch()).numpy()
+    found = largest(x, k, ScratchMemory()).numpy()
     assert np.array_equal(np.sort(found), expected)
 
 
@@ -300,7 +300,7 @@ def test_fewer_than_k_that_are_not_zero_are_filled_up_with_the_first_zeros(there
     bits_, k = np.zeros(100_000, dtype=np.int32), 1000
     at = np.random.default_rng(there).permutation(bits_.size)[:there]
     bits_[at] = 1 + np.arange(there)
-    found = largest(bits_, k, Scratch()).numpy()
+    found = largest(bits_, k, ScratchMemory()).numpy()
     assert np.array_equal(np.sort(found), np.sort(np.argsort(-bits_, kind="stable")[:k]))
 
 

@@ -23,13 +23,13 @@ import topotrain as tt
 from topotrain.compat.integrations.external_loop import tie
 from topotrain.config.job import ConfigError, Job
 from topotrain.core import events
-from topotrain.extensions.resume.lr_schedulers import Rates
-from topotrain.extensions.resume.state_serialization import Unpackable, pack, unpack
-from topotrain.extensions.resume.worker_state import Condition
+from topotrain.extensions.resume.lr_schedulers import OptimizerRates
+from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
+from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.training import context
 from topotrain.training.data import batch_ranges
-from topotrain.training.data.data_client import DeskDoor
+from topotrain.training.data.data_client import DataClient
 from topotrain.training.rng_state import stand
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:Detected call of")
@@ -167,7 +167,7 @@ def test_with_backup_workers_the_state_at_a_snapshot_is_left_before_the_next_pas
     life.run(5)
     life.step(0, snapshot=1)  # its last batch of the first pass
     life.run(1)
-    condition = Condition.from_bytes(life.deposits.taken(1)[who].numpy().tobytes())
+    condition = WorkerState.from_bytes(life.deposits.taken(1)[who].numpy().tobytes())
     assert condition.passes == (0 if backup else 1)
     assert bool(condition.now) == bool(backup)
 
@@ -332,13 +332,13 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
     whole, losses = script(99)
     here = job(on_failure="kContinue")
     left: dict[int, bytes] = {}
-    deposit = DeskDoor.deposit
+    deposit = DataClient.deposit
 
-    def noted(self: DeskDoor, number: int, data: torch.Tensor) -> None:
+    def noted(self: DataClient, number: int, data: torch.Tensor) -> None:
         left[number] = data.numpy().tobytes()
         deposit(self, number, data)
 
-    monkeypatch.setattr(DeskDoor, "deposit", noted)
+    monkeypatch.setattr(DataClient, "deposit", noted)
     model, first = script(at, ask=at)
     if at == 15:
         here.finish()
@@ -366,7 +366,7 @@ def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_life(job, monk
 def test_a_snapshot_waits_for_whoever_has_begun_a_pass_whatever_follows_a_death(job, monkeypatch, fields, leaves):
     """A worker of which nobody knows that it has begun would be missing in a snapshot, unnoticed."""
     left: list[int] = []
-    monkeypatch.setattr(DeskDoor, "deposit", lambda _, number, data: left.append(number))
+    monkeypatch.setattr(DataClient, "deposit", lambda _, number, data: left.append(number))
     here = job(**fields)
     script(1)
     here.close()
@@ -401,7 +401,7 @@ def test_a_trainer_goes_on_with_the_step_that_is_next(job):
     model = mlp()
     tt.Trainer(model, losses, loader(), job=Job(train_steps=7), optimizer=sgd(model)).fit()
     now = stand()
-    left = Condition(
+    left = WorkerState(
         1, 7, epoch_pass=1, now=now, begin=dice_after(5), groups=[{"lr": sgd(model).param_groups[0]["lr"]}]
     )
     here = job(Past({(0, 0): left.to_bytes()}, {1: ((0, 2),)}), train_steps=12)
@@ -423,7 +423,7 @@ def test_schedulers_of_one_class_need_names():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     told: list[str] = []
     kept: dict[str, object] = {}
-    rates = Rates(optimizer, kept, told.append)
+    rates = OptimizerRates(optimizer, kept, told.append)
     rates.look()
     ones = [lr_scheduler.StepLR(optimizer, n) for n in (2, 3)]
     whole = lr_scheduler.SequentialLR(
@@ -432,7 +432,7 @@ def test_schedulers_of_one_class_need_names():
     rates.look()
     assert rates.pack({})[1].keys() == {"SequentialLR"} and len(told) == 1 and "several LR schedulers StepLR" in told[0]
     kept |= {"first": ones[0], "second": ones[1]}
-    rates = Rates(optimizer, kept, told.append)
+    rates = OptimizerRates(optimizer, kept, told.append)
     rates.look()
     assert rates.pack({})[1].keys() == {"SequentialLR", "tt.keep first", "tt.keep second"} and len(told) == 1
     mark = rates.mark()
@@ -455,22 +455,22 @@ def test_states_are_packed_without_loss_and_nothing_else_is_packed():
     assert torch.equal(found.pop(3), state.pop(3)) and found == state
     assert [type(found[name]) for name in found] == [Counter, OrderedDict]
     for bad in (print, {1, 2}, object(), [lambda: 0], {"a": 1j}):
-        with pytest.raises(Unpackable):
+        with pytest.raises(UnserializableState):
             pack(bad, {})
     deep: list[Any] = []
     deep.append(deep)
-    with pytest.raises(Unpackable, match="too deeply"):
+    with pytest.raises(UnserializableState, match="too deeply"):
         pack(deep, {})
 
 
 def blob() -> bytes:
     dice = {"torch": torch.get_rng_state()}
     groups = [{"lr": 0.1}]
-    return Condition(3, 40, 0, 3, 3, "seed", groups=groups, begin=dice, buffers={"n": torch.ones(2)}).to_bytes()
+    return WorkerState(3, 40, 0, 3, 3, "seed", groups=groups, begin=dice, buffers={"n": torch.ones(2)}).to_bytes()
 
 
 def test_a_blob_says_what_went_in():
-    found = Condition.from_bytes(blob())
+    found = WorkerState.from_bytes(blob())
     assert (found.passes, found.steps, found.drawn, found.groups) == (3, 40, "seed", [{"lr": 0.1}])
     assert torch.equal(found.begin["torch"], torch.get_rng_state()) and found.now == {}
 
@@ -484,13 +484,13 @@ def test_hostile_bytes_are_refused():
             if bad:
                 bad[dice.randrange(min(len(bad), 900))] = dice.randrange(256)
         try:
-            Condition.from_bytes(bytes(bad))
+            WorkerState.from_bytes(bytes(bad))
         except ConfigError:
             continue  # what is read all the same has other numbers in it: a blob has no checksum of its own
     held = load(good)
     for change in ({"json": torch.zeros(3)}, {"other/x": torch.zeros(1)}, {"json": torch.tensor([123, 125]).byte()}):
         with pytest.raises(ConfigError, match="a worker's state"):
-            Condition.from_bytes(save(held | change))
+            WorkerState.from_bytes(save(held | change))
     for field, value in (
         ("passes", -5),
         ("passes", "3"),
@@ -502,7 +502,7 @@ def test_hostile_bytes_are_refused():
         text = json.loads(held["json"].numpy().tobytes()) | {field: value}
         wrong = {"json": torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)}
         with pytest.raises(ConfigError, match="a worker's state"):
-            Condition.from_bytes(save(held | wrong))
+            WorkerState.from_bytes(save(held | wrong))
 
 
 @settings(max_examples=40, deadline=None)

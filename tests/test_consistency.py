@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.core.protocol import Apply, Staged
-from topotrain.core.server.consistency import RESTARTS, ApplyOrder, Clocks, DecisionLog, Streams
+from topotrain.core.protocol import StepDecision, StepVote
+from topotrain.core.server.consistency import RESTARTS, AppliedBatches, ApplyOrder, Clocks, DecisionLog
 
 
 def staged(group, step, finite=True, power=0.0, infinity=False, applied=0):
-    return Staged(group, step, finite, power, infinity, applied)
+    return StepVote(group, step, finite, power, infinity, applied)
 
 
 # --- clocks ------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_a_step_is_ready_when_all_shards_have_staged_it():
     assert log.ready() == []
     log.staged(1, staged(4, 0))
     assert log.ready() == [(4, 0)]
-    assert log.decide(4, 0) == Apply(0, 4, 0, False, 0.0)
+    assert log.decide(4, 0) == StepDecision(0, 4, 0, False, 0.0)
     assert log.ready() == []
 
 
@@ -140,7 +140,7 @@ def test_the_step_of_a_group_that_is_started_again_is_void_and_may_be_staged_ane
     log = DecisionLog(2)
     log.staged(0, staged(0, 0, finite=False))
     log.staged(0, staged(1, 0))
-    assert log.restart(0, 1) == Apply(0, 0, 1, False, 0.0, RESTARTS)
+    assert log.restart(0, 1) == StepDecision(0, 0, 1, False, 0.0, RESTARTS)
     assert log.restart(0, 1) is None
     log.staged(1, staged(0, 0))  # a shard that has not carried it out
     log.staged(1, staged(1, 0))
@@ -164,7 +164,7 @@ def test_the_steps_of_a_group_that_is_started_again_count_from_0():
 @given(st.integers(1, 20), st.integers(0, 2**32))
 def test_decisions_are_applied_in_their_order_and_once_however_they_come(count, seed):
     dice, order = random.Random(seed), ApplyOrder()
-    applies = [Apply(i, 0, i, False, 0.0) for i in range(count)]
+    applies = [StepDecision(i, 0, i, False, 0.0) for i in range(count)]
     sent = applies + dice.choices(applies, k=count)
     dice.shuffle(sent)
     assert [now for apply in sent for now in order.arrive(apply)] == applies
@@ -198,7 +198,7 @@ def test_shards_that_vote_in_any_order_get_one_list(shards, groups, steps, seed)
 
 
 def test_a_stream_goes_on_where_it_was():
-    streams = Streams()
+    streams = AppliedBatches()
     assert streams.verdict((7, 0, 2)) == "new"
     streams.record((7, 0, 2))
     assert streams.verdict((7, 3, 3)) == "new"
@@ -209,14 +209,14 @@ def test_a_stream_goes_on_where_it_was():
 
 @pytest.mark.parametrize("marks", [(7, 4, 4), (7, 2, 3), (8, 1, 1)])
 def test_gaps_and_overlaps_are_refused(marks):
-    streams = Streams()
+    streams = AppliedBatches()
     streams.record((7, 0, 2))
     with pytest.raises(ValueError, match=r"batches \d to \d of stream 0x[78] do not continue it: -?\d was the last"):
         streams.verdict(marks)
 
 
 def test_a_push_that_is_known_in_part_is_refused():
-    streams = Streams()
+    streams = AppliedBatches()
     streams.record((7, 0, 2))
     with pytest.raises(ValueError, match="a part was applied before"):
         streams.verdict((7, 0, 2, 8, 0, 0))
@@ -224,7 +224,7 @@ def test_a_push_that_is_known_in_part_is_refused():
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_every_batch_counts_once_if_pushes_are_said_again(lengths, seed):
-    dice, streams, counted, first = random.Random(seed), Streams(), [], 0
+    dice, streams, counted, first = random.Random(seed), AppliedBatches(), [], 0
     said = []
     for length in lengths:
         said.append((3, first, first + length - 1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from arrangement import building, cross_entropy, job_of, mlp, run_hosted, run_local, sgd, vectors
 
-from topotrain.comm.transport.inprocess import LocalWire
+from topotrain.comm.transport.inprocess import InProcessTransport
 from topotrain.config.job import Grads, Road
 from topotrain.core import protocol as m
 
@@ -50,14 +50,14 @@ def test_a_worker_alone_copies_each_gradient_once_and_no_value(road, copied, tmp
 def test_on_shared_memory_only_gradients_are_ever_shown(grads, monkeypatch):
     """After the start no mean and no value travels: the workers have them when they are told so."""
     bodies: list[type[m.Message]] = []
-    send = LocalWire.send
+    send = InProcessTransport.send
 
     def noted(self, me, to, message, wait=False):
         if message.body is not None:
             bodies.append(type(message))
         send(self, me, to, message, wait)
 
-    monkeypatch.setattr(LocalWire, "send", noted)
+    monkeypatch.setattr(InProcessTransport, "send", noted)
 
     def script(trainer):
         for batch in vectors(STEPS):
@@ -66,7 +66,7 @@ def test_on_shared_memory_only_gradients_are_ever_shown(grads, monkeypatch):
             trainer.optimizer.zero_grad()
 
     result = run_local(job_of("sandblaster", grads=grads), building(mlp, sgd), script, shared=True)
-    assert bodies.count(m.Mean) == 0
+    assert bodies.count(m.ReducedGradient) == 0
     buckets = sum(len(server._known.buckets) for server in result.servers)
     assert bodies.count(m.Push) == 3 * STEPS * buckets
     assert bodies.count(m.Values) == buckets, "only the final values, which worker (0,0) asks for"

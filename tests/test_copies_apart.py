@@ -26,16 +26,16 @@ from arrangement import (
     whole,
 )
 
-from topotrain.comm.router import Place, Roads
+from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import Memory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.profiling.spans import SILENT
-from topotrain.extensions.replication.replica_host import CopiedServers, Seat
-from topotrain.extensions.replication.replica_placement import Seats, domains, standings
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains, standings
+from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.tools.simulator.sim_cluster import zeros
 
 HOSTS = (0, 0, 0, 1, 0, 1)  # of the units: three workers, three servers
@@ -56,20 +56,20 @@ class Town:
     def __init__(self, job: Job, addresses: tuple[str, str], folder: Path) -> None:
         self.job, self.addresses = job, addresses
         self.topology = layout(job.cluster, HOSTS)
-        self.seats = Seats(domains(self.topology))
+        self.seats = ReplicaPlacement(domains(self.topology))
         self.crew, self.complete = _Crew(), threading.Condition()
-        self.roads: dict[int, Roads] = {}
-        self.processes: dict[int, CopiedServers] = {}
+        self.roads: dict[int, Router] = {}
+        self.processes: dict[int, ReplicatedServers] = {}
         self.threads: list[threading.Thread] = []
         (folder / "store").mkdir(mode=0o700)
         self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
         self.urls: list[str] = []
         self.missed: list[Address] = []
 
-    def place(self, unit: int, number: int = 0) -> Place:
+    def place(self, unit: int, number: int = 0) -> RouterConfig:
         identity = Identity(self.job.name, b"7" * 32, number, 0, self.job.digest())
         host = self.addresses[HOSTS[unit]]
-        return Place(self.job, self.topology, identity, open_store(self.url), self.sockets, host)
+        return RouterConfig(self.job, self.topology, identity, open_store(self.url), self.sockets, host)
 
     def covered(self, server: Address, shadows: int) -> None:
         with self.complete:
@@ -79,12 +79,12 @@ class Town:
     def begin(self, seat: int, number: int = 0) -> None:
         me = Address(Role.SERVER, 0, seat)
         place = self.place(self.topology.unit_of(me), number)
-        self.roads[seat] = roads = Roads(place, Memory())
+        self.roads[seat] = roads = Router(place, ProcessMemory())
         standing = standings(self.seats.to_data())
         missed = self.missed.append
-        words = Seat(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
+        words = ReplicaSlot(standing, lambda take: None, self.covered, lambda *_: None, lambda why: None, missed)
         ears = (self.trouble(roads), lambda *_: SILENT, None, words)
-        copied = self.processes[seat] = CopiedServers(place, roads, zeros, me, *ears)
+        copied = self.processes[seat] = ReplicatedServers(place, roads, zeros, me, *ears)
 
         def live() -> None:
             with suppress(Exception):
@@ -95,7 +95,7 @@ class Town:
         self.threads.append(threading.Thread(target=live, daemon=True))
         self.threads[-1].start()
 
-    def trouble(self, roads: Roads) -> Any:
+    def trouble(self, roads: Router) -> Any:
         return lambda: self.crew.trouble() if roads in self.roads.values() else None  # what the dead say counts not
 
     def kill(self, seat: int, number: int) -> None:
@@ -138,7 +138,7 @@ def run(
         town.begin(seat)
     workers = town.topology.workers(0)
     with ThreadPoolExecutor(len(workers)) as pool:
-        roads = dict(zip(workers, pool.map(lambda w: WorkerRoads(town.place(w.index), w), workers), strict=True))
+        roads = dict(zip(workers, pool.map(lambda w: WorkerConnections(town.place(w.index), w), workers), strict=True))
     town.crew.exchanges.update({me: road.exchange for me, road in roads.items()})
     handles = [
         _enlist(job, town.topology, me, building(), roads[me].exchange, roads[me].allocate, whole) for me in workers

@@ -9,11 +9,11 @@ import pytest
 import torch
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, place_new
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame import HEADER_BYTES, Header
 from topotrain.comm.transport.frame_writer import LIMIT, OVERHEAD
-from topotrain.comm.transport.shared_memory import Memory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Finish, Push, Values, encode
 
@@ -62,7 +62,7 @@ class Sender:
             for i in range(self._count):
                 self._connection.send(self._message(i), wait=True)
                 self.sent += 1
-        except WireError as error:
+        except TransportError as error:
             self.error = error
 
     def waits(self) -> None:
@@ -91,7 +91,7 @@ def test_a_script_waits_for_a_peer_that_does_not_read_and_goes_on_as_it_reads():
 
 
 def test_what_travels_as_a_reference_takes_hardly_any_room():
-    memory = Memory()
+    memory = ProcessMemory()
     body = memory.allocate(BODY.numel(), torch.float32)
     with idle_peer(memory=memory) as (_, _, connection):
         sender = Sender(connection, 5000, lambda i: Values(i, 1, 0, body=body))
@@ -107,7 +107,7 @@ def test_whoever_waits_for_room_is_refused_when_this_side_ends(end, reason):
         sender.waits()
         connection.cut("enough") if end == "cut" else connection.shut()
         sender.join()
-        assert isinstance(sender.error, WireError)
+        assert isinstance(sender.error, TransportError)
         assert reason in str(sender.error)
 
 
@@ -118,7 +118,7 @@ def test_whoever_waits_for_room_is_free_when_the_peer_dies():
         sock.close()
         sender.join()  # with an error, or by and by into nothing: until the reader knows, both may be
         resident.end()
-        with pytest.raises(WireError):
+        with pytest.raises(TransportError):
             connection.send(values(0), wait=True)
         assert not connection.queued
 

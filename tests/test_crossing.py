@@ -6,17 +6,17 @@ import pytest
 import torch
 from arrangement import building, job_of, run_hosted, usual_loop, vectors
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Grads
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange, JobError, PeerLost
-from topotrain.launch.runtime.process_host import Monitor
+from topotrain.core.client.client import Client, JobError, PeerLost
+from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.parallel.runtime import network_channel as crossings
-from topotrain.parallel.runtime.channel import Key
-from topotrain.parallel.runtime.network_channel import Crossing
+from topotrain.parallel.runtime.channel import TensorKey
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 
-KEY = Key(3, 1, 7, False)
+KEY = TensorKey(3, 1, 7, False)
 FIRST, SECOND = (Address(Role.WORKER, 0, index) for index in range(2))
 SERVER = Address(Role.SERVER, 0, 0)
 
@@ -26,8 +26,8 @@ class Pair:
 
     def __init__(self):
         topology = layout(job_of(nworkers_per_group=2).cluster)
-        self.exchanges = {me: Exchange(me, topology, self.none, Monitor(0.05)) for me in (FIRST, SECOND)}
-        self.first, self.second = (Crossing(door, self.sender(me)) for me, door in self.exchanges.items())
+        self.exchanges = {me: Client(me, topology, self.none, ConditionWaiter(0.05)) for me in (FIRST, SECOND)}
+        self.first, self.second = (NetworkChannel(door, self.sender(me)) for me, door in self.exchanges.items())
         self.said, self.held = [], False
 
     @staticmethod
@@ -184,10 +184,10 @@ def test_a_way_that_is_gone_and_a_server_that_refuses_end_the_passage():
     door = pair.exchanges[FIRST]
 
     def send(to, message):
-        raise WireError("no way")
+        raise TransportError("no way")
 
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: no way"):
-        Crossing(door, send).send(1, KEY, torch.ones(1))
+        NetworkChannel(door, send).send(1, KEY, torch.ones(1))
     door.handle(SERVER, m.Fail("the models differ", True))
     for ask in (pair.first.take, pair.first.here):
         with pytest.raises(JobError, match="the models differ"):
@@ -216,7 +216,7 @@ def test_workers_meet_send_train_and_leave(place, tmp_path, monkeypatch):
         crossing = t.notes["roads"].meet_group()
         me, others = t.me.index, [index for index in range(3) if index != t.me.index]
         for forward in range(4):
-            key = Key(forward, 0, 0, False)
+            key = TensorKey(forward, 0, 0, False)
             for other in others:
                 crossing.send(other, key, torch.full((300_000 * (forward % 2) + 7,), float(10 * me + other)))
             crossing.wait_any([(other, key) for other in others])
@@ -226,7 +226,7 @@ def test_workers_meet_send_train_and_leave(place, tmp_path, monkeypatch):
             usual_loop(vectors(1, seed=forward))(t)
         if me == 0 and name != "allreduce":  # the others leave, and only who wants more of them hears of it
             with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/"):
-                crossing.take(1, Key(9, 0, 0, False))
+                crossing.take(1, TensorKey(9, 0, 0, False))
             left.append(True)
 
     run_hosted(job, building(), script, tmp_path, hosts)

@@ -24,8 +24,8 @@ from torch import nn
 
 import topotrain as tt
 from topotrain.config.job import Cluster, Grads, Job
-from topotrain.training.parameters.device_copy import WORTH_PINNING, CudaFerry, ferries
-from topotrain.training.parameters.device_parameters import DeviceMirror
+from topotrain.training.parameters.device_copy import WORTH_PINNING, CudaCopier, ferries
+from topotrain.training.parameters.device_parameters import DeviceParameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here, or a torch without CUDA")
 
@@ -160,7 +160,7 @@ def test_optimizer_state_is_on_the_parameters_device():
 
 def test_large_buffers_are_pinned_where_they_lie():
     ferry = ferries([GPU])[GPU]
-    assert isinstance(ferry, CudaFerry)
+    assert isinstance(ferry, CudaCopier)
     big, small = torch.zeros(WORTH_PINNING), torch.zeros(8)
     try:
         assert ferry.reaches(big) and not ferry.reaches(small)
@@ -174,7 +174,7 @@ def test_a_long_queue_on_the_gpu_delays_pushes_and_changes_nothing():
     """Copies wait for the work before them: a hook runs long before its gradient is there."""
     tensor = nn.Parameter(torch.zeros(WORTH_PINNING, device=GPU))
     flats = {name: torch.zeros(WORTH_PINNING) for name in ("params", "local", "grad")}
-    mirror = DeviceMirror([tensor], lambda name, index: flats[name])
+    mirror = DeviceParameters([tensor], lambda name, index: flats[name])
     told = []
     torch.cuda._sleep(200_000_000)
     gradient = torch.full_like(tensor, 2.0)

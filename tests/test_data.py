@@ -28,12 +28,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from topotrain.compat.integrations.external_loop import Handing
+from topotrain.compat.integrations.external_loop import ExternalAccounting
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import DrawAsk, DrawPut, Lease, LeaseAsk, LeaseFree, Message
+from topotrain.core.protocol import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest, Message
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
-from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.training.data.lease_queue import LeaseQueue
 from topotrain.training.data.sampling import CHUNK, cut, draw_epoch, pack, received
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -44,7 +44,7 @@ class Office:
 
     def __init__(self, groups: int, workers: int) -> None:
         self.workers = [Address(Role.WORKER, g, i) for g in range(groups) for i in range(workers)]
-        self.book = LeaseBook(groups, workers)
+        self.book = LeaseQueue(groups, workers)
         self.mail: dict[Address, queue.SimpleQueue[Message]] = {who: queue.SimpleQueue() for who in self.workers}
         self.lock = threading.Lock()
         self.ended: Counter[int] = Counter()
@@ -76,7 +76,7 @@ class Seat:
     lost_: int = 0
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
-        self.office.tell(self.who, LeaseAsk(epoch, ordinal, total, digest, passed, wait))
+        self.office.tell(self.who, LeaseRequest(epoch, ordinal, total, digest, passed, wait))
         reply = self.office.mail[self.who].get(timeout=20)
         assert isinstance(reply, Lease), reply
         return reply.lease, reply.first, reply.last
@@ -85,16 +85,16 @@ class Seat:
         return self.office.applied.get(stream, 0)
 
     def free(self, epoch: int, ordinal: int, first: int) -> None:
-        self.office.tell(self.who, LeaseFree(epoch, ordinal, first))
+        self.office.tell(self.who, LeaseRelease(epoch, ordinal, first))
 
     def put_draw(self, epoch: int, chunk: int, end: bool, sizes: tuple[int, ...], indices: tuple[int, ...]) -> None:
         assert len(sizes) + len(indices) <= CHUNK
-        self.office.tell(self.who, DrawPut(epoch, chunk, end, sizes, indices))
+        self.office.tell(self.who, DrawnBatches(epoch, chunk, end, sizes, indices))
 
     def get_draw(self, epoch: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-        self.office.tell(self.who, DrawAsk(epoch, chunk))
+        self.office.tell(self.who, DrawRequest(epoch, chunk))
         reply = self.office.mail[self.who].get(timeout=20)
-        assert isinstance(reply, DrawPut)
+        assert isinstance(reply, DrawnBatches)
         return reply.sizes, reply.indices, reply.end
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
@@ -339,7 +339,7 @@ def test_draws_go_through_a_ledger_that_is_put_between():
     job = Job(lambda: DataLoader(list(range(7)), batch_size=2))
     ((who, seat),) = job.seats.items()
     loader = job.loader(who)
-    handing = loader.note_through(Handing)
+    handing = loader.note_through(ExternalAccounting)
     assert len(list(loader)) == 4 and seat.drawn_ == []
     assert [handing.hand_on() for _ in range(4)] == [2.0, 2.0, 2.0, 1.0]
     assert [samples for *_, samples in seat.drawn_] == [2, 2, 2, 1]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Deposit, DepositAsk, ProtocolError, decode, encode
+from topotrain.core.protocol import ProtocolError, WorkerStatePart, WorkerStateRequest, decode, encode
 from topotrain.extensions.resume import worker_state_store
-from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, Deposits
+from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore
 
 ME, OTHER = Address(Role.WORKER, 0, 1), Address(Role.WORKER, 1, 0)
 
@@ -17,17 +17,17 @@ def blob(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.uint8)
 
 
-def leave(book: Deposits, who: Address, number: int, data: torch.Tensor, parts: int | None = None) -> None:
+def leave(book: WorkerStateStore, who: Address, number: int, data: torch.Tensor, parts: int | None = None) -> None:
     for message in worker_state_store.cut(who, number, data)[:parts]:
         body = book.place(who, message).copy_(message.body)
         assert book.handle(who, replace(message, body=body)) == []
 
 
-def told(book: Deposits, who: Address) -> dict[int, list[int] | None]:
+def told(book: WorkerStateStore, who: Address) -> dict[int, list[int] | None]:
     found: dict[int, list[int] | None] = {}
-    arrivals = {EPOCH: worker_state_store.Arrival(), SINCE: worker_state_store.Arrival()}
-    for to, reply in book.handle(who, DepositAsk()):
-        assert to == who and isinstance(reply, Deposit) and decode(*encode(reply)) == reply
+    arrivals = {EPOCH: worker_state_store.PartialState(), SINCE: worker_state_store.PartialState()}
+    for to, reply in book.handle(who, WorkerStateRequest()):
+        assert to == who and isinstance(reply, WorkerStatePart) and decode(*encode(reply)) == reply
         if not reply.parts:
             found[reply.number] = None
         elif (whole := arrivals[reply.number].take(reply, reply.body)) is not None:
@@ -41,7 +41,7 @@ def _small(monkeypatch):
 
 
 def test_the_newest_whole_deposit_is_told_to_whom_it_belongs():
-    book = Deposits()
+    book = WorkerStateStore()
     assert told(book, ME) == {EPOCH: None, SINCE: None}
     leave(book, ME, EPOCH, blob(*range(10)))
     leave(book, OTHER, EPOCH, blob(7))
@@ -55,21 +55,21 @@ def test_the_newest_whole_deposit_is_told_to_whom_it_belongs():
 
 
 def test_parts_of_different_deposits_are_never_put_together():
-    book = Deposits()
+    book = WorkerStateStore()
     first, second = (worker_state_store.cut(ME, EPOCH, blob(*[n] * 8)) for n in (1, 2))
     for message in (first[0], second[1], second[0], first[1], second[1]):
         book.handle(ME, message)
     found = told(book, ME)[EPOCH]
     assert found is None or len(set(found)) == 2  # nothing tells them apart by themselves: roads keep the order
     longer = worker_state_store.cut(ME, EPOCH, blob(*[3] * 12))
-    book = Deposits()
+    book = WorkerStateStore()
     for message in (first[0], longer[1], longer[2]):
         book.handle(ME, message)
     assert told(book, ME)[EPOCH] is None
 
 
 def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
-    book = Deposits()
+    book = WorkerStateStore()
     for number in (1, 2, 3):
         leave(book, ME, number, blob(number))
     leave(book, OTHER, 3, blob(9))
@@ -96,6 +96,6 @@ def test_snapshots_are_kept_until_they_are_written_and_no_more_than_two():
 )
 def test_what_no_correct_worker_says_is_refused(change):
     with pytest.raises(ProtocolError):
-        Deposits().place(ME, replace(Deposit(0, 1, EPOCH, 0, 1, 3), **change))
+        WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change))
     with pytest.raises(ProtocolError, match="without a body"):
-        Deposits().handle(ME, Deposit(0, 1, EPOCH, 0, 1, 3))
+        WorkerStateStore().handle(ME, WorkerStatePart(0, 1, EPOCH, 0, 1, 3))

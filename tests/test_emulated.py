@@ -14,12 +14,21 @@ from arrangement import Cnn, adam, building, images, job_of, mlp, reference, run
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm.emulation import link as emulated
-from topotrain.comm.emulation.link import PACKET, REPAIR_S, Meter, Network, Route, Shaped, UnderWay, _head
-from topotrain.comm.router import Place, Roads
+from topotrain.comm.emulation.link import (
+    PACKET,
+    REPAIR_S,
+    EmulatedNetwork,
+    EmulatedRoute,
+    LinkMeter,
+    PiecesInFlight,
+    ShapedSocket,
+    _head,
+)
+from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import Memory, socket_directory
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Values
@@ -48,36 +57,38 @@ class Dice:
         return low + (high - low) * self.draws.pop(0)
 
 
-def route(tmp_path: Path, link: Link, up: int = 0, down: int = 1, dice: Any = None, rate: float = RATE) -> Route:
-    meters = [Meter(tmp_path / name, rate) for name in (f"{up}-up", f"{down}-down")]
-    return Route(link, *meters, dice or random.Random(1))
+def route(
+    tmp_path: Path, link: Link, up: int = 0, down: int = 1, dice: Any = None, rate: float = RATE
+) -> EmulatedRoute:
+    meters = [LinkMeter(tmp_path / name, rate) for name in (f"{up}-up", f"{down}-down")]
+    return EmulatedRoute(link, *meters, dice or random.Random(1))
 
 
 # ---- the meter -------------------------------------------------------------------------------------------------------
 
 
 def test_a_link_carries_one_thing_after_the_other(tmp_path: Path) -> None:
-    meter = Meter(tmp_path / "m", RATE)
+    meter = LinkMeter(tmp_path / "m", RATE)
     assert meter.book(5.0, 500) == 5.5
     assert meter.book(5.0, 1000) == 6.5
     assert meter.book(6.0, 100) == pytest.approx(6.6)
 
 
 def test_time_in_which_nobody_sends_is_lost(tmp_path: Path) -> None:
-    meter = Meter(tmp_path / "m", RATE)
+    meter = LinkMeter(tmp_path / "m", RATE)
     meter.book(0.0, 100)
     assert meter.book(50.0, 1000) == 51.0
 
 
 def test_processes_of_a_host_share_its_link(tmp_path: Path) -> None:
-    meters = [Meter(tmp_path / "m", RATE) for _ in range(4)]
+    meters = [LinkMeter(tmp_path / "m", RATE) for _ in range(4)]
     assert [meter.book(1.0, 100) for meter in meters * 2] == pytest.approx([1.1 + i / 10 for i in range(8)])
 
 
 def test_no_booking_is_lost_between_threads_and_processes(tmp_path: Path) -> None:
-    meters = [Meter(tmp_path / "m", 1e6) for _ in range(4)]
+    meters = [LinkMeter(tmp_path / "m", 1e6) for _ in range(4)]
 
-    def book(meter: Meter) -> None:
+    def book(meter: LinkMeter) -> None:
         for _ in range(500):
             meter.book(1.0, 1000)
 
@@ -92,7 +103,7 @@ def test_no_booking_is_lost_between_threads_and_processes(tmp_path: Path) -> Non
 # ---- the route -------------------------------------------------------------------------------------------------------
 
 
-def send(way: Route, pieces: int, ready: float = 0.0, nbytes: int = 100) -> tuple[float, float]:
+def send(way: EmulatedRoute, pieces: int, ready: float = 0.0, nbytes: int = 100) -> tuple[float, float]:
     """Pieces one after the other, by a sender that never oversleeps."""
     there = 0.0
     for _ in range(pieces):
@@ -160,12 +171,12 @@ def test_without_loss_and_jitter_nothing_is_left_to_chance(tmp_path: Path) -> No
 
 
 def test_without_bandwidth_only_time_passes() -> None:
-    way = Route(Link(delay=20.0), None, None, random.Random(1))
+    way = EmulatedRoute(Link(delay=20.0), None, None, random.Random(1))
     assert way.book(3.0, 1 << 30) == pytest.approx((3.0, 3.02))
 
 
 def test_what_is_under_way_keeps_its_order_and_is_counted() -> None:
-    under_way = UnderWay()
+    under_way = PiecesInFlight()
     assert not under_way
     for n in range(3):
         under_way.put(float(n), bytes(10 + n))
@@ -198,9 +209,9 @@ def tcp() -> Iterator[tuple[socket.socket, socket.socket]]:
     back.close()
 
 
-def shaped(link: Link, sock: socket.socket, directory: Path) -> Shaped:
-    made = Network(link, directory, "k", lambda address: address.role).shape(sock, WORKER, SERVER)
-    assert isinstance(made, Shaped)
+def shaped(link: Link, sock: socket.socket, directory: Path) -> ShapedSocket:
+    made = EmulatedNetwork(link, directory, "k", lambda address: address.role).shape(sock, WORKER, SERVER)
+    assert isinstance(made, ShapedSocket)
     return made
 
 
@@ -284,7 +295,7 @@ def test_a_peer_that_is_gone_is_an_error_for_who_sends(tcp: Any, tmp_path: Path)
 
 def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
     for link, host_of in ((FAST, lambda address: 7), (Link(), lambda address: address.role)):
-        assert Network(link, tmp_path, "k", host_of).shape(tcp[0], WORKER, SERVER) is tcp[0]
+        assert EmulatedNetwork(link, tmp_path, "k", host_of).shape(tcp[0], WORKER, SERVER) is tcp[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -298,9 +309,9 @@ class LinkedTown(Town):
         super().__init__("tcp")
         self._folder, self._lanes = directory, lanes
 
-    def wire(self, **changes: object) -> TcpWire:
-        network = Network(LINKS[2], self._folder, "k", lambda address: address.role)
-        wire = TcpWire(identity(**changes), network=network, lanes=self._lanes)
+    def wire(self, **changes: object) -> TcpTransport:
+        network = EmulatedNetwork(LINKS[2], self._folder, "k", lambda address: address.role)
+        wire = TcpTransport(identity(**changes), network=network, lanes=self._lanes)
         self.wires.append(wire)
         return wire
 
@@ -311,11 +322,11 @@ def test_messages_go_through_the_link_in_both_directions(
 ) -> None:
     sent: list[int] = []
 
-    def post(self: Shaped, piece: bytes, really: Any = Shaped._post) -> int:
+    def post(self: ShapedSocket, piece: bytes, really: Any = ShapedSocket._post) -> int:
         sent.append(len(piece))
         return int(really(self, piece))
 
-    monkeypatch.setattr(Shaped, "_post", post)
+    monkeypatch.setattr(ShapedSocket, "_post", post)
     town = LinkedTown(tmp_path, lanes)
     pair = Pair(town)
     body = torch.arange(300_001, dtype=torch.float32)
@@ -354,10 +365,10 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
     (tmp_path / "store").mkdir(mode=0o700)
     sockets = Path(socket_directory())
 
-    def roads(number: int) -> Roads:
+    def roads(number: int) -> Router:
         store = open_store((tmp_path / "store").as_uri())
         who = Identity(job.name, bytes(32), number, 0, job.digest())
-        return Roads(Place(job, layout(job.cluster), who, store, sockets), Memory())
+        return Router(RouterConfig(job, layout(job.cluster), who, store, sockets), ProcessMemory())
 
     here, there, guest = (roads(number) for number in range(3))
     servers = [Address(Role.SERVER, 0, n) for n in range(2)]
@@ -369,7 +380,7 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
         guest.connect(me, server, "server")
     kinds = [guest._ways[me, server].schemes[0] for server in servers]
     assert kinds == ["unix" if road == "kAuto" else "tcp", "tcp"]
-    assert type(guest._ways[me, servers[1]]._ways[me, servers[1]]._sock) is Shaped
+    assert type(guest._ways[me, servers[1]]._ways[me, servers[1]]._sock) is ShapedSocket
     for each in (guest, here, there):
         each.close()
 

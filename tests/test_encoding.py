@@ -26,11 +26,11 @@ from topotrain.config.job import Cluster, Compression, Job
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.model.schema import FlatBuffers, slice_map_for
-from topotrain.core.protocol import Mean, ProtocolError, Push, Values
+from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
 from topotrain.core.server.server import Server
 from topotrain.extensions.compression.error_feedback import codec_for
 from topotrain.extensions.compression.message_filter import ServerEncoding, WorkerEncoding
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.sim_network import NetworkFaults
 
 KINDS = ("kFp16", "kBf16", "kInt8", "kTopK")
 SYNCHRONOUS = ("sandblaster", "allreduce", "two by two", "serverless", "one")
@@ -415,7 +415,7 @@ def test_what_no_codec_takes_travels_as_it_is() -> None:
     assert server.mean_body(0, whole, body) is body
     server.show(0, whole, body, anew=False)
     assert server.difference(0, whole) is None
-    assert not worker.is_coded(Mean(0, 0, whole.id, b"\1"), whole)
+    assert not worker.is_coded(ReducedGradient(0, 0, whole.id, b"\1"), whole)
     with pytest.raises(ProtocolError, match="never is"):
         worker.is_coded(Values(0, whole.id, 1, coded=True), whole)
 
@@ -464,7 +464,7 @@ def test_values_follow_through_restarts(kind: str) -> None:
 
 @pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
 @pytest.mark.parametrize(("groups", "workers"), [(1, 2), (2, 1), (2, 2)])
-def test_every_update_counts_once_in_bad_weather(groups: int, workers: int, weather: Weather) -> None:
+def test_every_update_counts_once_in_bad_weather(groups: int, workers: int, weather: NetworkFaults) -> None:
     """kFp16 holds whole numbers up to 2048, and sums of what is pushed here stay below."""
     for seed in range(6):
         town = Town(job(groups, workers, 2, compression="kFp16"), seed, weather)

@@ -7,10 +7,10 @@ from topotrain.config.job import Cluster
 from topotrain.config.sharding import Parameter, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.model.schema import Buffer, Schema
-from topotrain.core.server.shutdown import Ending
+from topotrain.core.model.schema import ModelBuffer, Schema
+from topotrain.core.server.shutdown import Shutdown
 
-SCHEMA = Schema((Parameter("w", (192,), (1,), "float32", True),), (Buffer("b", "float32", 2),), "{}", "d")
+SCHEMA = Schema((Parameter("w", (192,), (1,), "float32", True),), (ModelBuffer("b", "float32", 2),), "{}", "d")
 MAIN = Address(Role.WORKER, 0, 0)
 
 
@@ -25,7 +25,7 @@ class Home:
         topology = layout(Cluster(nworker_groups=groups, nserver_groups=groups, **cluster))
         self.buckets = cut(SCHEMA.parameters, 1, groups=groups).buckets
         self.values = torch.full((192,), float(group))
-        self.ending = Ending(server(group), topology)
+        self.ending = Shutdown(server(group), topology)
         self.ending.expect_buffers(len(SCHEMA.buffers))
 
     def view(self, bucket):
@@ -39,7 +39,7 @@ class Home:
 
 
 def final(bucket, value):
-    return m.Final(bucket, body=torch.full((64,), float(value)))
+    return m.FinalValue(bucket, body=torch.full((64,), float(value)))
 
 
 def test_a_drained_server_tells_the_others_once():
@@ -54,7 +54,7 @@ def test_masters_hand_on_what_they_master_when_all_have_drained():
     home.drained()
     assert not home.ending.done
     ((to, message),) = home.take(server(0), m.Drained())
-    assert (to, message) == (server(0), m.Final(1))
+    assert (to, message) == (server(0), m.FinalValue(1))
     assert torch.equal(message.body, torch.full((64,), 1.0))
     assert home.ending.done
     assert home.take(server(0), m.Drained()) == []
@@ -62,7 +62,7 @@ def test_masters_hand_on_what_they_master_when_all_have_drained():
 
 def test_worker_0_0_is_answered_when_all_values_are_final():
     home = Home(0)
-    assert home.take(MAIN, m.FinalAsk(-7)) == []
+    assert home.take(MAIN, m.FinalRequest(-7)) == []
     home.take(server(1), m.Drained())
     home.take(server(1), final(1, 1))  # before this server has heard of everybody
     home.take(server(2), m.Drained())
@@ -87,7 +87,7 @@ def test_with_ring_averaging_the_result_is_the_mean_of_all_groups():
         home.take(server(group), m.Drained())
         for bucket in home.buckets:
             home.take(server(group), final(bucket.id, value))
-    home.take(MAIN, m.FinalAsk(-1))
+    home.take(MAIN, m.FinalRequest(-1))
     assert torch.equal(home.values, torch.full((192,), 3.0))
     other = Home(1, agreement="kRingAverage")
     other.drained()
@@ -96,19 +96,19 @@ def test_with_ring_averaging_the_result_is_the_mean_of_all_groups():
 
 
 def put(home, group, value):
-    body = home.ending.buffer_place(m.BufferPut(group, 0), SCHEMA)
+    body = home.ending.buffer_place(m.ModelBufferValue(group, 0), SCHEMA)
     body.view(torch.float32).fill_(value)
-    home.take(Address(Role.WORKER, group, 0), m.BufferPut(group, 0, body=body))
+    home.take(Address(Role.WORKER, group, 0), m.ModelBufferValue(group, 0, body=body))
 
 
 def test_buffers_are_told_when_every_group_has_left_its_own():
     home = Home(0, groups=2)
-    assert home.take(MAIN, m.BufferAsk()) == []
+    assert home.take(MAIN, m.BufferRequest()) == []
     put(home, 1, 5.0)
-    home.take(Address(Role.WORKER, 1, 0), m.BufferPut(1, -1))
-    home.take(MAIN, m.BufferPut(0, -1))  # "that was all", and overtakes what it speaks of
+    home.take(Address(Role.WORKER, 1, 0), m.ModelBufferValue(1, -1))
+    home.take(MAIN, m.ModelBufferValue(0, -1))  # "that was all", and overtakes what it speaks of
     put(home, 0, 4.0)
-    out = home.take(MAIN, m.BufferAsk())
+    out = home.take(MAIN, m.BufferRequest())
     puts = [(p.group, p.index, None if p.body is None else float(p.body.view(torch.float32)[0])) for _, p in out]
     assert puts[-3:] == [(0, 0, 4.0), (1, 0, 5.0), (2, -1, None)]
 
@@ -116,27 +116,27 @@ def test_buffers_are_told_when_every_group_has_left_its_own():
 @pytest.mark.parametrize(("group", "index"), [(0, 1), (0, -1), (2, 0), (-1, 0)])
 def test_buffers_that_cannot_be_are_refused(group, index):
     with pytest.raises(m.ProtocolError, match=f"model buffer {index} of group {group}"):
-        Home(0, groups=2).ending.buffer_place(m.BufferPut(group, index), SCHEMA)
+        Home(0, groups=2).ending.buffer_place(m.ModelBufferValue(group, index), SCHEMA)
 
 
 def test_server_0_0_is_done_when_worker_0_0_has_all_it_wants():
     home = Home(0, groups=1)
     home.drained()
     assert not home.ending.done
-    home.take(MAIN, m.FinalAsk(-1))
+    home.take(MAIN, m.FinalRequest(-1))
     assert not home.ending.done
     put(home, 0, 1.0)
-    home.take(MAIN, m.BufferPut(0, -1))
-    home.take(MAIN, m.BufferAsk())
+    home.take(MAIN, m.ModelBufferValue(0, -1))
+    home.take(MAIN, m.BufferRequest())
     assert home.ending.done
 
 
 def test_whoever_takes_the_place_of_the_dead_is_told_what_it_asks_itself():
     """Though the script of the dead had come to its end: a fresh process knows no model yet, and asks when it does."""
     home = Home(0, groups=1)
-    assert home.take(MAIN, m.FinalAsk(1)) == []
+    assert home.take(MAIN, m.FinalRequest(1)) == []
     home.ending.forget(0, ended=True)
-    home.take(MAIN, m.BufferPut(0, 0, body=torch.zeros(8, dtype=torch.uint8)))
-    home.take(MAIN, m.BufferPut(0, -1))
+    home.take(MAIN, m.ModelBufferValue(0, 0, body=torch.zeros(8, dtype=torch.uint8)))
+    home.take(MAIN, m.ModelBufferValue(0, -1))
     assert home.drained() == []
-    assert home.take(MAIN, m.FinalAsk(2))
+    assert home.take(MAIN, m.FinalRequest(2))

@@ -9,13 +9,13 @@ import torch
 from simulation import job
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Commit, Lease, LeaseAsk, LeaseFree
-from topotrain.core.server.consistency import EVERYTHING, STATIC, Streams
+from topotrain.core.protocol import Commit, Lease, LeaseRelease, LeaseRequest
+from topotrain.core.server.consistency import EVERYTHING, STATIC, AppliedBatches
 from topotrain.tools.simulator import trial
-from topotrain.tools.simulator.fault_schedule import Fault, Schedule
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
+from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial
-from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.training.data.lease_queue import LeaseQueue
 
 pytestmark = pytest.mark.simulated
 
@@ -73,9 +73,9 @@ def lived(layout: str, mode: str, every: float, epochs: int, kind: type[Trial] =
     # Groups that others do not read for stay behind; and with nobody there nobody looks at the clock.
     mortal = mode == "lease" or (layout == "sandblaster" and not every)
     faults = () if not mortal else (Fault(0, 0, after=4, kind=Commit, away=0.001),)
-    schedule = Schedule("calm", 3, epochs, mode, True, faults, every=every)
+    schedule = FaultSchedule("calm", 3, epochs, mode, True, faults, every=every)
     settings = {"snapshot_s": 30.0 if every else 0.0, **LAYOUTS[layout]}
-    found = kind(job(**settings), 5, schedule, Weather(delay=(0.0001, 0.001))).run()
+    found = kind(job(**settings), 5, schedule, NetworkFaults(delay=(0.0001, 0.001))).run()
     assert not found.wrong() and bool(found.snapshots) is bool(every) and found.kills == len(faults)
     return found
 
@@ -103,29 +103,29 @@ def test_after_many_epochs_a_job_keeps_no_more_than_after_few(
 
 
 def test_epochs_that_are_left_early_are_over_once_everybody_is_past_them() -> None:
-    book, workers = LeaseBook(2), [Address(Role.WORKER, group, 0) for group in (0, 1)]
+    book, workers = LeaseQueue(2), [Address(Role.WORKER, group, 0) for group in (0, 1)]
     for epoch in range(200):
         for who in workers:
-            ((_, lease),) = book.handle(who, LeaseAsk(epoch, 0, 100, 0, 0, False))
-            assert book.handle(who, LeaseFree(epoch, 0, lease.first + 1)) == []
+            ((_, lease),) = book.handle(who, LeaseRequest(epoch, 0, 100, 0, 0, False))
+            assert book.handle(who, LeaseRelease(epoch, 0, lease.first + 1)) == []
     assert book.open_epochs == (198, 199), "a fresh process may begin in the epoch before the last"
-    assert book.handle(workers[0], LeaseAsk(197, 0, 100, 0, 0, True)) == [(workers[0], Lease(197, 0, -1, 0, -1))]
+    assert book.handle(workers[0], LeaseRequest(197, 0, 100, 0, 0, True)) == [(workers[0], Lease(197, 0, -1, 0, -1))]
     assert sum(entries(book).values()) < 100
 
 
 def test_a_group_that_comes_late_keeps_the_epochs_that_it_has_not_seen_and_one_that_has_left_does_not() -> None:
-    book, worker = LeaseBook(2), Address(Role.WORKER, 0, 0)
+    book, worker = LeaseQueue(2), Address(Role.WORKER, 0, 0)
     for epoch in range(20):
-        ((_, lease),) = book.handle(worker, LeaseAsk(epoch, 0, 100, 0, 0, False))
-        book.handle(worker, LeaseFree(epoch, 0, lease.first + 1))
+        ((_, lease),) = book.handle(worker, LeaseRequest(epoch, 0, 100, 0, 0, False))
+        book.handle(worker, LeaseRelease(epoch, 0, lease.first + 1))
     assert len(book.open_epochs) == 20
     book.finished(1)
-    book.handle(worker, LeaseAsk(20, 0, 100, 0, 0, False))
+    book.handle(worker, LeaseRequest(20, 0, 100, 0, 0, False))
     assert book.open_epochs == (19, 20)
 
 
 def test_what_is_forgotten_of_a_stream_is_known_and_not_new() -> None:
-    streams = Streams()
+    streams = AppliedBatches()
     for epoch in range(10):
         assert streams.verdict((epoch << 32 | 7, 0, 2), 1) == "new"
         streams.record((epoch << 32 | 7, 0, 2), 1)
@@ -137,7 +137,7 @@ def test_what_is_forgotten_of_a_stream_is_known_and_not_new() -> None:
 
 
 def test_streams_are_kept_as_long_as_a_snapshot_has_to_list_them() -> None:
-    streams = Streams(listed=True)
+    streams = AppliedBatches(listed=True)
     for epoch in range(10):
         streams.record((epoch << 32 | STATIC | 2, 0, 2))
     assert len(streams.counts()) == 10

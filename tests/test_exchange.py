@@ -10,10 +10,10 @@ from torch import nn
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client import Exchange, JobError, PeerLost, StepEnd
+from topotrain.core.client.client import Client, JobError, PeerLost, StepEnd
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import describe
-from topotrain.launch.runtime.process_host import Monitor
+from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 
@@ -47,7 +47,7 @@ class Door:
         schema, self.map = plan_of(topology, parts, describe(optimizer, parts.tensors))
         self.flats = FlatBuffers(self.map, None, lambda n, dtype: torch.zeros(n, dtype=dtype))
         self.sent, self.turn = [], Turn()
-        self.exchange = Exchange(ME, topology, lambda to, message: self.sent.append((to, message)), self.turn)
+        self.exchange = Client(ME, topology, lambda to, message: self.sent.append((to, message)), self.turn)
         self.exchange.open(schema, self.map, self.flats)
         self.schema_parts = self.take()
 
@@ -124,9 +124,9 @@ def test_means_are_there_when_all_servers_have_closed_and_all_they_named_has_com
     bucket = door.map.buckets_of(1)[0]
     door.exchange.end_backward(0, 0, 1.0, 0)
     body = torch.arange(float(bucket.hi - bucket.lo))
-    door.hears(0, m.Reduced(0, 0, b"\x00"))
-    door.hears(1, m.Reduced(0, 0, b"\x01"))
-    door.hears(1, m.Mean(0, 0, bucket.id, b"\x01", body=body.view(torch.uint8)))
+    door.hears(0, m.BackwardReduced(0, 0, b"\x00"))
+    door.hears(1, m.BackwardReduced(0, 0, b"\x01"))
+    door.hears(1, m.ReducedGradient(0, 0, bucket.id, b"\x01", body=body.view(torch.uint8)))
     means, written = door.exchange.wait_means()
     assert written == 0
     assert list(means) == [bucket.id]
@@ -137,15 +137,15 @@ def test_means_are_there_when_all_servers_have_closed_and_all_they_named_has_com
 def test_means_of_another_backward_are_not_mistaken():
     door = Door()
     bucket = door.map.buckets_of(0)[0]
-    stale = m.Mean(0, 0, bucket.id, b"\x01", body=torch.full((bucket.hi - bucket.lo,), 9.0))
+    stale = m.ReducedGradient(0, 0, bucket.id, b"\x01", body=torch.full((bucket.hi - bucket.lo,), 9.0))
     door.exchange.end_backward(0, 1, 1.0, 0)
-    door.hears(0, stale, m.Reduced(0, 0, b"\x01"), m.Reduced(0, 1, b"\x00"))
-    door.hears(1, m.Reduced(0, 1, b"\x00"))
+    door.hears(0, stale, m.BackwardReduced(0, 0, b"\x01"), m.BackwardReduced(0, 1, b"\x00"))
+    door.hears(1, m.BackwardReduced(0, 1, b"\x00"))
     assert door.exchange.wait_means() == ({}, 0)
     door.exchange.handle(SERVERS[0], stale)  # said again after the end
     door.exchange.end_backward(1, 0, 1.0, 0)
-    door.hears(0, m.Reduced(1, 0, b"\x00"))
-    door.hears(1, m.Reduced(1, 0, b"\x00"))
+    door.hears(0, m.BackwardReduced(1, 0, b"\x00"))
+    door.hears(1, m.BackwardReduced(1, 0, b"\x00"))
     assert door.exchange.wait_means() == ({}, 0)
 
 
@@ -228,12 +228,12 @@ def test_buckets_of_others_are_refused():
 def test_bodies_are_received_where_they_belong():
     door = Door()
     bucket = door.map.buckets_of(0)[0]
-    mean = m.Mean(0, 0, bucket.id, b"\x01")
+    mean = m.ReducedGradient(0, 0, bucket.id, b"\x01")
     assert door.exchange.place(SERVERS[0], mean, True) is None
     assert door.exchange.place(SERVERS[0], mean, False).data_ptr() == door.flats.view("mean", bucket).data_ptr()
-    buffer = door.exchange.place(SERVERS[0], m.BufferPut(0, 2), False)
+    buffer = door.exchange.place(SERVERS[0], m.ModelBufferValue(0, 2), False)
     assert buffer.nbytes == 8  # num_batches_tracked
-    assert door.exchange.place(SERVERS[0], m.BufferPut(0, 9), False) is None
+    assert door.exchange.place(SERVERS[0], m.ModelBufferValue(0, 9), False) is None
     assert door.exchange.place(SERVERS[0], m.Applied(0, 0, 0, False, 0.0), False) is None
 
 
@@ -248,7 +248,7 @@ def test_state_comes_in_parts_from_all_servers():
         (second, "step"),
         (second, "other"),
     ]
-    assert door.take() == [(server, m.StateAsk(1)) for server in SERVERS]
+    assert door.take() == [(server, m.StateRequest(1)) for server in SERVERS]
 
 
 def test_buffers_go_to_server_0_0_as_bytes():
@@ -258,7 +258,7 @@ def test_buffers_go_to_server_0_0_as_bytes():
     assert door.take() == [], "all workers of a group hold them: worker 0 speaks"
     door.exchange.me = ME._replace(index=0)
     door.exchange.put_buffers(buffers)
-    sent = door.take(m.BufferPut)
+    sent = door.take(m.ModelBufferValue)
     assert {to for to, _ in sent} == {SERVERS[0]}
     assert [(p.group, p.index) for _, p in sent] == [(0, 0), (0, 1), (0, -1)]
     assert torch.equal(sent[0][1].body.view(torch.float32), torch.tensor([1.0, 2.0]))
@@ -268,11 +268,11 @@ def test_a_lease_is_the_answer_to_its_own_question():
     door = Door()
     door.hears(0, m.Lease(0, 4, 0, 0, 1), m.Lease(1, 5, 7, 3, 6))
     assert door.exchange.data.lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
-    assert door.take() == [(SERVERS[0], m.LeaseAsk(1, 5, 9, 0, 2, False))]
+    assert door.take() == [(SERVERS[0], m.LeaseRequest(1, 5, 9, 0, 2, False))]
 
 
 def test_a_monitor_wakes_who_waits():
-    monitor, seen, there = Monitor(60.0), [], threading.Event()
+    monitor, seen, there = ConditionWaiter(60.0), [], threading.Event()
 
     def wait():
         with monitor.update():
@@ -294,9 +294,9 @@ def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
     door = Door()
     door.exchange.left_early(3, 0)
     door.exchange.data.free(0, 0, 0)  # said while the iterator is collected
-    door.take(m.LeaseFree)
+    door.take(m.LeaseRelease)
     door.exchange.tell(SERVERS[1], m.Finish(3))
-    left = m.LeftEarly(1, 3, 0)
+    left = m.LoopExited(1, 3, 0)
     assert door.take() == [(SERVERS[0], left), (SERVERS[1], left), (SERVERS[1], m.Finish(3))]
     door.exchange.tell(SERVERS[0], m.Finish(3))
     door.take(m.Finish)

@@ -11,7 +11,7 @@ import pytest
 from tests.launch_targets import MARK, PLAY, marked, wait_for
 from topotrain.core.events import Failed, Notice, from_json
 from topotrain.launch.agent import forkserver
-from topotrain.launch.agent.pipes import Lines
+from topotrain.launch.agent.pipes import LineReader
 
 
 class Host:
@@ -22,7 +22,7 @@ class Host:
         self.mark = uuid.uuid4().hex
         self.environ = {**os.environ, MARK: self.mark}
         self.running = forkserver.start(folder / "forkserver.log", preload, self.environ)
-        self.client = forkserver.Client(self.running.path)
+        self.client = forkserver.ForkserverClient(self.running.path)
         self.answers = []
         self.controls = {}
 
@@ -33,7 +33,7 @@ class Host:
         self.controls[who] = ours
         spec = {"who": who, "args": [f"{who}={part}"], "program": "", "run_dir": str(self.folder)}
         with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err, theirs:
-            request = forkserver.Request(
+            request = forkserver.ForkRequest(
                 who=who,
                 call=call,
                 spec=spec,
@@ -62,7 +62,7 @@ class Host:
     def heard(self, kind, who="worker 0/0"):
         """The first event of a kind that the child tells."""
         channel = self.controls[who]
-        lines = Lines(channel.fileno())
+        lines = LineReader(channel.fileno())
         while True:
             for line in lines.read() or []:
                 event = from_json(line.decode())
@@ -144,7 +144,7 @@ def test_a_dead_child_takes_its_process_group_with_it(host):
 
 
 def test_children_end_with_their_requester_or_their_control_channel(host):
-    client, host.client = host.client, forkserver.Client(host.running.path)
+    client, host.client = host.client, forkserver.ForkserverClient(host.running.path)
     host.spawn("group", "worker 0/1")
     assert host.heard(Notice, "worker 0/1").text == "brood"
     host.client.close()

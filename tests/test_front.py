@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.comm.security.handshake import HungUp, Identity, TooSlow
+from topotrain.comm.security.handshake import HandshakeAborted, HandshakeTimeout, Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport import Broken
+from topotrain.comm.transport import ConnectionLost
 from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Adam as AdamConf
 from topotrain.config.job import Cluster, ConfigError, Job, LRGen, Step, Updater
@@ -27,7 +27,7 @@ from topotrain.core import events
 from topotrain.core.client.client import JobError
 from topotrain.launch import choose_cause
 from topotrain.launch.runtime import entry_points
-from topotrain.launch.runtime.process_host import Place, serve
+from topotrain.launch.runtime.process_host import RouterConfig, serve
 from topotrain.parallel.api.dry_run import state_factor
 from topotrain.training import context, finish_job
 from topotrain.training.final_parameters import save_final
@@ -192,7 +192,7 @@ class Here:
         (folder / "store").mkdir(mode=0o700)
         store, sockets = open_store((folder / "store").as_uri()), Path(socket_directory())
         places = [
-            Place(job, layout(job.cluster), Identity(job.name, bytes(32), n, 0, job.digest()), store, sockets)
+            RouterConfig(job, layout(job.cluster), Identity(job.name, bytes(32), n, 0, job.digest()), store, sockets)
             for n in (1, 2)
         ]
         self.troubles = []
@@ -396,7 +396,9 @@ def test_an_exception_of_the_program_explains_more_than_what_a_server_says_of_it
     kinds = [finish_job.kind_of(error) for error in (JobError("left early", False), JobError("no", True), ValueError())]
     assert kinds == ["internal", "config", "program"]
     assert finish_job.kind_of(JobError("not finite again", False, True)) == "quarantine"
-    assert [finish_job.kind_of(error) for error in (Broken("no way"), HungUp(""), TooSlow(""))] == ["peer"] * 3
+    assert [
+        finish_job.kind_of(error) for error in (ConnectionLost("no way"), HandshakeAborted(""), HandshakeTimeout(""))
+    ] == ["peer"] * 3
     assert (
         choose_cause([events.Failed("worker 0/0", kinds[0], "", ""), events.Failed("w", kinds[2], "", "")]).who == "w"
     )

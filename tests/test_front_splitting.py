@@ -19,13 +19,13 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.parallel.api.prepare_split import says_where, tagged
 from topotrain.parallel.api.split_forward import kind_of, samples_of
 from topotrain.parallel.capture import device_scopes
-from topotrain.parallel.placement.parameter_owners import Share, Whole
+from topotrain.parallel.placement.parameter_owners import OwnedPart, WholeTensor
 from topotrain.parallel.runtime import gather as gathering
 from topotrain.parallel.runtime.gather import AHEAD, entries, gather, give
-from topotrain.parallel.runtime.worker_sync import Hello, Meeting
+from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training import context as process
 from topotrain.training.final_parameters import in_one_file, save_tensors
-from topotrain.training.trainer.evaluation import HeldOut, Objective, evaluate, follow
+from topotrain.training.trainer.evaluation import EvaluationLoader, Objective, evaluate, follow
 from topotrain.training.trainer.parameter_files import load_checkpoints
 
 
@@ -179,19 +179,19 @@ def test_calls_of_one_kind() -> None:
 # --- together in between ------------------------------------------------------------------------------------------
 
 WHOLES = {
-    "rows": (torch.arange(60.0).view(20, 3), [Share((w,), 0, 7 * w, min(7 * w + 7, 20)) for w in range(3)]),
-    "columns": (torch.arange(30).view(5, 6), [Share((w,), 1, 2 * w, 2 * w + 2) for w in range(3)]),
-    "all": (torch.rand(4), [Share()]),
-    "other's": (torch.rand(3, 4).t(), [Share((2,))]),
-    "two": (torch.tensor([True, False]), [Share((1, 2))]),
-    "number": (torch.tensor(7), [Share((1,))]),
-    "nothing": (torch.empty(0, 3), [Share((1,))]),
+    "rows": (torch.arange(60.0).view(20, 3), [OwnedPart((w,), 0, 7 * w, min(7 * w + 7, 20)) for w in range(3)]),
+    "columns": (torch.arange(30).view(5, 6), [OwnedPart((w,), 1, 2 * w, 2 * w + 2) for w in range(3)]),
+    "all": (torch.rand(4), [OwnedPart()]),
+    "other's": (torch.rand(3, 4).t(), [OwnedPart((2,))]),
+    "two": (torch.tensor([True, False]), [OwnedPart((1, 2))]),
+    "number": (torch.tensor(7), [OwnedPart((1,))]),
+    "nothing": (torch.empty(0, 3), [OwnedPart((1,))]),
 }
 
 
-def held_by(me: int) -> list[gathering.Entry]:
+def held_by(me: int) -> list[gathering.GatheredTensor]:
     wholes = [
-        Whole(tensor, (name,), (), tuple(shares), tuple(tensor.shape), tensor.stride())
+        WholeTensor(tensor, (name,), (), tuple(shares), tuple(tensor.shape), tensor.stride())
         for name, (tensor, shares) in WHOLES.items()
     ]
     tensors = [
@@ -209,9 +209,9 @@ def test_what_several_hold_comes_to_the_first_in_small_pieces(monkeypatch: pytes
     def work(town: Town) -> dict[str, torch.Tensor]:
         nonlocal most
         made = {name: torch.zeros_like(tensor) for name, (tensor, _) in WHOLES.items()}
-        meeting = Meeting(town)
+        meeting = WorkerSync(town)
 
-        def place(entry: gathering.Entry) -> torch.Tensor:
+        def place(entry: gathering.GatheredTensor) -> torch.Tensor:
             nonlocal most
             most = max(most, len(roads.stores[0]))
             return entry.share.of(made[entry.whole.names[0]])
@@ -234,7 +234,7 @@ def test_what_several_hold_comes_to_the_first_in_small_pieces(monkeypatch: pytes
 @pytest.mark.parametrize(("absent", "does"), [(0, "steps"), (2, "steps"), (2, "draws")])
 def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: str) -> None:
     def work(town: Town) -> None:
-        meeting = Meeting(town)
+        meeting = WorkerSync(town)
         meeting.draw(0, 0)
         if town.me == absent:
             meeting.stepped() if does == "steps" else meeting.draw(1, 0)
@@ -251,13 +251,13 @@ def test_a_worker_that_goes_on_without_the_others_is_named(absent: int, does: st
 
 def test_a_worker_that_waits_for_batches_is_not_waited_for_in_a_forward() -> None:
     def work(town: Town) -> None:
-        meeting = Meeting(town)
+        meeting = WorkerSync(town)
         meeting.draw(0, 0)
-        meeting.meet(Hello(*[0] * 10))
+        meeting.meet(ForwardHello(*[0] * 10))
         if town.me:
             meeting.draw(0, 1)
         else:
-            meeting.meet(Hello(*[0] * 10))
+            meeting.meet(ForwardHello(*[0] * 10))
 
     with pytest.raises(ConfigError, match="worker 1 of the group goes on to other batches, worker 0 calls"):
         together(2, work)
@@ -300,7 +300,7 @@ def test_who_follows_an_evaluation_calls_the_model_as_often(loss: Any, calls: in
             return super().forward(given)
 
     model = Model(3, 2)
-    data = HeldOut("test", DataLoader(TensorDataset(torch.rand(10, 3), torch.rand(10, 2)), batch_size=4), -1)
+    data = EvaluationLoader("test", DataLoader(TensorDataset(torch.rand(10, 3), torch.rand(10, 2)), batch_size=4), -1)
     objective = Objective(loss, {"other": loss})
     evaluate(model, objective, data)
     assert [count for count, _, _ in seen[::calls]] == [4, 4, 2]

@@ -24,27 +24,27 @@ from simulation import Seat, Town, job, zeros
 from vault import Vault
 from wire_town import SERVER, WORKER, Recorder, identity, place_new
 
-from topotrain.comm.security.handshake import Stranger, answer
+from topotrain.comm.security.handshake import NotOurProtocol, answer
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix
-from topotrain.comm.store.memory_store import Table
-from topotrain.comm.store.tcp_store_protocol import Garbled, Op, Request, receive_request, send_request
+from topotrain.comm.store.memory_store import MemoryTable
+from topotrain.comm.store.tcp_store_protocol import MalformedFrame, Op, StoreRequest, receive_request, send_request
 from topotrain.comm.store.tcp_store_server import _answer
 from topotrain.comm.transport import Refused
 from topotrain.comm.transport.connection import Connection, checked
 from topotrain.comm.transport.frame import BODY, Header
-from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk
+from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
 from topotrain.config import job_file
 from topotrain.config.field_checks import ConfigError
 from topotrain.config.job import Agreement, Algorithm, Grads
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.protocol import ProtocolError, decode, encode
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed
-from topotrain.extensions.checkpointing.checkpoint_writer import Files
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
@@ -157,19 +157,19 @@ def tables(seat: Seat) -> None:
                 m.TableOpen(0, 0, spec.to_text()),
                 m.TablePush(1, 0, 1, True, pack_ids(ids), body=rows),
                 m.TablePull(2, 0, 1, 0, pack_ids(ids)),
-                m.TableGive(3, 0, pack_ids(ids), body=rows),
-                m.TableAsk(4, 0, 1),
+                m.TableAssign(3, 0, pack_ids(ids), body=rows),
+                m.TableStatsRequest(4, 0, 1),
                 m.TableStep(5, 0),
                 m.TableList(6, 0, 1, 0),
                 m.TableBarrier(7, 1),
-                m.TablesBye(8),
+                m.TablesFinished(8),
             ]
         ):
             assert word.number == number
             seat.door.tell(server, word)
 
 
-def come(resident: Server | Exchange, sender: Address, message: m.Message, viewable: bool) -> Any:
+def come(resident: Server | Client, sender: Address, message: m.Message, viewable: bool) -> Any:
     """As a road hands it over."""
     body = message.body
     if body is not None:
@@ -266,18 +266,18 @@ def test_workers_take_nothing_but_true_words() -> None:
     assert ends["refused"] and ends["taken"]
 
 
-def opened(talk: Conversation, me: Address, dice: Dice) -> Exchange:
-    door = Exchange(me, talk.town.topology, lambda to, message: None, Idle())
+def opened(talk: Conversation, me: Address, dice: Dice) -> Client:
+    door = Client(me, talk.town.topology, lambda to, message: None, Idle())
     if dice.random.random() < 0.9:
         door.open(talk.town.schema, talk.town.map, FlatBuffers(talk.town.map, None, zeros))
     return door
 
 
-def awaited(door: Exchange, message: m.Message) -> None:
+def awaited(door: Client, message: m.Message) -> None:
     """What makes the door listen to this answer."""
     if isinstance(message, m.Values) and door._is_open:  # before that nobody asks for any
         door._round = message.round
-    if isinstance(message, m.Mean | m.Reduced):
+    if isinstance(message, m.ReducedGradient | m.BackwardReduced):
         door._backward = (message.step, message.ordinal)
     if isinstance(message, m.StatePart):
         door._rounds, door._states = message.round, {server: {} for server in door.servers}
@@ -393,7 +393,7 @@ def test_nobody_comes_in_by_a_damaged_handshake() -> None:
     others = [said, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), said[7:]]
     for _ in range(share(0.1)):
         a, b = filled(dice.spoiled(said, others)[:4000] if dice.random.random() < 0.9 else said)
-        with a, b, pytest.raises((Refused, Stranger)):
+        with a, b, pytest.raises((Refused, NotOurProtocol)):
             answer(b, identity(), lambda address: True, 5)
 
 
@@ -406,10 +406,10 @@ def heard(speak: Callable[[socket.socket], None]) -> bytes:
 
 
 def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
-    dice, table = Dice(SEED + 5), Table()
+    dice, table = Dice(SEED + 5), MemoryTable()
     asked = []
     for op in Op:
-        request = Request(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1)
+        request = StoreRequest(op, "some/key", b"value", b"known" if op % 2 else None, 5, 0.1)
         asked.append(heard(lambda sock, request=request: send_request(sock, request)))
     for _ in range(share(0.05)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
@@ -419,7 +419,7 @@ def test_requests_to_a_store_are_answered_or_hung_up_on() -> None:
                 if request is not None and request.op is not Op.WATCH:
                     (check_prefix if request.op is Op.KEYS else check_key)(request.key)
                     _answer(table, request)
-            except (Garbled, StoreError, OSError, ValueError):
+            except (MalformedFrame, StoreError, OSError, ValueError):
                 continue
 
 
@@ -427,14 +427,14 @@ def test_what_a_session_hears_is_words_or_its_end() -> None:
     dice, asked = Dice(SEED + 6), []
     for words in ({"do": "open", "n": [1, 2, {"x": None}]}, {"do": "run", "feeds": "x" * 50}):
         tensors = [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int8)]
-        asked.append(heard(lambda sock, words=words, tensors=tensors: Talk(sock).say(words, tensors)))
+        asked.append(heard(lambda sock, words=words, tensors=tensors: SessionConnection(sock).say(words, tensors)))
     for _ in range(share(0.03)):
         a, b = filled(dice.spoiled(dice.random.choice(asked), asked))
         with a, b:
             try:
-                words, tensors = Talk(b).hear(5)
+                words, tensors = SessionConnection(b).hear(5)
                 assert isinstance(words, dict) and all(tensor.numel() < 1 << 16 for tensor in tensors)
-            except Gone:
+            except SessionClosed:
                 continue
 
 
@@ -443,7 +443,7 @@ def test_what_a_session_hears_is_words_or_its_end() -> None:
 
 def test_a_forged_manifest_is_read_or_refused_by_name(tmp_path: Path) -> None:
     dice = Dice(SEED + 7)
-    path = Vault(torch.optim.Adam).train(1).write(Files(tmp_path / FOLDER), 1)
+    path = Vault(torch.optim.Adam).train(1).write(SnapshotFiles(tmp_path / FOLDER), 1)
     true = json.loads((path / MANIFEST).read_text())
     for _ in range(share(0.02)):
         data = json.loads(json.dumps(true))
@@ -487,7 +487,7 @@ def forge(data: Any, dice: Dice) -> None:
 
 def test_a_damaged_safetensors_header_is_refused_by_name(tmp_path: Path) -> None:
     dice = Dice(SEED + 8)
-    path = Vault(torch.optim.Adam).train(1).write(Files(tmp_path / FOLDER), 1)
+    path = Vault(torch.optim.Adam).train(1).write(SnapshotFiles(tmp_path / FOLDER), 1)
     file = path / "model.safetensors"
     true = file.read_bytes()
     for _ in range(share(0.02)):

@@ -8,7 +8,7 @@ import torch
 from test_imports import LIBRARIES as FILES
 from test_imports import PACKAGE, read
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.comm.store import open_store
 from topotrain.compat.integrations import external_loop
 from topotrain.config.job import Cluster, ConfigError, Job, Shard
@@ -62,7 +62,7 @@ class Book:
 
 def test_a_batch_counts_when_it_is_handed_on():
     book = Book()
-    handing = external_loop.Handing(book)
+    handing = external_loop.ExternalAccounting(book)
     handing.drawn(7, 0, 4.0, 4)
     handing.drawn(7, 1, 3.0, 3)
     assert book.told == []
@@ -79,7 +79,7 @@ def tied(tmp_path, monkeypatch):
 
     def tie(batches, shard=Shard.kAuto, group=1, **how):
         job = Job(shard=shard, cluster=Cluster(nworker_groups=2, server_worker_separate=True))
-        place = Place.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
+        place = RouterConfig.of(job, open_store(tmp_path.as_uri()), bytes(32), tmp_path, 0, (), "127.0.0.1")
         here = context.Context(place, Address(Role.WORKER, group, 0), tmp_path, print)
         monkeypatch.setattr(context, "_current", here)
         monkeypatch.setattr(

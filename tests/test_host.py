@@ -21,16 +21,16 @@ from arrangement import (
     vectors,
 )
 
-from topotrain.comm.router import Place, Roads
+from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport import Refused, WireError
-from topotrain.comm.transport.shared_memory import Memory, socket_directory
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
 from topotrain.config.job import Cluster, Grads, Job, Reduce
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.launch.runtime.process_host import WorkerConnections
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def place(tmp_path):
     def made(job=None, token=bytes(32), number=1):
         job = job or Job()
         identity = Identity(job.name, token, number, 0, job.digest())
-        return Place(job, layout(job.cluster), identity, open_store((tmp_path / "store").as_uri()), sockets)
+        return RouterConfig(job, layout(job.cluster), identity, open_store((tmp_path / "store").as_uri()), sockets)
 
     return made
 
@@ -152,14 +152,14 @@ class Listener:
 @pytest.mark.parametrize(("road", "schemes"), [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
 def test_a_server_is_reached_on_the_roads_of_the_job(road, schemes, place):
     job = Job(cluster=Cluster(road=road))
-    roads = Roads(place(job), Memory())
+    roads = Router(place(job), ProcessMemory())
     urls = roads.attach(SERVER, Listener())
     roads.close()
     assert [url.partition(":")[0] for url in urls] == schemes
 
 
 def test_who_was_heard_on_a_road_is_answered_there(place):
-    home, guest = Roads(place(number=1), Memory()), Roads(place(number=2), Memory())
+    home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
     server, worker = Listener(), Listener()
     home.publish("server", SERVER, home.attach(SERVER, server))
     guest.attach(WORKER, worker, dial_only=True)
@@ -169,23 +169,26 @@ def test_who_was_heard_on_a_road_is_answered_there(place):
     home.send(SERVER, WORKER, m.Applied(0, 0, 0, False, 0.0))
     assert worker.wait(1)[0][0] == SERVER
     assert home.traffic()[0] > 0 and guest.traffic()[1] > 0
-    with pytest.raises(WireError, match=r"no way from server 0/0 to worker 0/1"):
+    with pytest.raises(TransportError, match=r"no way from server 0/0 to worker 0/1"):
         home.send(SERVER, Address(Role.WORKER, 0, 1), m.Fetch(1))
     guest.close()
     home.close()
 
 
 def test_a_stranger_is_refused_and_the_others_go_on(place):
-    home, guest = Roads(place(number=1), Memory()), Roads(place(token=bytes([1] * 32), number=2), Memory())
+    home, guest = (
+        Router(place(number=1), ProcessMemory()),
+        Router(place(token=bytes([1] * 32), number=2), ProcessMemory()),
+    )
     home.publish("server", SERVER, home.attach(SERVER, server := Listener()))
     guest.attach(WORKER, Listener(), dial_only=True)
-    with pytest.raises(WireError):
+    with pytest.raises(TransportError):
         guest.connect(WORKER, SERVER, "server")
-    other = Roads(place(Job(seed=1), number=3), Memory())
+    other = Router(place(Job(seed=1), number=3), ProcessMemory())
     other.attach(WORKER, Listener(), dial_only=True)
     with pytest.raises(Refused, match="CONFIG"):
         other.connect(WORKER, SERVER, "server")
-    friend = Roads(place(number=4), Memory())
+    friend = Router(place(number=4), ProcessMemory())
     friend.attach(WORKER, Listener(), dial_only=True)
     friend.connect(WORKER, SERVER, "server")
     friend.send(WORKER, SERVER, m.Fetch(1))
@@ -197,9 +200,9 @@ def test_a_stranger_is_refused_and_the_others_go_on(place):
 def test_a_workers_memory_is_shown_on_the_shared_road_only(place):
     for road, found in (("kShm", True), ("kTcp", False)):
         job = Job(cluster=Cluster(road=road, server_worker_separate=True))
-        home = Roads(place(job, number=1), Memory())
+        home = Router(place(job, number=1), ProcessMemory())
         home.publish("server", SERVER, home.attach(SERVER, Listener()))
-        roads = WorkerRoads(place(job, number=0), WORKER)
+        roads = WorkerConnections(place(job, number=0), WORKER)
         tensor = roads.allocate(100, torch.float32)
         assert (roads.memory.find(tensor) is not None) is found and not tensor.any()
         roads.close()

@@ -8,7 +8,7 @@ import pytest
 from wire_town import Pair, Town
 
 from topotrain.comm.transport import interrupt_guard
-from topotrain.comm.transport.frame_writer import Outbox
+from topotrain.comm.transport.frame_writer import FrameWriter
 from topotrain.comm.transport.interrupt_guard import between_frames
 from topotrain.core.protocol import Drained, Fetch
 
@@ -32,14 +32,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def interrupted_inside(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Raise SIGINT once, inside of a method of the outbox."""
-    usual = getattr(Outbox, name)
+    usual = getattr(FrameWriter, name)
 
-    def method(self: Outbox, *args: object) -> object:
-        monkeypatch.setattr(Outbox, name, usual)
+    def method(self: FrameWriter, *args: object) -> object:
+        monkeypatch.setattr(FrameWriter, name, usual)
         signal.raise_signal(signal.SIGINT)
         return usual(self, *args)
 
-    monkeypatch.setattr(Outbox, name, method)
+    monkeypatch.setattr(FrameWriter, name, method)
 
 
 def until_interrupted(pair: Pair) -> int:

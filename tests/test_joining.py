@@ -12,7 +12,7 @@ from torch import nn
 
 import topotrain as tt
 from topotrain.comm.store import StoreError, open_store
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport import Refused, TransportError
 from topotrain.compat.paddle.flags import Flags, from_values, parse
 from topotrain.compat.paddle.init import terms_of
 from topotrain.config.job import Cluster, ConfigError, Job, Slicing
@@ -22,9 +22,9 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError
 from topotrain.launch.by_hand import manual_worker
 from topotrain.launch.by_hand.manual_server import by_hand, place_of, serve, understandable
-from topotrain.launch.by_hand.manual_worker import StaticStore, Terms, join
-from topotrain.launch.runtime.process_host import WorkerRoads
-from topotrain.tools.plan.layout_plan import Schema, plan
+from topotrain.launch.by_hand.manual_worker import SharedSettings, StaticStore, join
+from topotrain.launch.runtime.process_host import WorkerConnections
+from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.training import context as process
 from topotrain.training.parameters.flat_parameters import describe_model
 
@@ -42,12 +42,12 @@ def free() -> str:
 class Serving:
     """A server on a thread, and what it ended with."""
 
-    def __init__(self, store: StaticStore, terms: Terms) -> None:
+    def __init__(self, store: StaticStore, terms: SharedSettings) -> None:
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(store, terms), daemon=True)
         self.thread.start()
 
-    def _run(self, store: StaticStore, terms: Terms) -> None:
+    def _run(self, store: StaticStore, terms: SharedSettings) -> None:
         try:
             serve(JOB, [SERVER], store, SECRET, terms=terms)
         except BaseException as error:
@@ -59,14 +59,18 @@ class Serving:
         return str(self.error)
 
 
-def call(store: StaticStore, me: Address = FIRST, secret: bytes = SECRET, terms: Terms | None = None) -> WorkerRoads:
-    return WorkerRoads(place_of(by_hand(JOB), store, secret, terms or Terms("2 trainers"), "127.0.0.1"), me)
+def call(
+    store: StaticStore, me: Address = FIRST, secret: bytes = SECRET, terms: SharedSettings | None = None
+) -> WorkerConnections:
+    return WorkerConnections(
+        place_of(by_hand(JOB), store, secret, terms or SharedSettings("2 trainers"), "127.0.0.1"), me
+    )
 
 
 @contextmanager
 def served(**terms: object) -> Iterator[tuple[StaticStore, Serving]]:
     store = StaticStore([free()])
-    serving = Serving(store, Terms(**{"words": "2 trainers", **terms}))
+    serving = Serving(store, SharedSettings(**{"words": "2 trainers", **terms}))
     yield store, serving
     serving.ended()
 
@@ -78,7 +82,7 @@ def test_who_was_told_something_else_is_refused_in_words():
     with served(compare="num_of_gradient_servers") as (store, _):
         right = call(store)
         with pytest.raises(Refused, match=r"worker 0/1 has 3 trainers .*, server 0/0 has 2 trainers") as refused:
-            call(store, SECOND, terms=Terms("3 trainers"))
+            call(store, SECOND, terms=SharedSettings("3 trainers"))
         assert refused.value.code == "CONFIG"
         with pytest.raises(Refused, match="could not prove"):
             call(store, SECOND, bytes(32))
@@ -121,8 +125,8 @@ def test_who_does_not_come_in_time_is_named():
 
 def test_a_server_that_does_not_come_in_time_is_named():
     before = threading.enumerate()
-    with pytest.raises(WireError, match=r"server 0/0 was not there within 0.2 s: cannot reach"):
-        call(StaticStore([free()]), terms=Terms(patience_s=0.2))
+    with pytest.raises(TransportError, match=r"server 0/0 was not there within 0.2 s: cannot reach"):
+        call(StaticStore([free()]), terms=SharedSettings(patience_s=0.2))
     assert [thread for thread in threading.enumerate() if thread not in before] == []
 
 
@@ -131,7 +135,7 @@ def test_a_port_that_is_taken_is_an_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(WireError, match=f"port {port} of 127.0.0.1 cannot be used"):
+        with pytest.raises(TransportError, match=f"port {port} of 127.0.0.1 cannot be used"):
             serve(JOB, [SERVER], StaticStore([f"127.0.0.1:{port}"]), SECRET)
     assert torch.tensor([1e-40]).mul(1.0).item() != 0  # the process is the user's again: tiny numbers are kept
 
@@ -140,10 +144,10 @@ def test_nobody_listens_on_every_interface(tmp_path):
     everywhere = "host = '0.0.0.0': stands for every interface; must be the address of one"
     store = StaticStore([free()])
     for servers in (StaticStore(["0.0.0.0:7164"]), open_store(tmp_path.as_uri())):
-        with pytest.raises(WireError, match=everywhere):
+        with pytest.raises(TransportError, match=everywhere):
             serve(JOB, [SERVER], servers, SECRET, host="0.0.0.0")
-    with pytest.raises(WireError, match=everywhere):
-        WorkerRoads(place_of(by_hand(JOB), store, SECRET, Terms(), "0.0.0.0"), FIRST)
+    with pytest.raises(TransportError, match=everywhere):
+        WorkerConnections(place_of(by_hand(JOB), store, SECRET, SharedSettings(), "0.0.0.0"), FIRST)
 
 
 def test_places_that_do_not_exist_are_refused():
@@ -395,12 +399,12 @@ def test_homes_that_do_not_exist_are_refused():
 
 def test_a_plan_tells_of_homes():
     job = Job(cluster=Cluster(nservers_per_group=2))
-    data = plan(job, Schema(tuple(parameters((640, 1), (64, -1))))).as_data()
+    data = plan(job, PlannedSchema(tuple(parameters((640, 1), (64, -1))))).as_data()
     assert data["homes"] == {"p0": 1}
     assert data["imbalance"] == pytest.approx(2 * 640 / 704 - 1)
     assert (
         "2 tensors, kept whole, 1 where the script wants them"
-        in plan(job, Schema(tuple(parameters((640, 1), (64, -1))))).explain()
+        in plan(job, PlannedSchema(tuple(parameters((640, 1), (64, -1))))).explain()
     )
 
 

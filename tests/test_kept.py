@@ -9,7 +9,7 @@ from wiping import wipe
 
 from topotrain.comm.store import StoreError, maintained_values, open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
-from topotrain.comm.store.maintained_values import KeptValues
+from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.store.store_base import Store
 
 
@@ -29,7 +29,7 @@ def store(folder: Path) -> Store:
 
 
 def test_values_come_back_into_a_store_that_was_wiped(store: Store, folder: Path) -> None:
-    values = KeptValues(store)
+    values = MaintainedValues(store)
     store.set("b", b"2")
     values.set("a", b"1")
     values.keep("b", b"2")
@@ -40,7 +40,7 @@ def test_values_come_back_into_a_store_that_was_wiped(store: Store, folder: Path
 
 
 def test_what_another_process_has_written_stays(store: Store) -> None:
-    values = KeptValues(store)
+    values = MaintainedValues(store)
     values.set("a", b"old")
     values.set("b", b"ours")
     store.set("a", b"new")
@@ -52,9 +52,9 @@ def test_what_another_process_has_written_stays(store: Store) -> None:
 
 
 def test_after_closing_nothing_is_written_and_no_thread_is_left(store: Store) -> None:
-    values = KeptValues(store)
+    values = MaintainedValues(store)
     values.close()  # without a value there is no thread either
-    values = KeptValues(store)
+    values = MaintainedValues(store)
     values.set("a", b"1")
     values.drop("b")
     values.set("b", b"2")
@@ -70,7 +70,7 @@ def test_after_closing_nothing_is_written_and_no_thread_is_left(store: Store) ->
 
 
 def test_a_store_that_is_away_is_asked_again(store: Store, folder: Path) -> None:
-    values = KeptValues(store)
+    values = MaintainedValues(store)
     values.set("a", b"1")
     wipe(folder)
     folder.write_text("no folder")
@@ -86,7 +86,7 @@ def test_what_was_written_first_is_written_again_last(store: Store, monkeypatch:
     """Whoever comes after a wipe, and finds the value that leads to the others, finds the others, too."""
     monkeypatch.setattr(maintained_values, "LOOK_S", 1000)
     seen: list[str] = []
-    values = KeptValues(store)
+    values = MaintainedValues(store)
     values.keep("first", b"1")
     values.keep("second", b"2")
     write = store.compare_and_set

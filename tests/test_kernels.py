@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from topotrain.config.job import ConfigError
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.adapter import OptimizerSpec, SliceUpdate
-from topotrain.core.optim.kernel_choice import STEPS, TOLERANCE, Verdict, verdict
+from topotrain.core.optim.kernel_choice import STEPS, TOLERANCE, KernelVerdict, verdict
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED: dict[str, list[dict[str, Any]]] = {
@@ -105,14 +105,14 @@ class NoDecay(SGD):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cls", [NoOp, NoVectors, NoTail, Uphill, LastOfLarge, NotANumber])
 def test_a_wrong_kernel_is_seen(cls: type[Wrong], dtype: torch.dtype) -> None:
-    assert verdict(cls, group(cls), dtype, "cpu") is Verdict.WRONG
+    assert verdict(cls, group(cls), dtype, "cpu") is KernelVerdict.WRONG
     assert kernel_choice.choose(cls, group(cls), [(dtype, "cpu")]) == {"fused": None}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_option_is_tried_where_it_is_set(dtype: torch.dtype) -> None:
-    assert verdict(NoDecay, group(NoDecay, weight_decay=1e-4), dtype, "cpu") is Verdict.WRONG
-    assert verdict(NoDecay, group(NoDecay), torch.float32, "cpu") is Verdict.RIGHT
+    assert verdict(NoDecay, group(NoDecay, weight_decay=1e-4), dtype, "cpu") is KernelVerdict.WRONG
+    assert verdict(NoDecay, group(NoDecay), torch.float32, "cpu") is KernelVerdict.RIGHT
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -138,24 +138,27 @@ def test_torchs_kernels_are_judged_by_what_they_do(name: str, settings: dict[str
 
 def test_a_group_without_a_step_to_be_seen_has_the_plain_loop() -> None:
     huge = group(torch.optim.Adagrad, initial_accumulator_value=1e12)
-    assert verdict(torch.optim.Adagrad, huge, torch.bfloat16, "cpu") is Verdict.UNSEEN
+    assert verdict(torch.optim.Adagrad, huge, torch.bfloat16, "cpu") is KernelVerdict.UNSEEN
     assert kernel_choice.choose(torch.optim.Adagrad, huge, [(torch.bfloat16, "cpu")]) == {"fused": None}
-    assert verdict(SGD, group(SGD), torch.complex64, "cpu") is Verdict.UNSEEN
+    assert verdict(SGD, group(SGD), torch.complex64, "cpu") is KernelVerdict.UNSEEN
 
 
 def test_each_kernel_is_tried_once_whatever_the_schedule_says() -> None:
     kernel_choice._try.cache_clear()
     for step in range(1, 20):
         settings = {"lr": 1.0 / step, "momentum": 0.9 - step / 100, "weight_decay": 1e-3 / step}
-        assert verdict(SGD, group(SGD) | settings, torch.float32, "cpu") is Verdict.RIGHT
-        assert verdict(Adam, group(Adam) | {"betas": (0.9 - step / 100, 0.99)}, torch.float32, "cpu") is Verdict.RIGHT
+        assert verdict(SGD, group(SGD) | settings, torch.float32, "cpu") is KernelVerdict.RIGHT
+        assert (
+            verdict(Adam, group(Adam) | {"betas": (0.9 - step / 100, 0.99)}, torch.float32, "cpu")
+            is KernelVerdict.RIGHT
+        )
     assert kernel_choice._try.cache_info().misses == 2
 
 
 def test_a_trial_draws_no_number_of_the_scripts() -> None:
     kernel_choice._try.cache_clear()
     before = torch.get_rng_state()
-    assert verdict(Adam, group(Adam), torch.float32, "cpu") is Verdict.RIGHT
+    assert verdict(Adam, group(Adam), torch.float32, "cpu") is KernelVerdict.RIGHT
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import topotrain as tt
 from topotrain.config.job import ConfigError
-from topotrain.extensions.tables.frontend.value_layout import WIDEST, Layout
+from topotrain.extensions.tables.frontend.value_layout import WIDEST, ValueLayout
 
 rows = partial(torch.sparse_coo_tensor, check_invariants=True)
 
@@ -30,7 +30,7 @@ def test_every_kind_works_with_one_worker(kind):
     "shape", [(), (1,), (5,), (0,), (WIDEST + 1,), (3, 4), (2, 3, 3), (2, 2 * WIDEST + 5), (1, 1, 1)], ids=str
 )
 def test_a_value_of_any_shape_comes_back(shape):
-    layout = Layout.of(shape)
+    layout = ValueLayout.of(shape)
     assert layout.width <= WIDEST
     value = torch.randn(shape)
     rows = layout.split(value)

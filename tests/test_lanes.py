@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity
 
-from topotrain.comm.security.handshake import Lane, dial
-from topotrain.comm.transport import Refused, WireError
-from topotrain.comm.transport.multi_socket import STRIPE, Bundle, Parking
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.security.handshake import SocketNumber, dial
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.multi_socket import STRIPE, MultiSocketChannel, PendingSockets
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
 
 
-def bundles(lanes: int, ahead: int = 0) -> tuple[Bundle, Bundle, list[socket.socket]]:
+def bundles(lanes: int, ahead: int = 0) -> tuple[MultiSocketChannel, MultiSocketChannel, list[socket.socket]]:
     pairs = [socket.socketpair() for _ in range(lanes)]
     ends = [[pair[side] for pair in pairs] for side in (0, 1)]
-    return Bundle(ends[0], ahead), Bundle(ends[1]), [s for pair in pairs for s in pair]
+    return MultiSocketChannel(ends[0], ahead), MultiSocketChannel(ends[1]), [s for pair in pairs for s in pair]
 
 
-def close(*bundles: Bundle) -> None:
+def close(*bundles: MultiSocketChannel) -> None:
     for bundle in bundles:
         bundle.close()
 
@@ -59,7 +59,7 @@ def test_what_goes_in_comes_out_however_it_is_cut(lanes, sends, receives, buffer
     close(here, there)
 
 
-def send(bundle: Bundle, raw: bytes, sizes: list[int], buffers: int) -> None:
+def send(bundle: MultiSocketChannel, raw: bytes, sizes: list[int], buffers: int) -> None:
     rest = memoryview(raw)
     for size in sizes:
         part, rest = rest[:size], rest[size:]
@@ -123,8 +123,8 @@ def town(request):
     town.close()
 
 
-def lanes_of(town: Town, lanes: int, **changes) -> TcpWire:
-    wire = TcpWire(identity(**changes), lanes=lanes)
+def lanes_of(town: Town, lanes: int, **changes) -> TcpTransport:
+    wire = TcpTransport(identity(**changes), lanes=lanes)
     town.wires.append(wire)
     return wire
 
@@ -157,7 +157,7 @@ def test_a_dead_lane_is_a_dead_connection(town):
     pair.to_server(Values(0, 1 << 20, 0, body=torch.zeros(1 << 20)))  # more than a stripe: it needs that lane
     assert pair.worker.end()
     assert pair.server.end()
-    with pytest.raises(WireError):
+    with pytest.raises(TransportError):
         pair.to_server(Fetch(1))
 
 
@@ -176,10 +176,10 @@ def test_a_second_try_drops_the_lanes_of_the_first(town):
     host, port = pair.url.removeprefix("tcp://").split(":")
     lanes = pair.server_wire._lanes
     first = socket.create_connection((host, int(port)))
-    dial(first, identity(), me, SERVER, WAIT, Lane(lanes - 1, lanes, b"a" * 16))
+    dial(first, identity(), me, SERVER, WAIT, SocketNumber(lanes - 1, lanes, b"a" * 16))
     lone = socket.create_connection((host, int(port)))
-    with pytest.raises(WireError):  # its other lanes are not there
-        dial(lone, identity(), me, SERVER, WAIT, Lane(0, lanes, b"b" * 16))
+    with pytest.raises(TransportError):  # its other lanes are not there
+        dial(lone, identity(), me, SERVER, WAIT, SocketNumber(0, lanes, b"b" * 16))
     assert first.recv(1) == b""
     wire = town.wire()
     wire.attach(me, Recorder())
@@ -192,16 +192,16 @@ def test_a_second_try_drops_the_lanes_of_the_first(town):
 
 def test_parked_lanes_are_closed_with_the_road():
     before = len(os.listdir("/proc/self/fd"))
-    parking, pairs = Parking(), [socket.socketpair() for _ in range(3)]
+    parking, pairs = PendingSockets(), [socket.socketpair() for _ in range(3)]
     way = (SERVER, WORKER)
     parking.put(way, b"a", 1, pairs[0][0])
-    with pytest.raises(WireError, match="lane 1 came twice"):
+    with pytest.raises(TransportError, match="lane 1 came twice"):
         parking.put(way, b"a", 1, pairs[1][0])
     parking.put(way, b"b", 1, pairs[1][0])
     assert pairs[0][1].recv(1) == b""
     parking.close()
     assert pairs[1][1].recv(1) == b""
-    with pytest.raises(WireError, match="closed"):
+    with pytest.raises(TransportError, match="closed"):
         parking.put(way, b"b", 2, pairs[2][0])
     for pair in pairs:
         for sock in pair:
@@ -212,5 +212,5 @@ def test_parked_lanes_are_closed_with_the_road():
 
 @pytest.mark.parametrize("lanes", [0, 17])
 def test_the_number_of_lanes_is_bounded(lanes):
-    with pytest.raises(WireError, match=f"lanes = {lanes}: must be 1 to 16"):
-        TcpWire(identity(), lanes=lanes)
+    with pytest.raises(TransportError, match=f"lanes = {lanes}: must be 1 to 16"):
+        TcpTransport(identity(), lanes=lanes)

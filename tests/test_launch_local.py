@@ -15,8 +15,8 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Exited, Failed, Incident, Notice, Output, Saved, Serving, Started, Unsaved, from_json
 from topotrain.launch import run_loop
-from topotrain.launch.agent.pipes import Lines
-from topotrain.launch.agent.unit_process import BegunUnit
+from topotrain.launch.agent.pipes import LineReader
+from topotrain.launch.agent.unit_process import UnitProcess
 from topotrain.launch.local import LocalLauncher
 
 GONE_S = 5.0
@@ -171,7 +171,7 @@ def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeyp
     def ends_at_once(place, calls, life, environ, log):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], bufsize=0, **pipes)
-        return BegunUnit(place.rank, process, Lines(process.stdout.fileno()), log)
+        return UnitProcess(place.rank, process, LineReader(process.stdout.fileno()), log)
 
     monkeypatch.setattr(run_loop, "begin", ends_at_once)
     outcome, _ = launch(tmp_path)

@@ -12,20 +12,20 @@ import torch
 from cables import Cable
 from wire_town import SERVER, WAIT, WORKER, Recorder, identity
 
-from topotrain.comm.transport.peer_keepalive import Lease, Signs
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.peer_keepalive import KernelSignals, SilenceTimer
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.core.protocol import Fetch, Push
 
-IN_VAIN = Signs(0.0, again=2, tries=2)
+IN_VAIN = KernelSignals(0.0, again=2, tries=2)
 
 
-def looked(lease_s: float, *looks: tuple[float, Signs]) -> list[bool]:
-    lease = Lease(lease_s, 0.0)
+def looked(lease_s: float, *looks: tuple[float, KernelSignals]) -> list[bool]:
+    lease = SilenceTimer(lease_s, 0.0)
     return [lease.look(signs, now) for now, signs in looks]
 
 
-def silent(since: float, now: float, **asked: int) -> tuple[float, Signs]:
-    return now, Signs(now - since, **asked)
+def silent(since: float, now: float, **asked: int) -> tuple[float, KernelSignals]:
+    return now, KernelSignals(now - since, **asked)
 
 
 def test_silence_for_the_lease_after_two_questions_is_the_end():
@@ -44,7 +44,7 @@ def test_a_closed_window_is_asked_after_seldom_and_that_is_no_silence():
 
 
 def test_what_was_asked_before_the_last_answer_does_not_count():
-    heard = Signs(0.1, again=40, tries=7)
+    heard = KernelSignals(0.1, again=40, tries=7)
     later = [(0.5 + now / 2, replace(heard, silent_s=0.1 + now / 2)) for now in range(1, 20)]
     assert not any(looked(2.0, (0.5, heard), *later))
 
@@ -53,9 +53,13 @@ def test_whoever_was_stopped_gives_the_others_time():
     before, after = silent(0.4, 0.5, again=5, tries=5), silent(0.4, 100.0, again=5, tries=5)
     later = [silent(0.4, now, again=9, tries=9) for now in (100.5, 101.0)]
     assert looked(2.0, before, after, *later) == [False, False, False, True]
-    assert looked(2.0, before, after, (100.5, Signs(0.3))) == [False, False, False]
-    meanwhile = [(100.0, Signs(60.0, again=5)), (100.5, Signs(60.5, again=9)), (101.0, Signs(61.0, again=9))]
-    assert looked(2.0, before, *meanwhile, (101.5, Signs(61.5, again=9)))[1:] == [False, False, True, True]
+    assert looked(2.0, before, after, (100.5, KernelSignals(0.3))) == [False, False, False]
+    meanwhile = [
+        (100.0, KernelSignals(60.0, again=5)),
+        (100.5, KernelSignals(60.5, again=9)),
+        (101.0, KernelSignals(61.0, again=9)),
+    ]
+    assert looked(2.0, before, *meanwhile, (101.5, KernelSignals(61.5, again=9)))[1:] == [False, False, True, True]
 
 
 # --- real connections ----------------------------------------------------------------------------------------------
@@ -89,8 +93,8 @@ class Ends:
         self.cable.inside(1, lambda: self.here.connect(WORKER, SERVER, url))
         self.check(1)
 
-    def _wire(self, number: int) -> TcpWire:
-        return TcpWire(identity(), host=self.cable.addresses[number], lease_s=1.0)
+    def _wire(self, number: int) -> TcpTransport:
+        return TcpTransport(identity(), host=self.cable.addresses[number], lease_s=1.0)
 
     def check(self, round: int) -> None:
         """Both directions are open."""

@@ -10,17 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import DrawAsk, DrawPut, Fail, Lease, LeaseAsk, LeaseFree, Message, ProtocolError
-from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseBook
+from topotrain.core.protocol import (
+    DrawnBatches,
+    DrawRequest,
+    Fail,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    Message,
+    ProtocolError,
+)
+from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseQueue
 
 
 def worker(group: int, index: int = 0) -> Address:
     return Address(Role.WORKER, group, index)
 
 
-def ask(book: LeaseBook, who: Address, ordinal: int, *, total: int = 100, wait: bool = False, **more: int):
+def ask(book: LeaseQueue, who: Address, ordinal: int, *, total: int = 100, wait: bool = False, **more: int):
     fields = {"epoch": 0, "digest": 0, "passed": ordinal} | more
-    return book.handle(who, LeaseAsk(ordinal=ordinal, total=total, wait=wait, **fields))
+    return book.handle(who, LeaseRequest(ordinal=ordinal, total=total, wait=wait, **fields))
 
 
 def only(replies: list[tuple[Address, Message]]) -> Lease:
@@ -33,7 +42,7 @@ def only(replies: list[tuple[Address, Message]]) -> Lease:
 class World:
     """Workers as generators, a driver that lets a random one of those that can go on take its next step."""
 
-    book: LeaseBook
+    book: LeaseQueue
     rng: random.Random
     read: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)  # epoch -> (batch, worker index)
     stories: dict[Address, list[tuple[int, int]]] = field(default_factory=dict)
@@ -51,7 +60,7 @@ class World:
                 if not any(other.group == who.group for other in scripts):
                     self.post(inbox, self.book.finished(who.group))
                 continue
-            if not isinstance(out, LeaseAsk):
+            if not isinstance(out, LeaseRequest):
                 inbox[who] = None
             if out is not None:
                 self.post(inbox, self.book.handle(who, out))
@@ -72,7 +81,7 @@ def script(world: World, who: Address, totals: list[int], known: bool, leave: li
         queue: list[tuple[int, int, bool]] = []  # lease, batch, the lease's last
         while True:
             while len(queue) <= ahead:
-                reply = yield LeaseAsk(epoch, ordinal, stated, 7, passed, False)
+                reply = yield LeaseRequest(epoch, ordinal, stated, 7, passed, False)
                 if reply.last <= reply.first:
                     break
                 batches = range(reply.first, min(reply.last, total))
@@ -84,7 +93,7 @@ def script(world: World, who: Address, totals: list[int], known: bool, leave: li
                     passed = ordinal
             if not queue:
                 passed = ordinal
-                reply = yield LeaseAsk(epoch, ordinal, total, 7, passed, True)
+                reply = yield LeaseRequest(epoch, ordinal, total, 7, passed, True)
                 if reply.last < 0:
                     break
                 queue = [(ordinal, b, b == min(reply.last, total) - 1) for b in range(reply.first, reply.last)]
@@ -92,7 +101,7 @@ def script(world: World, who: Address, totals: list[int], known: bool, leave: li
                 ordinal += 1
                 continue
             if consumed == leave[epoch]:
-                yield LeaseFree(epoch, queue[0][0], queue[0][1])
+                yield LeaseRelease(epoch, queue[0][0], queue[0][1])
                 break
             lease, batch, last = queue.pop(0)
             seen[batch, who.index] += 1
@@ -115,7 +124,7 @@ def script(world: World, who: Address, totals: list[int], known: bool, leave: li
 def test_every_batch_is_read_once_and_nobody_waits_for_ever(groups, workers, totals, known, ahead, data, seed):
     # Group 0 stays, so that what others leave behind is always taken up.
     leave = {g: [data.draw(st.none() | st.integers(0, 9)) if g else None for _ in totals] for g in range(groups)}
-    world = World(LeaseBook(groups, workers), random.Random(seed))
+    world = World(LeaseQueue(groups, workers), random.Random(seed))
     everybody = [worker(g, i) for g in range(groups) for i in range(workers)]
     world.run({who: script(world, who, totals, known, leave[who.group], ahead) for who in everybody})
     for epoch, total in enumerate(totals):
@@ -126,7 +135,7 @@ def test_every_batch_is_read_once_and_nobody_waits_for_ever(groups, workers, tot
 
 
 def test_workers_of_a_group_get_the_same_lease_and_groups_different_ones():
-    book = LeaseBook(2, 2)
+    book = LeaseQueue(2, 2)
     first = only(ask(book, worker(0, 0), 0))
     assert only(ask(book, worker(0, 1), 0)) == first
     other = only(ask(book, worker(1, 1), 0))
@@ -134,7 +143,7 @@ def test_workers_of_a_group_get_the_same_lease_and_groups_different_ones():
 
 
 def test_lengths_shrink_towards_the_end_and_are_bounded():
-    book, ends, ordinal = LeaseBook(2), [], 0
+    book, ends, ordinal = LeaseQueue(2), [], 0
     while (run := only(ask(book, worker(0), ordinal, total=1000))).last > run.first:
         ends.append(run.last)
         ordinal += 1
@@ -144,7 +153,7 @@ def test_lengths_shrink_towards_the_end_and_are_bounded():
 
 
 def test_a_slow_group_reads_fewer_batches():
-    book, counts, ordinals = LeaseBook(2), [0, 0], [0, 0]
+    book, counts, ordinals = LeaseQueue(2), [0, 0], [0, 0]
     due = [0, 0]
     while True:
         group = due.index(min(due))
@@ -159,7 +168,7 @@ def test_a_slow_group_reads_fewer_batches():
 
 
 def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_somebody_saw_its_end():
-    book = LeaseBook(2)
+    book = LeaseQueue(2)
     runs = [only(ask(book, worker(g), 0, total=-1)) for g in (0, 1)]
     assert [(run.first, run.last) for run in runs] == [(0, UNKNOWN_TOTAL), (UNKNOWN_TOTAL, 2 * UNKNOWN_TOTAL)]
     assert ask(book, worker(1), 1, total=UNKNOWN_TOTAL + 1, wait=True) == []
@@ -167,7 +176,7 @@ def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_somebody_saw_i
 
 
 def test_what_a_group_leaves_is_read_by_the_one_that_waits():
-    book = LeaseBook(2)
+    book = LeaseQueue(2)
     assert only(ask(book, worker(0), 0, total=8)).last == 2
     assert only(ask(book, worker(1), 0, total=8)).last == 3
     taken = [only(ask(book, worker(0), n, total=8, passed=0)) for n in range(1, 6)]
@@ -175,7 +184,7 @@ def test_what_a_group_leaves_is_read_by_the_one_that_waits():
     idle = only(ask(book, worker(0), 6, total=8, passed=2))
     assert idle.first == idle.last
     assert ask(book, worker(1), 1, total=8, wait=True) == []
-    ((who, lease),) = book.handle(worker(0), LeaseFree(0, 2, 4))
+    ((who, lease),) = book.handle(worker(0), LeaseRelease(0, 2, 4))
     assert who == worker(1) and (lease.first, lease.last) == (4, 5)
     # Group 0 has left the epoch: it is told that it is over, group 1 reads the rest.
     assert only(ask(book, worker(0), 2, total=8)).last == -1
@@ -187,7 +196,7 @@ def test_what_a_group_leaves_is_read_by_the_one_that_waits():
 
 
 def test_the_end_waits_for_the_slowest_worker_of_each_group():
-    book = LeaseBook(1, 2)
+    book = LeaseQueue(1, 2)
     only(ask(book, worker(0, 0), 0, total=1))
     assert ask(book, worker(0, 0), 1, total=1, wait=True) == []
     assert only(ask(book, worker(0, 1), 0, total=1)).last == 1
@@ -195,7 +204,7 @@ def test_the_end_waits_for_the_slowest_worker_of_each_group():
 
 
 def test_a_group_that_ends_its_script_blocks_nobody():
-    book = LeaseBook(2)
+    book = LeaseQueue(2)
     only(ask(book, worker(1), 0, total=1))
     assert ask(book, worker(0), 0, total=1, wait=True) == []
     assert only(book.finished(1)).last == -1
@@ -203,18 +212,18 @@ def test_a_group_that_ends_its_script_blocks_nobody():
 
 
 def test_while_warming_up_only_group_0_leases():
-    book = LeaseBook(2, warming=True)
+    book = LeaseQueue(2, warming=True)
     assert ask(book, worker(1), 0, total=2) == []
     assert only(ask(book, worker(0), 0, total=2)).last == 1
     assert only(book.warmed()).first == 1
-    book = LeaseBook(2, warming=True)
+    book = LeaseQueue(2, warming=True)
     assert ask(book, worker(1), 0, total=1) == []
     only(ask(book, worker(0), 0, total=1))
     assert {reply.last for _, reply in ask(book, worker(0), 1, total=1, wait=True)} == {-1}
 
 
 def test_different_batch_lists_are_refused_naming_both_workers():
-    book = LeaseBook(2)
+    book = LeaseQueue(2)
     ask(book, worker(0), 0, digest=5)
     ((who, reply),) = ask(book, worker(1), 0, digest=6)
     assert who == worker(1) and isinstance(reply, Fail)
@@ -222,30 +231,30 @@ def test_different_batch_lists_are_refused_naming_both_workers():
 
 
 def test_workers_of_a_group_must_leave_at_the_same_batch():
-    book = LeaseBook(1, 2)
+    book = LeaseQueue(1, 2)
     for index in (0, 1):
         ask(book, worker(0, index), 0, total=8)
-    assert book.handle(worker(0, 0), LeaseFree(0, 0, 2)) == []
-    ((_, reply),) = book.handle(worker(0, 1), LeaseFree(0, 0, 3))
+    assert book.handle(worker(0, 0), LeaseRelease(0, 0, 2)) == []
+    ((_, reply),) = book.handle(worker(0, 1), LeaseRelease(0, 0, 3))
     assert isinstance(reply, Fail) and "worker 0/0 left after 2 batches, worker 0/1 after 3" in reply.text
-    book = LeaseBook(1, 2)
+    book = LeaseQueue(1, 2)
     for index in (0, 1):
         ask(book, worker(0, index), 0, total=8)
     ask(book, worker(0, 1), 1, total=8)
-    ((_, reply),) = book.handle(worker(0, 0), LeaseFree(0, 0, 2))
+    ((_, reply),) = book.handle(worker(0, 0), LeaseRelease(0, 0, 2))
     assert isinstance(reply, Fail) and "worker 0/1 has read 4" in reply.text
 
 
 @pytest.mark.parametrize("fields", [{"ordinal": 1, "passed": 2}, {"ordinal": 5}, {"ordinal": 0, "total": -2}])
 def test_questions_that_no_worker_asks_are_refused(fields):
     with pytest.raises(ProtocolError):
-        ask(LeaseBook(1), worker(0), **fields)
+        ask(LeaseQueue(1), worker(0), **fields)
 
 
 def test_a_place_outside_the_leases_is_refused():
-    book = LeaseBook(1)
+    book = LeaseQueue(1)
     ask(book, worker(0), 0, total=8)
-    for free in (LeaseFree(0, 0, 5), LeaseFree(0, 3, 0), LeaseFree(0, -1, 0)):
+    for free in (LeaseRelease(0, 0, 5), LeaseRelease(0, 3, 0), LeaseRelease(0, -1, 0)):
         with pytest.raises(ProtocolError):
             book.handle(worker(0), free)
     with pytest.raises(ProtocolError):
@@ -253,16 +262,16 @@ def test_a_place_outside_the_leases_is_refused():
 
 
 def test_draws_reach_every_other_worker_in_any_order_and_are_forgotten():
-    book = LeaseBook(1, 3)
-    put = DrawPut(0, 0, True, (2,), (4, 5))
-    assert book.handle(worker(0, 2), DrawAsk(0, 0)) == []
+    book = LeaseQueue(1, 3)
+    put = DrawnBatches(0, 0, True, (2,), (4, 5))
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == []
     assert book.handle(worker(0, 0), put) == [(worker(0, 2), put)]
     assert book.handle(worker(0, 0), put) == []  # said twice
     with pytest.raises(ProtocolError):
-        book.handle(worker(0, 0), DrawPut(0, 0, True, (2,), (4, 6)))
-    assert book.handle(worker(0, 2), DrawAsk(0, 0)) == [(worker(0, 2), put)]  # asked twice, counts once
+        book.handle(worker(0, 0), DrawnBatches(0, 0, True, (2,), (4, 6)))
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == [(worker(0, 2), put)]  # asked twice, counts once
     assert book.kept_chunks == 1
-    assert book.handle(worker(0, 1), DrawAsk(0, 0)) == [(worker(0, 1), put)]
+    assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), put)]
     assert book.kept_chunks == 0
 
 
@@ -270,7 +279,7 @@ def test_draws_reach_every_other_worker_in_any_order_and_are_forgotten():
 
 
 def test_what_a_group_had_not_finished_is_free_again():
-    book = LeaseBook(2)
+    book = LeaseQueue(2)
     first, second = only(ask(book, worker(0), 0)), only(ask(book, worker(0), 1))
     assert book.streams(0) == [first.lease, second.lease] and book.streams(1) == []
     applied = {first.lease: first.last - first.first, second.lease: 2}
@@ -282,7 +291,7 @@ def test_what_a_group_had_not_finished_is_free_again():
 
 def test_who_waits_for_the_end_reads_what_the_dead_left_or_hears_that_it_is_over():
     for applied, expected in ((0, (0, 1)), (1, (0, -1))):
-        book = LeaseBook(2)
+        book = LeaseQueue(2)
         ask(book, worker(0), 0, total=1)
         assert ask(book, worker(1), 0, total=1, wait=True) == []
         reply = only(book.restart(0, lambda _, applied=applied: applied, False))
@@ -292,7 +301,7 @@ def test_who_waits_for_the_end_reads_what_the_dead_left_or_hears_that_it_is_over
 
 
 def test_a_question_of_the_dead_is_not_answered():
-    book = LeaseBook(3)
+    book = LeaseQueue(3)
     ask(book, worker(0), 0, total=1)
     assert ask(book, worker(1), 0, total=1, wait=True) == []
     assert book.restart(1, lambda _: 0, False) == []
@@ -302,44 +311,44 @@ def test_a_question_of_the_dead_is_not_answered():
 
 def test_a_group_that_had_ended_takes_no_lease_when_it_comes_back():
     for ended in (True, False):
-        book = LeaseBook(2)
+        book = LeaseQueue(2)
         book.finished(0)
         book.restart(0, lambda _: 0, ended)
         assert (only(ask(book, worker(0), 0)).last < 0) is ended
 
 
 def test_where_one_group_is_alone_its_draws_are_made_anew():
-    book = LeaseBook(1, 2)
-    book.handle(worker(0), DrawPut(0, 0, False, (1,), (5,)))
+    book = LeaseQueue(1, 2)
+    book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (5,)))
     book.restart(0, lambda _: 0, False)
-    assert book.handle(worker(0), DrawPut(0, 0, False, (1,), (6,))) == []
-    ((_, chunk),) = book.handle(worker(0, 1), DrawAsk(0, 0))
-    assert isinstance(chunk, DrawPut) and chunk.indices == (6,)
+    assert book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (6,))) == []
+    ((_, chunk),) = book.handle(worker(0, 1), DrawRequest(0, 0))
+    assert isinstance(chunk, DrawnBatches) and chunk.indices == (6,)
 
 
 def test_who_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():
-    book = LeaseBook(1, 3)
-    book.handle(worker(0), DrawPut(0, 0, True, (1,), (5,)))
+    book = LeaseQueue(1, 3)
+    book.handle(worker(0), DrawnBatches(0, 0, True, (1,), (5,)))
     book.restart(0, lambda _: 0, False)
-    assert book.handle(worker(0, 2), DrawAsk(0, 0)) == []  # nobody knows yet where worker (0,0) is
-    put = DrawPut(1, 0, True, (1,), (6,))
-    over = DrawPut(0, 0, True, (), ())
+    assert book.handle(worker(0, 2), DrawRequest(0, 0)) == []  # nobody knows yet where worker (0,0) is
+    put = DrawnBatches(1, 0, True, (1,), (6,))
+    over = DrawnBatches(0, 0, True, (), ())
     assert book.handle(worker(0), put) == [(worker(0, 2), over)]
-    assert book.handle(worker(0, 1), DrawAsk(0, 0)) == [(worker(0, 1), over)]
+    assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), over)]
     for who in (1, 2):
-        assert book.handle(worker(0, who), DrawAsk(1, 0)) == [(worker(0, who), put)]
+        assert book.handle(worker(0, who), DrawRequest(1, 0)) == [(worker(0, who), put)]
     assert book.kept_chunks == 0
 
 
 def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by_an_epoch():
-    book = LeaseBook(1, 3, singly=True)
-    puts = {epoch: DrawPut(epoch, 0, True, (1,), (epoch,)) for epoch in range(4)}
+    book = LeaseQueue(1, 3, singly=True)
+    puts = {epoch: DrawnBatches(epoch, 0, True, (1,), (epoch,)) for epoch in range(4)}
     for epoch in range(3):
         book.handle(worker(0), puts[epoch])
         for who in (1, 2):
-            assert book.handle(worker(0, who), DrawAsk(epoch, 0)) == [(worker(0, who), puts[epoch])]
-    assert book.handle(worker(0, 1), DrawAsk(1, 0)) == [(worker(0, 1), puts[1])], "its process is another"
+            assert book.handle(worker(0, who), DrawRequest(epoch, 0)) == [(worker(0, who), puts[epoch])]
+    assert book.handle(worker(0, 1), DrawRequest(1, 0)) == [(worker(0, 1), puts[1])], "its process is another"
     assert book.kept_chunks == 2, "nobody was in epoch 0 any more when all had asked for epoch 2"
     assert book.handle(worker(0), puts[2]) == [], "worker 0, too, may draw the same once more"
     with pytest.raises(ProtocolError, match="came twice"):
-        book.handle(worker(0), DrawPut(2, 0, True, (1,), (9,)))
+        book.handle(worker(0), DrawnBatches(2, 0, True, (1,), (9,)))

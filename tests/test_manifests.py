@@ -21,7 +21,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.launch.launchers import Launched, launch
 from topotrain.launch.launchers.env_tables import start_of
-from topotrain.launch.launchers.submission import Options
+from topotrain.launch.launchers.submission import LaunchOptions
 
 SECRET = "5e" * 32
 APART = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
@@ -39,7 +39,7 @@ MODELS = {
 
 def ask(cluster: str = APART, dry_run: bool = False, image: str = "shop/train:1", **options: Any) -> Launched:
     job = job_file.loads(f'name: "My job" program: "/app/train.py" args: "--lr=0.1" cluster {{ {cluster} }}')
-    given = Options(image=image, **options)
+    given = LaunchOptions(image=image, **options)
     return launch("kubernetes", job, layout(job.cluster), given, {}, dry_run)
 
 
@@ -103,7 +103,7 @@ def test_a_trainjob_refers_to_the_runtime_beside_it() -> None:
 
 def test_a_password_in_the_job_file_goes_into_the_secret() -> None:
     job = job_file.loads('program: "t.py" rendezvous: "redis://me:hush@store/0" cluster { workspace: "w" }')
-    text = launch("kubernetes", job, layout(job.cluster), Options(image="x"), {}, False).text
+    text = launch("kubernetes", job, layout(job.cluster), LaunchOptions(image="x"), {}, False).text
     assert "hush" not in text
     assert "--from-literal=rendezvous=" in text
 

@@ -14,18 +14,18 @@ from topotrain.config.topology import Address, layout
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec
 from topotrain.core.protocol import KINDS, ProtocolError
-from topotrain.core.protocol.message_validation import Manners, check_bits
+from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.parameter_shard import to_power
 from topotrain.core.server.server import _MAX_HELD, Server
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.launch.runtime.process_host import _ServerResident
-from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.training.data.lease_queue import LeaseQueue
 
 COMMIT = m.Commit(0, 1, 1.0, 1.0, False, 0.0, 2.0, False, b"\xff", b"", b"", b"", ())
 
 
-def manners(me: Address, **cluster: Any) -> Manners:
-    return Manners(me, layout(Cluster(**cluster)))
+def manners(me: Address, **cluster: Any) -> MessageValidator:
+    return MessageValidator(me, layout(Cluster(**cluster)))
 
 
 def test_every_message_has_somebody_who_hears_it() -> None:
@@ -39,7 +39,7 @@ def test_every_message_has_somebody_who_hears_it() -> None:
         topology = layout(Cluster(**cluster))
         for unit in topology.units:
             for me in (*unit.workers, *unit.servers):
-                heard |= Manners(me, topology)._table.keys()
+                heard |= MessageValidator(me, topology)._table.keys()
     assert heard | set(UNCOUNTED) == set(KINDS.values()), "the rest is between the copies of servers, and their peers"
 
 
@@ -49,38 +49,38 @@ TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}
 @pytest.mark.parametrize(
     ("me", "sender", "message"),
     [
-        (server(), worker(), m.Apply(0, 0, 0, False, 0.0)),
-        (server(0, 1), worker(), m.Apply(0, 0, 0, False, 0.0)),
-        (server(), worker(), m.Staged(0, 0, True, 0.0, False, 0)),
-        (server(), worker(), m.AskApply(0)),
+        (server(), worker(), m.StepDecision(0, 0, 0, False, 0.0)),
+        (server(0, 1), worker(), m.StepDecision(0, 0, 0, False, 0.0)),
+        (server(), worker(), m.StepVote(0, 0, True, 0.0, False, 0)),
+        (server(), worker(), m.StepDecisionRequest(0)),
         (server(), worker(), m.Delta(0, 1)),
-        (server(), worker(), m.Master(0, 1)),
-        (server(), worker(), m.Final(0)),
+        (server(), worker(), m.MasterValue(0, 1)),
+        (server(), worker(), m.FinalValue(0)),
         (server(), worker(), m.Drained()),
         (server(), worker(), m.Values(0, 0, 0)),
         (server(), worker(), m.Lease(0, 0, 0, 0, 1)),
-        (server(), worker(), m.AskReturn(0, 1)),
-        (server(), worker(), m.StreamsAt(0, 1, 0, 1, ())),
-        (server(), worker(), m.SnapshotAsk()),
+        (server(), worker(), m.RestartRequest(0, 1)),
+        (server(), worker(), m.AppliedBatchesOfStreams(0, 1, 0, 1, ())),
+        (server(), worker(), m.SnapshotRequest()),
         (server(), worker(), m.SnapshotPart(1, 0, 0, 1, "{}")),
-        (server(), worker(), m.Hop(0, 0, 0, True, 1.0, 1, 1.0, b"", 0)),
+        (server(), worker(), m.CollectivePart(0, 0, 0, True, 1.0, 1, 1.0, b"", 0)),
         (server(), worker(1), m.Push(0, 0, 0, 1.0, b"\1")),  # of another server group
         (server(), worker(1), COMMIT),
-        (server(), worker(5), m.LeaseAsk(0, 0, 3, 0, 0, False)),  # there is no such group
+        (server(), worker(5), m.LeaseRequest(0, 0, 3, 0, 0, False)),  # there is no such group
         (server(), worker(0, 7), m.Fetch(1)),
-        (server(1), worker(1), m.LeaseAsk(0, 0, 3, 0, 0, False)),  # not the desk
-        (server(), worker(1), m.DrawPut(0, 0, True, (), ())),
-        (server(0, 1), worker(), m.Rest(0, 0, True)),  # not the coordinator
+        (server(1), worker(1), m.LeaseRequest(0, 0, 3, 0, 0, False)),  # not the desk
+        (server(), worker(1), m.DrawnBatches(0, 0, True, (), ())),
+        (server(0, 1), worker(), m.GroupIdle(0, 0, True)),  # not the coordinator
         (server(1), worker(1), m.Init(0)),  # group 0's values are everybody's
         (server(), server(1), m.Push(0, 0, 0, 1.0, b"\1")),
         (server(), server(1, 1), m.Delta(0, 1)),  # another shard
-        (server(), server(0, 1), m.Apply(0, 0, 0, False, 0.0)),  # only the coordinator decides
+        (server(), server(0, 1), m.StepDecision(0, 0, 0, False, 0.0)),  # only the coordinator decides
         (worker(), server(), m.Push(0, 0, 0, 1.0, b"\1")),
         (worker(), server(), COMMIT),
         (worker(), server(1), m.Values(0, 0, 0)),
         (worker(), server(0, 1), m.Lease(0, 0, 0, 0, 1)),
-        (worker(), worker(1), m.Greeting()),
-        (worker(), worker(), m.Greeting()),
+        (worker(), worker(1), m.ActivationHello()),
+        (worker(), worker(), m.ActivationHello()),
     ],
 )
 def test_a_word_of_the_wrong_one_is_refused(me: Address, sender: Address, message: m.Message) -> None:
@@ -108,10 +108,10 @@ NAN, INF = float("nan"), float("inf")
         *(replace(COMMIT, marks=marks) for marks in ((1,), (1, 2), (0, -1, 0), (0, 0, 1 << 62))),
         replace(COMMIT, step=-1),
         replace(COMMIT, backwards=-1),
-        m.LeaseAsk(1 << 31, 0, 3, 0, 0, False),
-        m.LeaseAsk(0, 0, -2, 0, 0, False),
-        m.LeaseAsk(0, 0, 3, 0, 1, False),
-        m.Return(1 << 31),
+        m.LeaseRequest(1 << 31, 0, 3, 0, 0, False),
+        m.LeaseRequest(0, 0, -2, 0, 0, False),
+        m.LeaseRequest(0, 0, 3, 0, 1, False),
+        m.WorkerRejoined(1 << 31),
         m.StatePart(0, 0, 0, 0.0, "k" * 201),
         m.Fetch(-1),
         m.TablePush(-1, 0, 0, True, b""),
@@ -150,9 +150,9 @@ def test_a_bitmap_has_a_bit_for_each_item_and_no_more(bits: bytes, count: int, g
         replace(COMMIT, dropped=b"\xff" * 9),
         m.StatePart(0, 0, 77, 1.0, "step"),
         m.StatePart(0, 0, -1, 1.0, "step"),
-        m.BufferPut(1, 0),
-        m.BufferPut(0, 3),
-        m.AppliedAsk(-2),
+        m.ModelBufferValue(1, 0),
+        m.ModelBufferValue(0, 3),
+        m.AppliedBatchesRequest(-2),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused_and_training_goes_on(message: m.Message) -> None:
@@ -181,8 +181,8 @@ def test_settings_that_the_optimizer_refuses_are_told_to_the_group_before_anythi
     hall = started(nworkers_per_group=1)
     home, before = hall.servers[server()], hall.servers[server()].version
     home.handle(worker(), replace(COMMIT, revisions=b"\xff", hyper=text.encode("utf-8", "surrogateescape")))
-    out = home.handle(worker(), m.AppliedAsk(0))
-    assert home.version == before and [type(reply) for _, reply in out] == [m.AppliedAt]
+    out = home.handle(worker(), m.AppliedBatchesRequest(0))
+    assert home.version == before and [type(reply) for _, reply in out] == [m.AppliedBatchesReply]
 
 
 def test_settings_of_one_kind_are_taken() -> None:
@@ -259,23 +259,23 @@ def test_floods_at_the_desk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_EPOCHS", 10)
     monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_CHUNKS", 10)
     monkeypatch.setattr("topotrain.training.data.lease_queue._MOST_DRAWN", 100)
-    book = LeaseBook(2)
+    book = LeaseQueue(2)
     for number in range(10):
-        book.handle(worker(), m.LeaseAsk(number, 0, 3, 0, 0, False))
-        book.handle(worker(1), m.DrawAsk(number, 0))
+        book.handle(worker(), m.LeaseRequest(number, 0, 3, 0, 0, False))
+        book.handle(worker(1), m.DrawRequest(number, 0))
     with pytest.raises(ProtocolError, match="while 10 others are not over"):
-        book.handle(worker(), m.LeaseAsk(10, 0, 3, 0, 0, False))
+        book.handle(worker(), m.LeaseRequest(10, 0, 3, 0, 0, False))
     with pytest.raises(ProtocolError, match="while 10 others wait"):
-        book.handle(worker(1), m.DrawAsk(10, 0))
+        book.handle(worker(1), m.DrawRequest(10, 0))
     with pytest.raises(ProtocolError, match="were drawn that some worker has not fetched"):
-        LeaseBook(2).handle(worker(), m.DrawPut(0, 0, False, (), tuple(range(101))))
+        LeaseQueue(2).handle(worker(), m.DrawnBatches(0, 0, False, (), tuple(range(101))))
 
 
 def test_a_question_said_twice_is_held_once() -> None:
-    book = LeaseBook(2)
-    book.handle(worker(), m.LeaseAsk(0, 0, 1, 0, 0, True))
+    book = LeaseQueue(2)
+    book.handle(worker(), m.LeaseRequest(0, 0, 1, 0, 0, True))
     for _ in range(5):
-        assert book.handle(worker(1), m.LeaseAsk(0, 0, 1, 0, 0, True)) == []
+        assert book.handle(worker(1), m.LeaseRequest(0, 0, 1, 0, 0, True)) == []
     assert len(book._epochs[0].held) == 1
 
 

@@ -9,7 +9,7 @@ from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.server.server import Server
 from topotrain.extensions.elastic.eligibility import refusal
-from topotrain.extensions.elastic.membership import STREAMS, Answers, Members, answer, questions
+from topotrain.extensions.elastic.membership import STREAMS, CoordinatorAnswers, Members, answer, questions
 
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
 
@@ -54,17 +54,19 @@ def test_a_newer_incarnation_outdates_one_that_has_not_begun():
 
 def test_what_the_desk_asks_comes_in_parts_and_back_whole():
     streams = list(range(2 * STREAMS + 1))
-    asked, answers = questions(3, 2, streams), Answers()
+    asked, answers = questions(3, 2, streams), CoordinatorAnswers()
     assert [len(question.counts) for question in asked] == [2 * STREAMS, 2 * STREAMS, 2]
     assert all(m.decode(*m.encode(question)) == question for question in asked)
     parts = [answer(question, lambda stream: stream % 7, False) for question in asked]
     assert answers.take(parts[2]) is None and answers.take(parts[2]) is None and answers.take(parts[0]) is None
     assert answers.take(parts[1]) == {stream: stream % 7 for stream in streams}
-    assert questions(3, 2, ()) == [m.StreamsAt(3, 2, 0, 1, ())], "the group comes back without a lease, too"
+    assert questions(3, 2, ()) == [m.AppliedBatchesOfStreams(3, 2, 0, 1, ())], (
+        "the group comes back without a lease, too"
+    )
 
 
 def test_an_answer_to_an_earlier_question_is_no_part_of_a_later_one():
-    answers, streams = Answers(), list(range(STREAMS + 1))
+    answers, streams = CoordinatorAnswers(), list(range(STREAMS + 1))
     answers.take(questions(0, 1, streams)[0])
     assert answers.take(questions(0, 2, streams)[1]) is None
     assert answers.take(questions(0, 2, streams)[0]) is not None
@@ -107,7 +109,7 @@ def server_of(job: Job, index: int = 0) -> Server:
 def test_a_group_that_cannot_come_back_is_told_why():
     server = server_of(Job(cluster=BESIDE))
     server.readers.asked.add(0)  # its workers have begun
-    out = server.handle(A, m.Return(1))
+    out = server.handle(A, m.WorkerRejoined(1))
     assert [to for to, _ in out] == [A, B]
     assert all(isinstance(said, m.Fail) and "started again, but its workers add up" in said.text for _, said in out)
 
@@ -115,30 +117,30 @@ def test_a_group_that_cannot_come_back_is_told_why():
 def test_the_first_who_come_to_such_a_job_may_be_of_any_incarnation():
     """All of it was started again, its servers too."""
     server = server_of(Job(cluster=BESIDE))
-    assert server.handle(A, m.Return(4)) == [(A, m.Return(4))]
+    assert server.handle(A, m.WorkerRejoined(4)) == [(A, m.WorkerRejoined(4))]
     server.readers.asked.add(0)
-    assert server.handle(B, m.Return(4)) == [(B, m.Return(4))]
-    assert [type(said) for _, said in server.handle(B, m.Return(5))] == [m.Fail, m.Fail]
+    assert server.handle(B, m.WorkerRejoined(4)) == [(B, m.WorkerRejoined(4))]
+    assert [type(said) for _, said in server.handle(B, m.WorkerRejoined(5))] == [m.Fail, m.Fail]
 
 
 def test_a_server_that_came_late_asks_for_what_was_decided_before_there_is_a_model():
     """A worker may die while there is no way yet between two servers."""
     job = Job(cluster=replace(APART, nservers_per_group=2))
     first, second = server_of(job), server_of(job, 1)
-    assert [type(said) for to, said in first.lost(A) if to == second.me] == [m.Apply]  # which goes nowhere
+    assert [type(said) for to, said in first.lost(A) if to == second.me] == [m.StepDecision]  # which goes nowhere
     ((to, question),) = second.ask()
     assert to == first.me
     for back, said in first.handle(second.me, question):
         assert back == second.me
         second.handle(first.me, said)
-    assert second.handle(A, m.Return(1)) == [(A, m.Return(1))]
+    assert second.handle(A, m.WorkerRejoined(1)) == [(A, m.WorkerRejoined(1))]
 
 
 def test_a_job_with_tables_cannot_regroup():
     server = server_of(Job(cluster=APART))
     server._tables._tables["t"] = None  # type: ignore[assignment]
     assert server.lost(A) == []
-    out = server.handle(A, m.Return(1))
+    out = server.handle(A, m.WorkerRejoined(1))
     assert [type(said) for _, said in out] == [m.Fail] * 2 and "has tables" in out[0][1].text
 
 
@@ -158,10 +160,10 @@ def test_who_is_lost_after_the_end_of_its_script_is_not_missed():
 def test_the_end_of_a_replaced_process_does_not_count():
     server = server_of(Job(cluster=APART))
     server.lost(A)
-    server.handle(A, m.Return(1))
+    server.handle(A, m.WorkerRejoined(1))
     server.lost(B)
     assert server._members.asked(0) == 1
-    server.handle(B, m.Return(1))
+    server.handle(B, m.WorkerRejoined(1))
     server.lost(B)
     assert server._members.asked(0) == 2
 

@@ -67,7 +67,7 @@ def test_text_must_be_utf8():
 
 
 def test_integers_come_whole():
-    kind, meta = m.encode(m.DrawPut(epoch=0, chunk=0, end=True, sizes=(), indices=()))
+    kind, meta = m.encode(m.DrawnBatches(epoch=0, chunk=0, end=True, sizes=(), indices=()))
     with pytest.raises(m.ProtocolError, match="list of integers"):
         m.decode(kind, meta[:-8] + struct.pack("<I", 3) + b"abc" + meta[-4:])
 

@@ -1,6 +1,6 @@
 """Parameters beside the flat buffers, as on a GPU: the same jobs, with the same bits, and copies that arrive late.
 
-No GPU is needed: `DeviceMirror` is forced upon CPU parameters, with ferries that behave like a GPU's stream. What
+No GPU is needed: `DeviceParameters` is forced upon CPU parameters, with ferries that behave like a GPU's stream. What
 happens on a real one is in test_cuda.py.
 """
 
@@ -34,8 +34,8 @@ from torch import nn
 
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Pull, Road
 from topotrain.training.parameters import flat_parameters
-from topotrain.training.parameters.device_copy import WORTH_PINNING, DirectFerry, Pins, Reached
-from topotrain.training.parameters.device_parameters import DeviceMirror, HostMirror
+from topotrain.training.parameters.device_copy import WORTH_PINNING, ImmediateCopier, ImmediateEvent, PinnedStorages
+from topotrain.training.parameters.device_parameters import DeviceParameters, HostParameters
 from topotrain.training.parameters.devices import chosen, device_of
 
 
@@ -107,7 +107,7 @@ class LateMark:
 
 
 FERRIES: dict[str, Callable[[], object]] = {
-    "direct": DirectFerry,
+    "direct": ImmediateCopier,
     "late": lambda: LateFerry(False),
     "bounced": lambda: LateFerry(True),
 }
@@ -124,7 +124,7 @@ def made(request, monkeypatch):
             found.extend(made.values())
             return made
 
-        return DeviceMirror(tensors, view, ferries)
+        return DeviceParameters(tensors, view, ferries)
 
     monkeypatch.setattr(flat_parameters, "mirror_for", mirror)
     yield found
@@ -210,7 +210,7 @@ def test_local_steps(push, fetch, made, monkeypatch):
     script = usual_loop(vectors(8))
     job = Job(cluster=Cluster(n_push=push, n_fetch=fetch))
     beside = run_local(job, building(), script)
-    monkeypatch.setattr(flat_parameters, "mirror_for", HostMirror)
+    monkeypatch.setattr(flat_parameters, "mirror_for", HostParameters)
     assert beside.same_bits(run_local(job, building(), script))
 
 
@@ -353,9 +353,11 @@ def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
 def test_the_choice_is_the_parameters():
     cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
     far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)
-    assert isinstance(flat_parameters.mirror_for([cpu], None, None), HostMirror)
-    assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], None, None), HostMirror), "another worker holds it"
-    assert isinstance(flat_parameters.mirror_for([cpu, far], None, None), DeviceMirror)
+    assert isinstance(flat_parameters.mirror_for([cpu], None, None), HostParameters)
+    assert isinstance(flat_parameters.mirror_for([elsewhere, cpu], None, None), HostParameters), (
+        "another worker holds it"
+    )
+    assert isinstance(flat_parameters.mirror_for([cpu, far], None, None), DeviceParameters)
 
 
 # --- pinned memory -----------------------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ def test_each_storage_is_pinned_once_and_small_ones_never():
         return address != refused.data_ptr()
 
     big, refused, small = torch.zeros(WORTH_PINNING), torch.zeros(WORTH_PINNING), torch.zeros(8)
-    pins = Pins(register, lambda address: log.append(address))
+    pins = PinnedStorages(register, lambda address: log.append(address))
     assert [pins.pinned(t) for t in (big, big[5:], refused, refused[:1], small)] == [True, True, False, False, False]
     assert log == [(big.data_ptr(), big.nbytes), (refused.data_ptr(), refused.nbytes)]
     pins.close()
@@ -378,9 +380,9 @@ def test_each_storage_is_pinned_once_and_small_ones_never():
 
 
 def test_a_direct_ferry_is_done_at_once():
-    ferry, place, target = DirectFerry(), torch.zeros(3), torch.zeros(3)
+    ferry, place, target = ImmediateCopier(), torch.zeros(3), torch.zeros(3)
     ferry.home(torch.ones(3), place)
-    assert isinstance(ferry.mark(), Reached) and ferry.mark().query()
+    assert isinstance(ferry.mark(), ImmediateEvent) and ferry.mark().query()
     ferry.out([(target, place)])
     assert torch.equal(target, torch.ones(3))
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
-from topotrain.core.protocol import Delta, Master, RingOffer, RingReply
-from topotrain.core.server.group_sync import Alone, MasterAgreement, RingAgreement
+from topotrain.core.protocol import Delta, MasterValue, RingOffer, RingReply
+from topotrain.core.server.group_sync import MasterSync, NoSync, RingSync
 
 MAP = cut([Parameter("w", (192,), (1,), "float32", True)], 1, groups=3)
 BUCKETS = MAP.buckets  # one per master group
@@ -61,11 +61,11 @@ class Groups:
 
 
 def master(group, view, freq):
-    return MasterAgreement(group, BUCKETS, view, freq)
+    return MasterSync(group, BUCKETS, view, freq)
 
 
 def ring_of(count):
-    return lambda group, view, freq: RingAgreement(group, count, BUCKETS, view, freq)
+    return lambda group, view, freq: RingSync(group, count, BUCKETS, view, freq)
 
 
 def walk(groups, dice, updates, duplicates):
@@ -117,7 +117,7 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept():
 
 
 def test_sync_freq_counts_local_updates():
-    groups = Groups(2, lambda g, view, freq: MasterAgreement(g, BUCKETS, view, freq), freq=3)
+    groups = Groups(2, lambda g, view, freq: MasterSync(g, BUCKETS, view, freq), freq=3)
     for expected in (0, 0, 1):
         groups.update(1, 1, [0])
         assert len(groups.ways[1, 0]) == expected
@@ -146,7 +146,7 @@ def test_an_early_delta_waits_for_the_one_before():
     assert agreement.meet(1, Delta(0, 2), body) == []
     assert torch.equal(groups.values[0], torch.zeros(192))
     ((to, reply),) = agreement.meet(1, Delta(0, 1), body)
-    assert (to, reply) == (1, Master(0, 1))
+    assert (to, reply) == (1, MasterValue(0, 1))
     assert groups.view(0)(0)[0] == 1
 
 
@@ -154,7 +154,7 @@ def test_an_old_reply_changes_nothing():
     groups = Groups(2, master)
     groups.update(1, 2, [0])
     for sync in (0, 2):
-        assert groups.agreements[1].meet(0, Master(0, sync), torch.full((64,), 99.0)) == []
+        assert groups.agreements[1].meet(0, MasterValue(0, sync), torch.full((64,), 99.0)) == []
     assert groups.view(1)(0)[0] == 2
 
 
@@ -187,7 +187,7 @@ def test_drained_only_when_everything_was_answered():
 
 
 def test_alone_there_is_nothing_to_agree():
-    alone = Alone()
+    alone = NoSync()
     alone.begin()
     assert alone.updated([0, 1]) == alone.drain() == alone.meet(1, Delta(0, 1), torch.zeros(1)) == []
     assert alone.drained()

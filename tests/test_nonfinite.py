@@ -36,16 +36,16 @@ from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
 from topotrain.core.events import Event, Skipped, from_json, to_json
 from topotrain.core.model.schema import slice_map_for
-from topotrain.core.server.nonfinite import NOBODY, Strikes, complaint, look, spoiled
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint, look, spoiled
 from topotrain.extensions.compression.codecs import all_finite
 from topotrain.extensions.tables.row_optimizers import rule_text
-from topotrain.extensions.tables.table_client import TableDoor
+from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
-from topotrain.launch import Outcome
+from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
-from topotrain.tools.monitor.progress_display import Silent
-from topotrain.training.step_progress import Telling
-from topotrain.training.worker import Skip, Tally
+from topotrain.tools.monitor.progress_display import QuietProgress
+from topotrain.training.step_progress import ProgressReporter
+from topotrain.training.worker import SkippedStep, WorkerStats
 
 Plan = Mapping[int, Set[tuple[int, int]]]
 """Step (from 0) -> (group, index) of the workers whose loss is not finite in it."""
@@ -391,8 +391,8 @@ def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, in
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def door_of(seat: Seat) -> TableDoor:
-    return TableDoor(seat.door, seat.town.topology, seat.town.job)
+def door_of(seat: Seat) -> TableClient:
+    return TableClient(seat.door, seat.town.topology, seat.town.job)
 
 
 def test_rows_that_are_not_finite_take_the_step_with_them() -> None:
@@ -439,14 +439,14 @@ def test_a_push_of_rows_that_are_not_finite_changes_nothing(mode: str) -> None:
 def test_each_skip_is_told_once_and_counted() -> None:
     told: list[Event] = []
     me = Address(Role.WORKER, 0, 1)
-    tally = Tally(steps=4, started=1.0)
+    tally = WorkerStats(steps=4, started=1.0)
     here = SimpleNamespace(me=me, emit=told.append, finishing=None)
-    telling = Telling(here, SimpleNamespace(tally=tally), lambda: (0, 0))  # type: ignore[arg-type]
-    tally.skip(Skip(2, "worker 0/1", "a"))
+    telling = ProgressReporter(here, SimpleNamespace(tally=tally), lambda: (0, 0))  # type: ignore[arg-type]
+    tally.skip(SkippedStep(2, "worker 0/1", "a"))
     telling(None)
     telling(None)
-    tally.skip(Skip(4, "", ""))
-    tally.skip(Skip(5, "worker 0/0", "b"))
+    tally.skip(SkippedStep(4, "", ""))
+    tally.skip(SkippedStep(5, "worker 0/0", "b"))
     telling.finish()
     skips = [event for event in told if isinstance(event, Skipped)]
     assert [(e.step, e.total, e.by, e.parameter) for e in skips] == [
@@ -459,16 +459,16 @@ def test_each_skip_is_told_once_and_counted() -> None:
     report = Report(of, layout(of.cluster))
     for event in skips:
         report(event)
-    assert report.as_data(Outcome(0, 1.0))["skipped"] == [
+    assert report.as_data(JobOutcome(0, 1.0))["skipped"] == [
         {"who": "worker 0/1", "count": 3, "steps": [2, 4, 5], "by": "worker 0/0", "parameter": "b"}
     ]
     report(Skipped("worker 0/1", 1, 1, "worker 0/1", "a"))  # it was started again
-    assert report.as_data(Outcome(0, 1.0))["skipped"][0]["count"] == 4
+    assert report.as_data(JobOutcome(0, 1.0))["skipped"][0]["count"] == 4
 
 
 def test_a_skip_is_said_by_whose_it_was() -> None:
     said = io.StringIO()
-    window = Silent(layout(job_of().cluster), Console(file=said, width=200), said)
+    window = QuietProgress(layout(job_of().cluster), Console(file=said, width=200), said)
     for index in range(3):
         window(Skipped(f"worker 0/{index}", 7, 1, "worker 0/1", "net.weight"))
         window(Skipped(f"worker 0/{index}", 9, 2, "", ""))
@@ -536,13 +536,13 @@ def test_which_sums_need_another_look() -> None:
 
 
 def test_strikes() -> None:
-    strikes = Strikes(NonFinite.kSkip)
+    strikes = NonfiniteLimit(NonFinite.kSkip)
     assert [strikes.step(0, [1]), strikes.step(1, [1]), strikes.step(0, [1, 2])] == [None] * 3
     assert strikes.step(0, [2]) is None
     assert strikes.step(0, [1, 2]) == 2
     strikes.forget(0)
     assert [strikes.step(0, [NOBODY]) for _ in range(3)] == [None, None, NOBODY]
-    assert Strikes(NonFinite.kFail).step(0, [0]) == 0
+    assert NonfiniteLimit(NonFinite.kFail).step(0, [0]) == 0
     assert "sum of the group's gradients of a table's rows is not finite in step 1" in complaint("", "", 1, 1)
 
 
@@ -552,7 +552,7 @@ def test_a_shard_cannot_refuse_who_is_not_there() -> None:
     server, shard = town.server(0, 0), Address(Role.SERVER, 0, 1)
     for refused in [(2, 0), (-2, 0), (0, 3), (0, -2), (0,)]:
         with pytest.raises(m.ProtocolError, match="no such"):
-            server.handle(shard, m.Staged(0, 0, True, 0.0, False, 0, 0, refused))
+            server.handle(shard, m.StepVote(0, 0, True, 0.0, False, 0, 0, refused))
 
 
 def test_jobs_that_say_nothing_of_it_keep_their_digest() -> None:

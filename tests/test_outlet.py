@@ -12,8 +12,8 @@ from patience import ended_after
 from rich.console import Console
 
 from topotrain.core.events import Output, StepDone
-from topotrain.launch.agent.pipes import Raw
-from topotrain.launch.console_output import FULL_BYTES, Outlet, out_of, outlet
+from topotrain.launch.agent.pipes import OutputReader
+from topotrain.launch.console_output import FULL_BYTES, ConsoleOutput, out_of, outlet
 from topotrain.tools.monitor.progress_display import LiveTable
 
 TEXT = "".join(f"{number:09d}\n" for number in range(FULL_BYTES // 5))
@@ -41,7 +41,7 @@ def read_all(fd: int) -> str:
 
 def test_printing_never_waits_and_every_byte_arrives_in_order(pipe):
     file, theirs = pipe
-    made = Outlet()
+    made = ConsoleOutput()
     with ended_after(60):
         writer, same = made.writer(file), made.writer(os.fdopen(os.dup(file.fileno()), "w"))
         writer.write(TEXT)
@@ -60,7 +60,7 @@ def test_printing_never_waits_and_every_byte_arrives_in_order(pipe):
 
 def test_a_reader_that_leaves_is_an_error_of_the_next_line(pipe):
     file, theirs = pipe
-    made = Outlet()
+    made = ConsoleOutput()
     writer = made.writer(file)
     os.close(theirs)
     writer.write("nobody hears this\n")
@@ -71,7 +71,7 @@ def test_a_reader_that_leaves_is_an_error_of_the_next_line(pipe):
 
 def test_what_is_given_up_after_a_signal_is_counted_and_told(pipe, capsys):
     file, theirs = pipe
-    made = Outlet()
+    made = ConsoleOutput()
     with ended_after(30):
         made.writer(file).write(TEXT)
         made.hurry()
@@ -85,7 +85,7 @@ def test_what_is_given_up_after_a_signal_is_counted_and_told(pipe, capsys):
 
 def test_a_file_without_a_descriptor_is_printed_to_as_it_is():
     file = io.StringIO()
-    assert Outlet().writer(file) is file
+    assert ConsoleOutput().writer(file) is file
 
 
 def test_a_live_table_is_not_drawn_for_a_terminal_that_takes_nothing(pipe):
@@ -126,7 +126,7 @@ def test_what_a_dead_process_has_left_running_does_not_keep_its_unit():
     writer = threading.Thread(target=write)
     writer.start()
     with ended_after(20):
-        assert sum(map(len, Raw(ours).drain())) <= 1 << 20
+        assert sum(map(len, OutputReader(ours).drain())) <= 1 << 20
     os.close(ours)
     writer.join()
     os.close(theirs)

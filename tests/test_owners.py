@@ -12,8 +12,8 @@ from topotrain.config.job import ConfigError, Grads, Job, Partition
 from topotrain.config.sharding import SchemaError, cut
 from topotrain.config.topology import layout
 from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
-from topotrain.training.parameters.device_copy import DirectFerry
-from topotrain.training.parameters.device_parameters import DeviceMirror
+from topotrain.training.parameters.device_copy import ImmediateCopier
+from topotrain.training.parameters.device_parameters import DeviceParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, describe_model, in_file
 from topotrain.training.parameters.gradient_hooks import PushPath
 
@@ -129,7 +129,7 @@ def test_the_same_over_real_roads_and_into_files(servers, road, tmp_path):
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_same_where_parameters_are_on_a_device(shared, monkeypatch):
     def mirror(tensors, view, own):
-        return DeviceMirror(tensors, view, lambda devices: {device: DirectFerry() for device in devices})
+        return DeviceParameters(tensors, view, lambda devices: {device: ImmediateCopier() for device in devices})
 
     monkeypatch.setattr(topotrain.training.parameters.flat_parameters, "mirror_for", mirror)
     check(run_local(job_of(nworkers_per_group=2), build, script, shared, split))

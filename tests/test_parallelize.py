@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.comm.store import StoreError, open_store
 from topotrain.comm.store.discovery import rank_claims
-from topotrain.comm.store.discovery.rank_claims import Seat, SeatTaken
-from topotrain.compat.caffe2.shard_rendezvous import Meeting, address_of
+from topotrain.comm.store.discovery.rank_claims import RankClaim, RankTaken
+from topotrain.compat.caffe2.shard_rendezvous import ShardStart, address_of
 from topotrain.config.job import ConfigError
 from topotrain.training import context as process
 
@@ -259,18 +259,18 @@ class Shard:
 
     def __init__(self, handler: Handler, shard_id: int, num_shards: int, patience_s: float = 30.0) -> None:
         self.given = (handler, shard_id, num_shards, patience_s)
-        self.meeting: Meeting | None = None
+        self.meeting: ShardStart | None = None
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            self.meeting = Meeting(*self.given)
+            self.meeting = ShardStart(*self.given)
         except Exception as error:
             self.error = error
 
-    def ended(self) -> Meeting | str:
+    def ended(self) -> ShardStart | str:
         self.thread.join(40)
         assert not self.thread.is_alive()
         return self.meeting or f"{type(self.error).__name__}: {self.error}"
@@ -280,13 +280,13 @@ def test_every_start_has_a_room_of_its_own(handler: Handler):
     rooms = set()
     for _ in range(2):
         found = [shard.ended() for shard in [Shard(handler, number, 3) for number in (2, 0, 1)]]
-        assert all(isinstance(meeting, Meeting) for meeting in found), found
+        assert all(isinstance(meeting, ShardStart) for meeting in found), found
         assert len({meeting.url for meeting in found}) == 1
         rooms.add(found[0].url)
         found[0].store.set("server/0/0", b"here")
         assert found[2].store.get("server/0/0") == b"here"
         with pytest.raises(ConfigError, match="shard_id = 1: must be another number in each process"):
-            Meeting(handler, 1, 3, 5.0)
+            ShardStart(handler, 1, 3, 5.0)
         room = open_store(found[0].url)
         for meeting in found:
             meeting.close()
@@ -311,13 +311,13 @@ def test_who_does_not_come_in_time_is_named(handler: Handler):
 def test_a_seat_that_was_left_without_a_word_is_free_after_a_while(tmp_path: Path):
     store = open_store(f"file://{tmp_path}/seats")
     with ExitStack() as leaving:
-        first = Seat(store, 0, "first")
+        first = RankClaim(store, 0, "first")
         leaving.callback(first.close)
-        with pytest.raises(SeatTaken):
-            Seat(store, 0, "second")
+        with pytest.raises(RankTaken):
+            RankClaim(store, 0, "second")
         first._over.set()  # what a SIGKILL leaves: a seat that nobody writes anew
         first._thread.join()
-        second = Seat(store, 0, "second")
+        second = RankClaim(store, 0, "second")
         leaving.callback(second.close)
         first.close()
         assert b"second" in (store.get("seats/0") or b"")

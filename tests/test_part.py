@@ -25,14 +25,14 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.core.events import Exited, Failed, Finished, Incident, Notice, Serving, StepDone, from_json
-from topotrain.launch import Outcome
+from topotrain.launch import JobOutcome
 from topotrain.launch.agent.stop_signals import signals
-from topotrain.launch.launchers.env_tables import TABLES, Start, start_of, started_by
+from topotrain.launch.launchers.env_tables import TABLES, LaunchInfo, start_of, started_by
 from topotrain.launch.multinode import node, node_rendezvous
 from topotrain.launch.multinode import node_membership as company_module
-from topotrain.launch.multinode.node_info import End, Hosts, Introduction, hosts_of, with_job
-from topotrain.launch.multinode.node_membership import Company, Notes, Stores
-from topotrain.launch.multinode.node_rendezvous import Hall, forget
+from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, hosts_of, with_job
+from topotrain.launch.multinode.node_membership import NodeMembership, StoreKeys, UnitReport
+from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget
 
 WORD = "7" * 64
 DEADLINE_S = 60.0
@@ -67,8 +67,8 @@ def test_a_launchers_variables_say_which_unit_this_is(variables, expected):
 
 def test_an_argument_wins_over_a_variable():
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TOPOTRAIN_HOST": "10.0.0.2"}
-    assert start_of(environ) == Start(1, 2, "env://", "10.0.0.2", "torchrun")
-    assert start_of(environ, rank=0, rendezvous="file:///s", host="h") == Start(0, 2, "file:///s", "h", "torchrun")
+    assert start_of(environ) == LaunchInfo(1, 2, "env://", "10.0.0.2", "torchrun")
+    assert start_of(environ, rank=0, rendezvous="file:///s", host="h") == LaunchInfo(0, 2, "file:///s", "h", "torchrun")
     assert start_of({**environ, "TOPOTRAIN_RENDEZVOUS": "tcp://b:2"}).rendezvous == "tcp://b:2"
 
 
@@ -110,34 +110,34 @@ def test_the_urls_of_a_start():
 
 
 def test_an_end_travels():
-    end = End(2, 1, "h", Failed("worker 0/1", "config", "no", "trace"))
-    assert End.loaded(end.dumped()) == end
-    assert End.loaded(End(130, text="stopped").dumped()) == End(130, text="stopped")
-    assert End.loaded(b"nonsense").code == 1
-    assert End.loaded(b"[]").code == 1
-    long = End(1, failed=Failed("a", "died", "x" * 10**6, "y" * 10**6))
+    end = JobEnd(2, 1, "h", Failed("worker 0/1", "config", "no", "trace"))
+    assert JobEnd.loaded(end.dumped()) == end
+    assert JobEnd.loaded(JobEnd(130, text="stopped").dumped()) == JobEnd(130, text="stopped")
+    assert JobEnd.loaded(b"nonsense").code == 1
+    assert JobEnd.loaded(b"[]").code == 1
+    long = JobEnd(1, failed=Failed("a", "died", "x" * 10**6, "y" * 10**6))
     assert len(long.dumped()) < 1 << 17
 
 
 def unit(rank, machine, address="", given=False):
-    return Introduction(rank, f"host{machine}", 1, machine, address, "", 2, given)
+    return NodeInfo(rank, f"host{machine}", 1, machine, address, "", 2, given)
 
 
 def test_hosts_are_numbered_in_the_order_of_ranks():
     hosts = hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "a", "10.0.0.2"), unit(2, "b", "10.0.0.1")], "", False)
     assert hosts.numbers == (0, 1, 0)
     assert hosts.addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.1")
-    assert Hosts.loaded(hosts.dumped()) == hosts
+    assert HostMap.loaded(hosts.dumped()) == hosts
     alone = hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "b", "10.0.0.9", given=True)], "", True)
     assert alone.addresses == ("127.0.0.1", "10.0.0.9")
     with pytest.raises(ConfigError, match=r"--host of unit 1 = '127\.0\.0\.1'.*at which address"):
         hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "a", "127.0.0.1")], "", False)
     with pytest.raises(StoreError):
-        Hosts.loaded(b"{}")
+        HostMap.loaded(b"{}")
 
 
 def test_notes_keep_the_last_of_what_repeats():
-    notes = Notes()
+    notes = UnitReport()
     step = StepDone("worker 0/0", 1.0, 1, 5, None, 0.0, 0, 1, 1)
     last = StepDone("worker 0/0", 2.0, 2, 9, 0.5, 0.0, 0, 1, 1)
     finished = Finished("worker 0/0", 2, 9, 0.0, 0, 1, 1)
@@ -155,7 +155,7 @@ def store(tmp_path):
 
 
 def hall(store, rank, nprocs=2, secret=bytes(32)):
-    return Hall(store, "j", rank, nprocs, secret)
+    return NodeRendezvous(store, "j", rank, nprocs, secret)
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, t
     met = []
     back = threading.Thread(target=lambda: met.append(entered(store, 1)))
     back.start()
-    said = Introduction.loaded(first.run.watch("back/1", 20))
+    said = NodeInfo.loaded(first.run.watch("back/1", 20))
     first.run.set(f"down/1.{said.word}", b"")
     back.join(20)
     assert met[0].returns
@@ -307,9 +307,9 @@ def company(store, monkeypatch):
 
     def make(rank=0, units=3, served=False):
         run = within(store, "jobs/j.1")
-        stores = Stores(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
-        hosts = Hosts(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("",) * units, "", served)
-        made.append(Company(stores, rank, hosts))
+        stores = StoreKeys(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
+        hosts = HostMap(tuple(range(units)), tuple(f"h{r}" for r in range(units)), ("",) * units, "", served)
+        made.append(NodeMembership(stores, rank, hosts))
         return made[-1], run
 
     yield make
@@ -672,7 +672,7 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
             assert events == ()
 
         def wait(self, seconds):
-            return End(0, 0)
+            return JobEnd(0, 0)
 
     others = Others()
 
@@ -683,6 +683,6 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
 
     monkeypatch.setattr(node, "QUIET_S", 0.01)
     with ours, theirs, signals() as heard:
-        end = node._agree(others, Outcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
-    assert end == End(0, 0)
+        end = node._agree(others, JobOutcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
+    assert end == JobEnd(0, 0)
     assert said == ["what runs here has ended; the job ends when its other units have"]

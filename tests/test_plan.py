@@ -7,7 +7,7 @@ import pytest
 
 from topotrain.config.job import Cluster, ConfigError, Grads, Job
 from topotrain.config.sharding import Parameter
-from topotrain.tools.plan.layout_plan import Plan, Schema, plan
+from topotrain.tools.plan.layout_plan import LayoutPlan, PlannedSchema, plan
 
 FRAMEWORKS = {
     "Sandblaster": (Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_separate=True), 5),
@@ -18,7 +18,7 @@ FRAMEWORKS = {
     ),
     "Distributed Hogwild": (Cluster(nworker_groups=3, nserver_groups=3), 3),
 }
-MODEL = Schema(
+MODEL = PlannedSchema(
     (
         Parameter("embedding.weight", (1000, 10), (10, 1), "float32", True),
         Parameter("head.weight", (100, 10), (10, 1), "float32", True),
@@ -29,7 +29,7 @@ MODEL = Schema(
 FLOAT32, FLOAT64 = 11_000, 64
 
 
-def planned(cluster: Cluster) -> Plan:
+def planned(cluster: Cluster) -> LayoutPlan:
     return plan(Job(cluster=cluster), MODEL)
 
 

@@ -17,17 +17,25 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from topotrain.config.job import Cluster, ConfigError, Job, Link, Partition, Placement, Road, Schedule
 from topotrain.config.job_file import load_with_warnings
 from topotrain.config.topology import layout
-from topotrain.parallel.api.auto_prepare import Asked, bill_of, call_of, check_room, needs_of, placed, speeds_of
-from topotrain.parallel.api.dry_run import Seen
+from topotrain.parallel.api.auto_prepare import (
+    PlacementRequest,
+    bill_of,
+    call_of,
+    check_room,
+    needs_of,
+    placed,
+    speeds_of,
+)
+from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.parallel.api.example_inputs import inputs_of, parse_inputs
 from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.estimate import memory_check
-from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.tools.cli import app
 from topotrain.tools.monitor import graph_plot
-from topotrain.tools.plan.layout_plan import Schema, plan
-from topotrain.tools.plan.model_cut import Cut, cut_of
+from topotrain.tools.plan.layout_plan import PlannedSchema, plan
+from topotrain.tools.plan.model_cut import ModelCut, cut_of
 
 
 class Net(nn.Module):
@@ -56,7 +64,7 @@ def auto(**more: Any) -> Job:
     return Job(cluster=Cluster(nworkers_per_group=2), placement=Placement.kAuto, **more)
 
 
-def cut(job: Job, said: Sequence[str] = (), measured: bool = False) -> Cut:
+def cut(job: Job, said: Sequence[str] = (), measured: bool = False) -> ModelCut:
     found = cut_of(job, Net(), loader(), said, measured)
     assert found is not None
     return found
@@ -166,7 +174,7 @@ def test_memory_goes_by_owners() -> None:
         own = sum(4 * p.count for p in found.parameters if not p.owners or worker in p.owners)
         assert memory[worker]["parameters"] == own
         assert memory[worker]["trained"] == own
-        assert plan(hybrid(), Schema(found.parameters)).memory[worker].values == own
+        assert plan(hybrid(), PlannedSchema(found.parameters)).memory[worker].values == own
     assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
 
 
@@ -255,15 +263,15 @@ def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job(monkeypatch:
         check_room(asked(hybrid()), loader(), 0)
 
 
-def asked(job: Job, state_factor: float = 0.0, **more: Any) -> Asked:
+def asked(job: Job, state_factor: float = 0.0, **more: Any) -> PlacementRequest:
     model = Net()
     captured = capture(model)
     workers = job.cluster.nworkers_per_group
     found = assignments(model, job, workers, captured)
-    return Asked(job, layout(job.cluster, **more), model, captured, found, None, state_factor)
+    return PlacementRequest(job, layout(job.cluster, **more), model, captured, found, None, state_factor)
 
 
-def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, Need]:
+def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, ProcessNeed]:
     given = asked(job, state_factor, **more)
     call = call_of(job, given.model, inputs_of(given.model, loader()))
     costs = bill_of(replace(given, call=call), given.found)
@@ -414,15 +422,19 @@ def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPa
     captured = capture(model)
     job = replace(auto(snapshot_s=0), cluster=cluster)
     call = call_of(job, model, parse_inputs(["2x600"]))
-    given = Asked(job, layout(cluster, hosts=(0, 1, 2)), model, captured, assignments(model, job, 2, captured), call)
-    freely, chosen = placed(given, memory_check.Room())
+    given = PlacementRequest(
+        job, layout(cluster, hosts=(0, 1, 2)), model, captured, assignments(model, job, 2, captured), call
+    )
+    freely, chosen = placed(given, memory_check.MemoryLimits())
     assert [freely[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 0]
     assert not chosen.tight
-    found, chosen = placed(given, memory_check.Room(machine=memory_check.ITSELF + 13_000_000, words="all of it"))
+    found, chosen = placed(
+        given, memory_check.MemoryLimits(machine=memory_check.ITSELF + 13_000_000, words="all of it")
+    )
     assert [found[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 1]
     assert "host 0: its 1 processes would need" in chosen.tight
     with pytest.raises(ConfigError, match="host 0"):
-        placed(given, memory_check.Room(machine=memory_check.ITSELF))
+        placed(given, memory_check.MemoryLimits(machine=memory_check.ITSELF))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -442,9 +454,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "auto.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 }\nplacement: kAuto\n')
     (tmp_path / "plain.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 }\n')
 
-    def look(program: str, args: Sequence[str]) -> Seen:
+    def look(program: str, args: Sequence[str]) -> PreparedArguments:
         model = Net()
-        return Seen(model, torch.optim.Adam(model.parameters()), None if list(args) == ["--bare"] else loader())
+        return PreparedArguments(
+            model, torch.optim.Adam(model.parameters()), None if list(args) == ["--bare"] else loader()
+        )
 
     monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=look))
     return tmp_path

@@ -12,15 +12,22 @@ from topotrain.comm.store import Store, open_store, serve_store, within
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed, Saved
-from topotrain.launch.agent.children import Life
-from topotrain.launch.agent.stop_signals import Signals, signals
+from topotrain.launch.agent.children import AttemptInfo
+from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.multinode import mailbox as post_module
 from topotrain.launch.multinode import node_membership as company_module
-from topotrain.launch.multinode.mailbox import Back, Letter, News, Post, Vanished
-from topotrain.launch.multinode.node_info import Hosts, Introduction
-from topotrain.launch.multinode.node_membership import Company, Stores
+from topotrain.launch.multinode.mailbox import Mailbox, News, UnitMessage, UnitReturned, UnitVanished
+from topotrain.launch.multinode.node_info import HostMap, NodeInfo
+from topotrain.launch.multinode.node_membership import NodeMembership, StoreKeys
 from topotrain.launch.multinode.reliable_messages import Words
-from topotrain.launch.multinode.restart_barrier import Begun, Muster, await_begin, begin_anew, check_found, muster
+from topotrain.launch.multinode.restart_barrier import (
+    RestartBarrier,
+    RestartInfo,
+    await_begin,
+    begin_anew,
+    check_found,
+    muster,
+)
 
 DEADLINE_S = 20.0
 SECRET = bytes(32)
@@ -55,8 +62,8 @@ class Pair:
 
     def __init__(self, opened: Callable[[], Store], word: str = "w") -> None:
         self.store, self.opened = opened(), opened
-        self.first = Post(within(opened(), "run"), 0, {1: word}, 5.0)
-        self.second = Post(within(opened(), "run"), 1, {0: word}, 5.0)
+        self.first = Mailbox(within(opened(), "run"), 0, {1: word}, 5.0)
+        self.second = Mailbox(within(opened(), "run"), 1, {0: word}, 5.0)
 
     def close(self) -> None:
         self.first.close()
@@ -70,7 +77,7 @@ def pair(opened: Callable[[], Store]) -> Iterator[Pair]:
     made.close()
 
 
-def news(post: Post, count: int) -> list[News]:
+def news(post: Mailbox, count: int) -> list[News]:
     found: list[News] = []
     until = time.monotonic() + DEADLINE_S
     while len(found) < count:
@@ -81,7 +88,7 @@ def news(post: Post, count: int) -> list[News]:
 
 
 def words(found: list[News]) -> list[Words]:
-    return [each.words for each in found if isinstance(each, Letter)]
+    return [each.words for each in found if isinstance(each, UnitMessage)]
 
 
 def test_words_go_both_ways_once_and_soon(pair: Pair, opened: Callable[[], Store]) -> None:
@@ -140,7 +147,7 @@ def test_nobody_hears_what_was_said_to_the_one_before(pair: Pair) -> None:
     pair.second.close()
     pair.first.say(1, {"n": 0})
     pair.first.open(1, "another")
-    late = Post(within(pair.opened(), "run"), 1, {0: "another"}, 5.0)
+    late = Mailbox(within(pair.opened(), "run"), 1, {0: "another"}, 5.0)
     pair.first.say(1, {"n": 1})
     try:
         assert words(news(late, 1)) == [{"n": 1}]
@@ -161,14 +168,14 @@ def test_junk_on_a_page_is_passed_over(pair: Pair) -> None:
 # --- units that are looked after ------------------------------------------------------------------------------------
 
 
-def company(store: Store, rank: int = 0) -> Company:
-    stores = Stores(within(store, "jobs/j.1"), within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
-    hosts = Hosts((0, 1, 2), ("h0", "h1", "h2"), ("",) * 3)
-    return Company(stores, rank, hosts, False, {1: "a", 2: "b"} if rank == 0 else {0: "a"}, hear)
+def company(store: Store, rank: int = 0) -> NodeMembership:
+    stores = StoreKeys(within(store, "jobs/j.1"), within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
+    hosts = HostMap((0, 1, 2), ("h0", "h1", "h2"), ("",) * 3)
+    return NodeMembership(stores, rank, hosts, False, {1: "a", 2: "b"} if rank == 0 else {0: "a"}, hear)
 
 
-def hear(raw: bytes) -> Introduction:
-    unit = Introduction.loaded(raw)
+def hear(raw: bytes) -> NodeInfo:
+    unit = NodeInfo.loaded(raw)
     if unit.proof != "right":
         raise ConfigError("secret", None, "is another one")
     return unit
@@ -186,22 +193,22 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(
     try:
         assert made.post is not None
         (found,) = news(made.post, 1)
-        assert isinstance(found, Vanished)
+        assert isinstance(found, UnitVanished)
         assert (found.rank, found.failed.text) == (2, "unit 2 on h2 vanished without a word")
         time.sleep(0.5)
         assert made.post.news() == []  # it is told once
         assert not made.over
         for word, proof in (("x", "wrong"), ("c", "right")):
-            unit = Introduction(2, "h3", 1, "m", "10.0.0.3", proof, 3, False, word)
+            unit = NodeInfo(2, "h3", 1, "m", "10.0.0.3", proof, 3, False, word)
             run.set("back/2", unit.dumped())
             time.sleep(0.2)
-        assert news(made.post, 1) == [Back(2, unit)]
+        assert news(made.post, 1) == [UnitReturned(2, unit)]
         # While somebody is known to have lost a peer, nobody is waited for as long.
         monkeypatch.setattr(company_module, "LOST_S", 1000.0)
-        made.expect(Hosts((0, 1, 2), ("h0", "h1", "h3"), ("",) * 3), [1, 2])
+        made.expect(HostMap((0, 1, 2), ("h0", "h1", "h3"), ("",) * 3), [1, 2])
         made.post.suspicious = True
         (found,) = news(made.post, 1)
-        assert isinstance(found, Vanished)
+        assert isinstance(found, UnitVanished)
         assert found.failed.text == "unit 2 on h3 vanished without a word"
         made.nobody_came(2, 3.0, "; more")
         end = made.wait(DEADLINE_S)
@@ -228,7 +235,7 @@ def test_unit_0_is_not_to_be_done_without(opened: Callable[[], Store], monkeypat
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[tuple[Company, Company]]:
+def two(tmp_path: Path) -> Iterator[tuple[NodeMembership, NodeMembership]]:
     """Units 0 and 1."""
     made = [company(open_store((tmp_path / "store").as_uri()), rank) for rank in (0, 1)]
     yield made[0], made[1]
@@ -237,7 +244,7 @@ def two(tmp_path: Path) -> Iterator[tuple[Company, Company]]:
 
 
 @pytest.fixture
-def quiet() -> Iterator[Signals]:
+def quiet() -> Iterator[StopSignals]:
     """No signal comes."""
     with signals() as heard:
         yield heard
@@ -251,28 +258,30 @@ def snapshot(workspace: Path, number: int, text: str = "{}") -> Path:
 
 
 def test_all_begin_the_next_life_from_the_same_snapshot(
-    two: tuple[Company, Company], tmp_path: Path, quiet: Signals
+    two: tuple[NodeMembership, NodeMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two
-    hosts = Hosts((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
-    made, told = Muster(4, [1], (), 60.0), list[str]()
+    hosts = HostMap((0, 1), ("h0", "h1"), ("10.0.0.1", "10.0.0.2"))
+    made, told = RestartBarrier(4, [1], (), 60.0), list[str]()
     assert first.post is not None
     assert second.post is not None
     second.post.say(0, {"life": 4, "ready": True})
     assert muster(made, (), first, quiet, told.append, "")
     path = snapshot(tmp_path / "w", 3)
-    begin_anew(first, made, hosts, Life(5, str(path), frozenset({2})))
+    begin_anew(first, made, hosts, AttemptInfo(5, str(path), frozenset({2})))
     begun = await_begin((), second, quiet, 4, tmp_path / "w")
-    assert begun == Begun(Life(5, str(path), frozenset({2})), hosts)
+    assert begun == RestartInfo(AttemptInfo(5, str(path), frozenset({2})), hosts)
     assert told == []
 
 
 @pytest.mark.parametrize("other", [None, '{"another": 1}'])
 def test_a_snapshot_that_a_unit_does_not_see_is_told(
-    two: tuple[Company, Company], tmp_path: Path, quiet: Signals, other: str | None
+    two: tuple[NodeMembership, NodeMembership], tmp_path: Path, quiet: StopSignals, other: str | None
 ) -> None:
     first, second = two
-    begin_anew(first, Muster(0, [1], (), 60.0), Hosts((), (), ()), Life(1, str(snapshot(tmp_path / "w", 3))))
+    begin_anew(
+        first, RestartBarrier(0, [1], (), 60.0), HostMap((), (), ()), AttemptInfo(1, str(snapshot(tmp_path / "w", 3)))
+    )
     if other is not None:
         snapshot(tmp_path / "else", 3, other)
     with pytest.raises(ConfigError, match=r"has no snapshot 000003 as unit 0 sees it.*one workspace that all of them"):
@@ -283,12 +292,12 @@ def test_a_snapshot_that_a_unit_does_not_see_is_told(
 
 
 def test_a_unit_that_does_not_come_back_ends_the_job(
-    two: tuple[Company, Company], tmp_path: Path, quiet: Signals
+    two: tuple[NodeMembership, NodeMembership], tmp_path: Path, quiet: StopSignals
 ) -> None:
     first, second = two
     told = list[str]()
-    lost = Vanished(1, Failed("unit 1", "died", "?", ""))
-    assert not muster(Muster(0, [1], (), 0.1), [lost], first, quiet, told.append, "; go on with it")
+    lost = UnitVanished(1, Failed("unit 1", "died", "?", ""))
+    assert not muster(RestartBarrier(0, [1], (), 0.1), [lost], first, quiet, told.append, "; go on with it")
     assert told == ["unit 1 is gone: the job waits 0.1 s for another `topotrain unit --rank 1`"]
     end = second.wait(DEADLINE_S)
     assert end is not None
@@ -297,7 +306,9 @@ def test_a_unit_that_does_not_come_back_ends_the_job(
     assert await_begin((), second, quiet, 0, tmp_path) is None
 
 
-def test_a_unit_that_the_others_do_without_ends(two: tuple[Company, Company], tmp_path: Path, quiet: Signals) -> None:
+def test_a_unit_that_the_others_do_without_ends(
+    two: tuple[NodeMembership, NodeMembership], tmp_path: Path, quiet: StopSignals
+) -> None:
     first, second = two
     assert first.post is not None
     first.post.say(1, {"life": 0, "outcast": True})

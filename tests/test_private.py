@@ -18,7 +18,7 @@ from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.private_files import close_folder, make_folder, open_file, write_text
 from topotrain.config.topology import Address, Role
 from topotrain.extensions.tables.frontend.table_export import read_parts, write_parts
-from topotrain.launch.agent.children import Birth, Home, _open_log
+from topotrain.launch.agent.children import ChildSpec, UnitConfig, _open_log
 from topotrain.launch.agent.pipes import log_tail
 from topotrain.launch.agent.workspace import claimed, claimed_by_unit, prepare
 from topotrain.tools.monitor import trace_export
@@ -109,7 +109,10 @@ READERS = {
     "a store's value": (read_store, StoreError),
     "final parameters": (load_tensors, ConfigError),
     "rows of a table": (read_rows, ConfigError),
-    "a process's log": (lambda path: _open_log(path, Home(Job("job"), 0, "", path, ""), Birth(FIRST, ())), OSError),
+    "a process's log": (
+        lambda path: _open_log(path, UnitConfig(Job("job"), 0, "", path, ""), ChildSpec(FIRST, ())),
+        OSError,
+    ),
     "a trace": (lambda path: trace_export.write([], path), OSError),
 }
 

@@ -20,8 +20,8 @@ from topotrain.core.events import (
     Thawed,
     Unrepeatable,
 )
-from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew
-from topotrain.launch.recovery.recovery_policy import CAUSE_S, Recovery, Terms, recovery
+from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, RestartGroup, RestartJob
+from topotrain.launch.recovery.recovery_policy import CAUSE_S, RecoveryPolicy, RestartTerms, recovery
 from topotrain.launch.recovery.restart_budget import WINDOW_S
 from topotrain.launch.recovery.stopped_processes import LEASE_S
 
@@ -29,7 +29,7 @@ DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, server_worker_separat
 TOPOLOGY = layout(DOWNPOUR)
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
 EVERYBODY = (*WORKERS, "server 0/0")
-ALL = Terms(frozenset({0, 1}), limit=3)
+ALL = RestartTerms(frozenset({0, 1}), limit=3)
 BEGAN = 100.0
 
 
@@ -45,14 +45,14 @@ def finished(who: str) -> Finished:
     return Finished(who, 1, 8, 0.0, 0, 0, 0)
 
 
-def machine(terms: Terms = ALL) -> Recovery:
+def machine(terms: RestartTerms = ALL) -> RecoveryPolicy:
     """One whose processes are all up."""
-    made = Recovery(TOPOLOGY, terms, BEGAN)
+    made = RecoveryPolicy(TOPOLOGY, terms, BEGAN)
     tell(made, BEGAN, *(Started(who, number) for number, who in enumerate(("unit 0", *EVERYBODY))))
     return made
 
 
-def tell(made: Recovery, now: float, *events: Event) -> list[object]:
+def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
     return [word for event in events for word in made.heard(event, now)]
 
 
@@ -69,7 +69,7 @@ def test_a_dead_worker_takes_its_group_along_and_nobody_else() -> None:
     what = "worker 1/0 (pid 7) was killed by SIGKILL"
     assert found == [
         Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
-        Regroup(1, 1, what),
+        RestartGroup(1, 1, what),
     ]
 
 
@@ -78,13 +78,13 @@ def test_with_backup_workers_the_dead_one_starts_again_alone() -> None:
     found = made.heard(lost("worker 0/1"), 105.0)
     what = "worker 0/1 (pid 7) was killed by SIGKILL"
     action = "it starts again, and its group goes on meanwhile (incarnation 1)"
-    assert found == [Incident(0, "worker 0/1", what, action, 5.0), Regroup(0, 1, what, "worker 0/1")]
+    assert found == [Incident(0, "worker 0/1", what, action, 5.0), RestartGroup(0, 1, what, "worker 0/1")]
     assert tell(made, 105.2, step("worker 0/0"))[1:] == [Recovered(0, pytest.approx(0.2), 0.0)], "its group steps"
     tell(made, 105.3, Exited("worker 0/1", 7, -9))
     assert not made.complete
     (incident, regroup) = made.heard(lost("worker 0/0"), 105.4)
     assert isinstance(incident, Incident)
-    assert regroup == Regroup(0, 2, "worker 0/0 (pid 7) was killed by SIGKILL", "worker 0/0")
+    assert regroup == RestartGroup(0, 2, "worker 0/0 (pid 7) was killed by SIGKILL", "worker 0/0")
     tell(made, 105.5, Started("worker 0/1", 8), Started("worker 0/0", 9))
     tell(made, 106.0, *(finished(who) for who in WORKERS), *(Exited(who, 1, 0) for who in EVERYBODY))
     assert made.complete
@@ -111,7 +111,7 @@ def test_the_second_death_after_a_new_start_is_another_incarnation() -> None:
     incident, again = tell(made, 106.0, lost("worker 1/0", 17))
     assert isinstance(incident, Incident)
     assert incident.number == 1
-    assert isinstance(again, Regroup)
+    assert isinstance(again, RestartGroup)
     assert again.incarnation == 2
     # The other worker's first new process may be told of only now: it is ended as well, and missed by nobody.
     assert [type(word) for word in tell(made, 106.1, Exited("worker 1/1", 3, -9))] == [Exited]
@@ -125,7 +125,7 @@ def test_an_error_that_may_follow_from_a_death_waits_for_one() -> None:
     incident, again = tell(made, 105.2, lost("server 0/0"))
     assert isinstance(incident, Incident)
     assert incident.who == "server 0/0"
-    assert isinstance(again, Renew)
+    assert isinstance(again, RestartJob)
     assert made.due is None
 
 
@@ -135,7 +135,7 @@ def test_the_error_of_a_member_is_explained_by_the_death_in_its_group_only() -> 
     tell(made, 105.2, lost("worker 1/0"))
     assert made.due == 105.0 + CAUSE_S
     assert made.turn(105.9) == []
-    assert made.turn(106.0) == [GiveUp((Failed("worker 0/1", "internal", "x", "trace"),))]
+    assert made.turn(106.0) == [FailJob((Failed("worker 0/1", "internal", "x", "trace"),))]
 
 
 def test_a_lost_connection_that_no_death_explains_is_a_lost_worker() -> None:
@@ -144,14 +144,14 @@ def test_a_lost_connection_that_no_death_explains_is_a_lost_worker() -> None:
     incident, again = made.turn(106.0)
     assert isinstance(incident, Incident)
     assert incident.what == "worker 1/0 cannot go on: lost server 0/0: reset"
-    assert again == Regroup(1, 1, incident.what)
+    assert again == RestartGroup(1, 1, incident.what)
 
 
 def test_a_group_that_is_not_taken_in_again_takes_the_whole_job_along() -> None:
     made = machine()
     tell(made, 105.0, lost("worker 1/0"), Started("worker 1/0", 17), Started("worker 1/1", 18))
     tell(made, 105.5, Failed("worker 1/0", "internal", "JobError: too late", ""))
-    assert [type(word) for word in made.turn(106.5)] == [Incident, Renew]
+    assert [type(word) for word in made.turn(106.5)] == [Incident, RestartJob]
 
 
 @pytest.mark.parametrize("kind", ["program", "config"])
@@ -174,34 +174,34 @@ def test_whoever_serves_all_takes_the_whole_job_along(who: str) -> None:
     incident, again = tell(made, 105.0, event)
     assert isinstance(incident, Incident)
     assert incident.action == "the whole job starts again"
-    assert isinstance(again, Renew)
+    assert isinstance(again, RestartJob)
     made.renewed()
     assert not made.complete
     tell(made, 106.0, *(Started(name, 50) for name in EVERYBODY))
     regroup = tell(made, 107.0, lost("worker 0/0"))[1]
-    assert isinstance(regroup, Regroup)
+    assert isinstance(regroup, RestartGroup)
     assert regroup.incarnation == 1  # nobody of the first life can speak to the second
 
 
 def test_where_a_group_cannot_start_alone_all_do() -> None:
-    assert isinstance(tell(machine(replace(ALL, groups=frozenset())), 105.0, lost("worker 0/1"))[1], Renew)
+    assert isinstance(tell(machine(replace(ALL, groups=frozenset())), 105.0, lost("worker 0/1"))[1], RestartJob)
 
 
 def test_a_script_that_says_that_no_group_starts_again_by_itself_takes_the_job_along() -> None:
     made = machine()
     assert tell(made, 101.0, Unrepeatable("worker 0/0", "there are tables", False)) == []
     *_, last = tell(made, 105.0, lost("worker 0/1"))
-    assert isinstance(last, Renew)
+    assert isinstance(last, RestartJob)
     made.renewed()
     made.heard(Started("worker 0/1", 9), 106.0)
-    assert isinstance(tell(made, 107.0, lost("worker 0/1"))[-1], Regroup)  # another life of the script may differ
+    assert isinstance(tell(made, 107.0, lost("worker 0/1"))[-1], RestartGroup)  # another life of the script may differ
 
 
 @pytest.mark.parametrize("who", ["worker 0/1", "server 0/0"])
 def test_a_script_that_says_that_nothing_starts_again_ends_the_job_with_the_death(who: str) -> None:
     made = machine()
     tell(made, 101.0, Unrepeatable("worker 1/0", "a loop", True), Unrepeatable("worker 1/0", "there are tables", False))
-    assert tell(made, 105.0, lost(who)) == [GiveUp((failed_of(who, "; it does not start again: a loop"),))]
+    assert tell(made, 105.0, lost(who)) == [FailJob((failed_of(who, "; it does not start again: a loop"),))]
 
 
 def test_such_a_script_that_is_through_is_not_missed() -> None:
@@ -215,7 +215,7 @@ def failed_of(who: str, why: str) -> Failed:
     return Failed(who, "died", lost(who).text + why, "last words")
 
 
-def restarted(made: Recovery, who: str, at: float) -> list[object]:
+def restarted(made: RecoveryPolicy, who: str, at: float) -> list[object]:
     """The answer to a death; after it, the group is up again."""
     answer = tell(made, at, lost(who))
     group = [name for name in WORKERS if name.startswith(who[:-1])]
@@ -226,10 +226,10 @@ def restarted(made: Recovery, who: str, at: float) -> list[object]:
 def test_the_fourth_death_in_ten_minutes_ends_the_job_and_names_all() -> None:
     made = machine()
     for number in range(3):
-        assert isinstance(restarted(made, "worker 1/0", 110.0 + 10 * number)[1], Regroup)
-    assert isinstance(restarted(made, "worker 0/0", 141.0)[1], Regroup)  # each group for itself
+        assert isinstance(restarted(made, "worker 1/0", 110.0 + 10 * number)[1], RestartGroup)
+    assert isinstance(restarted(made, "worker 0/0", 141.0)[1], RestartGroup)  # each group for itself
     (give_up,) = restarted(made, "worker 1/1", 142.0)
-    assert isinstance(give_up, GiveUp)
+    assert isinstance(give_up, FailJob)
     (failed,) = give_up.failures
     assert (failed.who, failed.kind, failed.traceback) == ("worker 1/1", "died", "last words")
     assert (
@@ -242,21 +242,21 @@ def test_the_fourth_death_in_ten_minutes_ends_the_job_and_names_all() -> None:
 def test_old_deaths_are_forgotten() -> None:
     made = machine()
     for number in range(8):
-        assert isinstance(restarted(made, "worker 1/0", 110.0 + number * WINDOW_S / 3)[1], Regroup)
+        assert isinstance(restarted(made, "worker 1/0", 110.0 + number * WINDOW_S / 3)[1], RestartGroup)
 
 
 def test_restarts_of_the_whole_job_are_counted_over_its_lives() -> None:
     made = machine(replace(ALL, limit=1))
-    assert isinstance(tell(made, 105.0, lost("server 0/0"))[1], Renew)
+    assert isinstance(tell(made, 105.0, lost("server 0/0"))[1], RestartJob)
     made.renewed()
     (give_up,) = tell(made, 106.0, lost("server 0/0"))
-    assert isinstance(give_up, GiveUp)
+    assert isinstance(give_up, FailJob)
     assert "the job has started again once within 10 minutes" in give_up.failures[0].text
 
 
 def test_without_restarts_a_death_is_told_as_it_is() -> None:
     (give_up,) = tell(machine(replace(ALL, limit=0)), 105.0, lost("worker 0/1"))
-    assert give_up == GiveUp((Failed("worker 0/1", "died", lost("worker 0/1").text, "last words"),))
+    assert give_up == FailJob((Failed("worker 0/1", "died", lost("worker 0/1").text, "last words"),))
 
 
 def test_who_has_done_its_part_is_not_missed() -> None:
@@ -270,7 +270,7 @@ def test_who_has_done_its_part_is_not_missed() -> None:
 def test_when_servers_have_gone_before_the_result_is_saved_all_is_done_again() -> None:
     made = machine()
     tell(made, 105.0, *map(finished, (*WORKERS[1:], "server 0/0")), Exited("server 0/0", 5, 0))
-    assert isinstance(tell(made, 105.1, lost("worker 0/0"))[1], Renew)
+    assert isinstance(tell(made, 105.1, lost("worker 0/0"))[1], RestartJob)
 
 
 def test_when_all_workers_are_through_no_death_matters() -> None:
@@ -283,12 +283,12 @@ def test_when_all_workers_are_through_no_death_matters() -> None:
 def test_a_member_that_had_ended_well_starts_again_with_its_group() -> None:
     made = machine()
     tell(made, 105.0, finished("worker 1/0"), Exited("worker 1/0", 2, 0))
-    assert isinstance(tell(made, 105.1, lost("worker 1/1"))[1], Regroup)
+    assert isinstance(tell(made, 105.1, lost("worker 1/1"))[1], RestartGroup)
     tell(made, 105.2, *(Exited(name, 1, 0) for name in EVERYBODY))
     assert not made.complete
     tell(made, 106.0, *(Started(name, 20) for name in WORKERS[2:]))
     assert not made.complete
-    assert isinstance(tell(made, 107.0, lost("worker 1/0"))[1], Regroup)  # its first end no longer counts
+    assert isinstance(tell(made, 107.0, lost("worker 1/0"))[1], RestartGroup)  # its first end no longer counts
     tell(made, 108.0, *(Started(name, 30) for name in WORKERS[2:]), *(Exited(name, 30, 0) for name in WORKERS[2:]))
     assert made.complete
 
@@ -300,10 +300,10 @@ def test_all_is_complete_when_everybody_has_ended() -> None:
     tell(made, 105.0, Failed("server 0/0", "peer", "?", ""), Exited("server 0/0", 1, 1))
     assert not made.complete  # what it said still waits for its cause
     tell(made, 105.0)
-    assert [type(word) for word in made.turn(107.0)] == [Incident, Renew]
+    assert [type(word) for word in made.turn(107.0)] == [Incident, RestartJob]
 
 
-def frozen(made: Recovery, who: str, at: float = 105.0) -> list[object]:
+def frozen(made: RecoveryPolicy, who: str, at: float = 105.0) -> list[object]:
     """The answer when somebody is stopped, and is left so for the lease."""
     assert tell(made, at, Frozen(who, 7)) == [Frozen(who, 7)]
     assert made.due == at + LEASE_S
@@ -315,9 +315,9 @@ def test_a_worker_that_stays_frozen_is_ended_and_takes_its_group_along() -> None
     made = machine()
     what = "worker 1/0 (pid 7) was frozen for 2 s and was ended"
     assert frozen(made, "worker 1/0") == [
-        Dismiss("worker 1/0"),
+        EndProcess("worker 1/0"),
         Incident(0, "worker 1/0", what, "group 1 starts again (incarnation 1)", 5.0),
-        Regroup(1, 1, what),
+        RestartGroup(1, 1, what),
     ]
     assert made.due is None
     tell(made, 107.1, Exited("worker 1/0", 7, -9), Started("worker 1/0", 17), Started("worker 1/1", 18))
@@ -335,7 +335,7 @@ def test_who_goes_on_in_time_is_left_alone() -> None:
     tell(made, 107.0, Frozen("worker 1/0", 7))
     tell(made, 108.0, Frozen("worker 1/0", 7))
     assert made.turn(109.9) == []
-    assert [type(word) for word in made.turn(110.0)] == [Dismiss, Incident, Regroup]
+    assert [type(word) for word in made.turn(110.0)] == [EndProcess, Incident, RestartGroup]
 
 
 def test_each_that_is_frozen_has_a_time_of_its_own() -> None:
@@ -343,7 +343,7 @@ def test_each_that_is_frozen_has_a_time_of_its_own() -> None:
     tell(made, 105.0, Frozen("worker 1/0", 7), Frozen("worker 0/0", 8))
     tell(made, 106.0, Thawed("worker 1/0", 7), Frozen("worker 1/1", 9))
     assert made.due == 107.0
-    assert [word.group for word in made.turn(107.0) if isinstance(word, Regroup)] == [0]
+    assert [word.group for word in made.turn(107.0) if isinstance(word, RestartGroup)] == [0]
     assert made.due == 108.0
     tell(made, 107.5, lost("worker 1/0"))  # whose group starts again without waiting for the frozen one
     assert made.due is None
@@ -361,7 +361,7 @@ def test_a_frozen_server_takes_the_whole_job_along() -> None:
     tell(made, 104.0, Frozen("worker 0/1", 4))
     tell(made, 104.1, Thawed("worker 0/1", 4))
     dismiss, incident, again = frozen(made, "server 0/0")
-    assert (dismiss, type(again)) == (Dismiss("server 0/0"), Renew)
+    assert (dismiss, type(again)) == (EndProcess("server 0/0"), RestartJob)
     assert isinstance(incident, Incident)
     assert incident.what == "server 0/0 (pid 7) was frozen for 2 s and was ended"
     assert made.due is None
@@ -371,16 +371,16 @@ def test_who_is_frozen_with_its_part_done_is_ended_and_not_missed() -> None:
     made = machine()
     tell(made, 105.0, finished("worker 1/0"))
     dismiss, incident = frozen(made, "worker 1/0")
-    assert dismiss == Dismiss("worker 1/0")
+    assert dismiss == EndProcess("worker 1/0")
     assert isinstance(incident, Incident)
     assert incident.action == "nothing is missing: its part was done"
 
 
 def test_where_nothing_may_start_again_a_frozen_process_ends_the_job() -> None:
     dismiss, give_up = frozen(machine(replace(ALL, limit=0)), "worker 1/0")
-    assert dismiss == Dismiss("worker 1/0")
+    assert dismiss == EndProcess("worker 1/0")
     what = "worker 1/0 (pid 7) was frozen for 2 s and was ended"
-    assert give_up == GiveUp((Failed("worker 1/0", "died", what, ""),))
+    assert give_up == FailJob((Failed("worker 1/0", "died", what, ""),))
 
 
 def test_once_the_job_ends_nobody_is_timed_any_more() -> None:
@@ -418,7 +418,7 @@ def test_the_job_says_what_may_start_again() -> None:
     assert recovery(replace(goes_on, on_failure=OnFailure.kStop), TOPOLOGY, BEGAN) is None
     made = recovery(goes_on, TOPOLOGY, BEGAN)
     assert made is not None
-    assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], Regroup)
+    assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], RestartGroup)
     made = recovery(replace(goes_on, apply=Apply.kOnArrival, grads=Grads.kHidden), TOPOLOGY, BEGAN)
     assert made is not None
-    assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], Renew)  # nobody could take back what is applied
+    assert isinstance(tell(made, 105.0, lost("worker 0/0"))[-1], RestartJob)  # nobody could take back what is applied

@@ -27,14 +27,14 @@ from topotrain.core.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.launch.multinode.follower import Following
-from topotrain.launch.multinode.mailbox import Back, Letter, Vanished
-from topotrain.launch.multinode.node_info import Introduction
-from topotrain.launch.multinode.reliable_messages import PAGE_BYTES, Ends, shortened
-from topotrain.launch.multinode.restart_barrier import Muster
-from topotrain.launch.recovery.elastic_groups import LOSE, Ask, Gone
-from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew, Reseat
-from topotrain.launch.recovery.recovery_policy import FAR_CAUSE_S, Recovery, recovery
+from topotrain.launch.multinode.follower import Follower
+from topotrain.launch.multinode.mailbox import UnitMessage, UnitReturned, UnitVanished
+from topotrain.launch.multinode.node_info import NodeInfo
+from topotrain.launch.multinode.reliable_messages import PAGE_BYTES, ReliableEnd, shortened
+from topotrain.launch.multinode.restart_barrier import RestartBarrier
+from topotrain.launch.recovery.elastic_groups import LOSE, AskServers, ReportGone
+from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartGroup, RestartJob
+from topotrain.launch.recovery.recovery_policy import FAR_CAUSE_S, RecoveryPolicy, recovery
 
 BEGAN = 100.0
 DOWNPOUR = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True)
@@ -57,7 +57,7 @@ def residents(cluster: Cluster) -> list[list[str]]:
     return [[str(who) for who in (*unit.workers, *unit.servers)] for unit in layout(cluster).units]
 
 
-def machine(cluster: Cluster, restarts: int = 3) -> Recovery:
+def machine(cluster: Cluster, restarts: int = 3) -> RecoveryPolicy:
     """One in unit 0, all of whose processes, here and elsewhere, are up."""
     near = frozenset(map(str, layout(cluster).units[0].workers))
     made = recovery(Job(cluster=cluster, restarts=restarts), layout(cluster), BEGAN, near)
@@ -66,7 +66,7 @@ def machine(cluster: Cluster, restarts: int = 3) -> Recovery:
     return made
 
 
-def tell(made: Recovery, now: float, *events: Event) -> list[object]:
+def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
     return [word for event in events for word in made.heard(event, now)]
 
 
@@ -81,7 +81,7 @@ def test_a_group_of_several_units_starts_again() -> None:
     assert len({unit_of(DOWNPOUR, f"worker 1/{index}") for index in range(2)}) == 2
     incident, again = tell(machine(DOWNPOUR), 105.0, lost("worker 1/1"))
     assert isinstance(incident, Incident)
-    assert again == Regroup(1, 1, incident.what)
+    assert again == RestartGroup(1, 1, incident.what)
 
 
 def test_an_error_waits_until_a_silent_unit_would_have_been_noticed() -> None:
@@ -124,10 +124,10 @@ def test_a_unit_of_groups_that_can_be_given_up() -> None:
     incident, ask = made.vanished(rank, silent(rank), 105.0)
     assert isinstance(incident, Incident)
     assert (incident.who, incident.action) == (f"unit {rank}", "the job goes on without group 2")
-    assert ask == Ask(LOSE, 2)
+    assert ask == AskServers(LOSE, 2)
     assert tell(made, 105.1, Agreed("server 0/0", 2, LOSE, "")) == [
         Left(2, "is given up", pytest.approx(5.1)),
-        Gone(2, 1),
+        ReportGone(2, 1),
         *made_answers(made),
     ]
     assert made.missing == {"worker 2/0"}
@@ -136,19 +136,19 @@ def test_a_unit_of_groups_that_can_be_given_up() -> None:
     assert made.complete
 
 
-def made_answers(made: Recovery) -> list[object]:
+def made_answers(made: RecoveryPolicy) -> list[object]:
     """Nobody has wished it, but an answer would be the same."""
-    from topotrain.launch.recovery.elastic_groups import LEAVE, Answer
+    from topotrain.launch.recovery.elastic_groups import LEAVE, AnswerRequest
 
-    return [Answer(LEAVE, 2, "group 2 is given up")]
+    return [AnswerRequest(LEAVE, 2, "group 2 is given up")]
 
 
 def test_the_rest_of_a_group_goes_with_the_unit_that_vanished() -> None:
     made = machine(DOWNPOUR)
     rank = unit_of(DOWNPOUR, "worker 2/1")
     words = made.vanished(rank, silent(rank), 105.0)
-    assert [word.who for word in words if isinstance(word, Dismiss)] == ["worker 2/0"]
-    assert Ask(LOSE, 2) in words
+    assert [word.who for word in words if isinstance(word, EndProcess)] == ["worker 2/0"]
+    assert AskServers(LOSE, 2) in words
 
 
 def test_servers_that_cannot_do_without_it_let_the_whole_job_start_again() -> None:
@@ -156,7 +156,7 @@ def test_servers_that_cannot_do_without_it_let_the_whole_job_start_again() -> No
     rank = unit_of(DOWNPOUR, "worker 2/1")
     made.vanished(rank, silent(rank), 105.0)
     *_, last = tell(made, 105.1, Agreed("server 0/0", 2, LOSE, "nobody else reads"))
-    assert isinstance(last, Renew)
+    assert isinstance(last, RestartJob)
 
 
 @pytest.mark.parametrize("who", ["worker 0/1", "server 0/0"])
@@ -167,10 +167,10 @@ def test_a_unit_that_the_job_needs_takes_the_whole_along(who: str) -> None:
         incident, again = made.vanished(rank, silent(rank), 105.0)
         assert isinstance(incident, Incident)
         assert incident.who == f"unit {rank}"
-        assert isinstance(again, Renew)
+        assert isinstance(again, RestartJob)
         assert made.vanished(rank, silent(rank), 105.1) == []
         made.renewed()
-        assert isinstance(made.vanished(rank, silent(rank), 106.0)[1], Renew)  # another one
+        assert isinstance(made.vanished(rank, silent(rank), 106.0)[1], RestartJob)  # another one
 
 
 def test_a_unit_whose_part_is_done_is_not_missed() -> None:
@@ -183,11 +183,11 @@ def test_a_unit_whose_part_is_done_is_not_missed() -> None:
 
 def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends_the_job() -> None:
     made = machine(SANDBLASTER, restarts=0)
-    assert made.vanished(1, silent(1), 105.0) == [GiveUp((silent(1),))]
+    assert made.vanished(1, silent(1), 105.0) == [FailJob((silent(1),))]
     made = machine(SANDBLASTER)
     tell(made, 101.0, Unrepeatable("worker 0/0", "a loop", True))
     (give_up,) = made.vanished(1, silent(1), 105.0)
-    assert isinstance(give_up, GiveUp)
+    assert isinstance(give_up, FailJob)
     assert give_up.failures[0].text == silent(1).text + "; it does not start again: a loop"
 
 
@@ -205,7 +205,7 @@ TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, road=Ro
 """Unit 0 has the workers, and units 1 and 2 a server each."""
 
 
-def covered(made: Recovery, shadows: int, *of: int) -> Recovery:
+def covered(made: RecoveryPolicy, shadows: int, *of: int) -> RecoveryPolicy:
     tell(made, 101.0, *(Covered(f"server 0/{index}", shadows) for index in of or range(2)))
     return made
 
@@ -214,18 +214,18 @@ def test_the_seat_of_a_unit_that_is_gone_is_filled_in_another_and_the_second_cop
     made = covered(machine(TWICE), 0)
     incident, reseat = made.vanished(2, silent(2), 105.0)
     assert isinstance(incident, Incident) and "fresh processes in unit 0" in incident.action
-    assert reseat == Reseat("server 0/1", 1, silent(2).text, [[0, 1, 0, 1], [0, 1, 1, 1]], 0)
+    assert reseat == PlaceReplica("server 0/1", 1, silent(2).text, [[0, 1, 0, 1], [0, 1, 1, 1]], 0)
     assert made.gone == {2}
     tell(made, 105.5, Started("server 0/1", 9))
     # There it may die as anywhere, and what unit 0 hears of unit 2 would be of somebody else.
     covered(made, 1)
     incident, reseat = tell(made, 106.0, lost("server 0/1"))
-    assert isinstance(reseat, Reseat) and reseat.unit == 0
+    assert isinstance(reseat, PlaceReplica) and reseat.unit == 0
     tell(made, 106.5, Started("server 0/1", 10))
     covered(made, 2)
     assert made.speaks(Address(Role.SERVER, 0, 1)) == ("server 0/0", 1)
     incident, reseat, *_ = made.vanished(1, silent(1), 107.0)
-    assert isinstance(reseat, Reseat) and (reseat.who, reseat.unit) == ("server 0/0", 0)
+    assert isinstance(reseat, PlaceReplica) and (reseat.who, reseat.unit) == ("server 0/0", 0)
     assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/1", 0)
     made.renewed()
     assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/0", 1)
@@ -235,19 +235,19 @@ def test_a_unit_with_a_seat_and_a_group_that_others_can_do_without() -> None:
     cluster = replace(TWICE, nworker_groups=2, nworkers_per_group=1, nworkers_per_procs=1, server_worker_separate=False)
     made = covered(machine(cluster), 0)
     words = made.vanished(1, silent(1), 105.0)
-    assert [word.unit for word in words if isinstance(word, Reseat)] == [0]
-    assert words.index(Ask(LOSE, 1)) > next(n for n, word in enumerate(words) if isinstance(word, Reseat))
+    assert [word.unit for word in words if isinstance(word, PlaceReplica)] == [0]
+    assert words.index(AskServers(LOSE, 1)) > next(n for n, word in enumerate(words) if isinstance(word, PlaceReplica))
 
 
 def test_both_copies_in_units_that_are_gone_are_a_new_start() -> None:
     made = covered(machine(TWICE), 0)
     made.vanished(2, silent(2), 105.0)
-    assert isinstance(made.vanished(1, silent(1), 105.1)[-1], Renew), "nobody has everything but who is gone"
+    assert isinstance(made.vanished(1, silent(1), 105.1)[-1], RestartJob), "nobody has everything but who is gone"
     made = covered(machine(TWICE), 0, 0)  # server 1 has one copy
-    assert isinstance(made.vanished(2, silent(2), 105.0)[-1], Renew)
+    assert isinstance(made.vanished(2, silent(2), 105.0)[-1], RestartJob)
     made = covered(machine(TWICE), 0)
     made.vanished(2, silent(2), 105.0)  # a fresh process is about to stand in unit 0
-    assert isinstance(tell(made, 105.1, lost("server 0/0"))[-1], Renew)
+    assert isinstance(tell(made, 105.1, lost("server 0/0"))[-1], RestartJob)
 
 
 def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
@@ -258,11 +258,11 @@ def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
     covered(made, 0)
     incident, reseat = made.vanished(2, silent(2), 105.0)
     assert isinstance(incident, Incident) and "alone" in incident.action
-    assert reseat == Reseat("server 0/1", 0, silent(2).text, [[0, -1, 0, 0], [0, -1, 1, 0]], -1)
+    assert reseat == PlaceReplica("server 0/1", 0, silent(2).text, [[0, -1, 0, 0], [0, -1, 1, 0]], -1)
     made.renewed()
     made.stands(layout(topology.cluster, (0, 1, 0)))  # the units have come back elsewhere
     covered(made, 0)
-    assert isinstance(tell(made, 106.0, lost("server 0/0"))[-1], Reseat)
+    assert isinstance(tell(made, 106.0, lost("server 0/0"))[-1], PlaceReplica)
 
 
 def test_servers_that_miss_each_other_let_silent_units_be_suspected() -> None:
@@ -278,15 +278,15 @@ def test_all_groups_that_have_lost_somebody_start_again() -> None:
     for who in ("worker 1/0", "worker 2/1", "worker 1/1"):
         tell(made, 105.0, Failed(who, "peer", "lost server 0/0", ""))
     words = made.turn(105.0 + FAR_CAUSE_S)
-    assert sorted(word.group for word in words if isinstance(word, Regroup)) == [1, 2]
+    assert sorted(word.group for word in words if isinstance(word, RestartGroup)) == [1, 2]
 
 
 # --- units that follow ----------------------------------------------------------------------------------------------
 
 
-def following() -> tuple[Following, list[Event]]:
+def following() -> tuple[Follower, list[Event]]:
     said: list[Event] = []
-    return Following(["worker 0/1"], said.append), said
+    return Follower(["worker 0/1"], said.append), said
 
 
 def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:
@@ -317,7 +317,7 @@ def test_a_server_from_a_unit_that_is_gone_keeps_a_unit_that_is_alone() -> None:
     assert made.complete
 
 
-def tell_following(made: Following, *events: Event) -> None:
+def tell_following(made: Follower, *events: Event) -> None:
     for event in events:
         made.heard(event, 1.0)
 
@@ -342,7 +342,7 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
     assert made.turn(5.0) == []
     made.told(all=False, alone=True)
     (give_up,) = made.turn(20.0)
-    assert isinstance(give_up, GiveUp)
+    assert isinstance(give_up, FailJob)
     assert give_up.failures[0].who == "worker 0/1"
     # What unit 0 has heard it decides about, and who has ended well does not wait.
     made, _ = following()
@@ -359,7 +359,7 @@ def test_who_cannot_be_heard_for_long_ends_by_itself() -> None:
 
 
 def test_each_word_is_heard_once_however_often_and_late_pages_come() -> None:
-    a, b = Ends(), Ends()
+    a, b = ReliableEnd(), ReliableEnd()
     a.say({"n": 1})
     old = a.page()
     a.say({"n": 2})
@@ -378,7 +378,7 @@ def test_each_word_is_heard_once_however_often_and_late_pages_come() -> None:
 
 
 def test_what_has_no_room_on_a_page_comes_with_the_next() -> None:
-    a, b = Ends(), Ends()
+    a, b = ReliableEnd(), ReliableEnd()
     for number in range(5):
         a.say({"n": number, "text": "x" * (PAGE_BYTES // 2)})
     heard: list[int] = []
@@ -394,39 +394,39 @@ def test_what_has_no_room_on_a_page_comes_with_the_next() -> None:
 # --- between two lives ----------------------------------------------------------------------------------------------
 
 
-def ready(rank: int, life: int = 1) -> Letter:
-    return Letter(rank, {"life": life, "ready": True})
+def ready(rank: int, life: int = 1) -> UnitMessage:
+    return UnitMessage(rank, {"life": life, "ready": True})
 
 
-def back(rank: int, word: str = "w") -> Back:
-    return Back(rank, Introduction(rank, "h", 1, "m", "", "", 3, False, word))
+def back(rank: int, word: str = "w") -> UnitReturned:
+    return UnitReturned(rank, NodeInfo(rank, "h", 1, "m", "", "", 3, False, word))
 
 
 def test_all_are_waited_for_and_who_vanished_for_a_time() -> None:
-    made = Muster(1, (1, 2), (), 60.0)
+    made = RestartBarrier(1, (1, 2), (), 60.0)
     made.heard(ready(1, life=0), 5.0)  # of a life that is over
     assert made.missing == {1, 2}
     made.heard(ready(1), 6.0)
-    made.heard(Vanished(2, silent(2)), 7.0)
+    made.heard(UnitVanished(2, silent(2)), 7.0)
     assert (made.missing, made.gone, made.due) == ({2}, [2], 67.0)
     made.heard(back(2), 20.0)
-    made.heard(Vanished(2, silent(2)), 20.1)  # the one before it
+    made.heard(UnitVanished(2, silent(2)), 20.1)  # the one before it
     assert (made.missing, made.gone, made.due) == (set(), [], None)
     assert made.back[2].word == "w"
 
 
 def test_who_was_silent_for_a_while_and_who_vanishes_while_others_are_waited_for() -> None:
-    made = Muster(0, (1, 2), (), 60.0)
-    made.heard(Vanished(2, silent(2)), 7.0)
+    made = RestartBarrier(0, (1, 2), (), 60.0)
+    made.heard(UnitVanished(2, silent(2)), 7.0)
     made.heard(ready(2, 0), 9.0)  # the same process
-    made.heard(Vanished(1, silent(1)), 10.0)
+    made.heard(UnitVanished(1, silent(1)), 10.0)
     assert (made.missing, made.gone, made.there) == ({1}, [1], {2})
 
 
 def test_a_unit_where_nobody_would_live_is_not_waited_for_once_it_is_gone() -> None:
-    made = Muster(0, (1, 2), (2,), 60.0)
+    made = RestartBarrier(0, (1, 2), (2,), 60.0)
     made.heard(ready(1, 0), 7.0)
     assert made.missing == {2}
-    made.heard(Vanished(2, silent(2)), 8.0)
+    made.heard(UnitVanished(2, silent(2)), 8.0)
     assert made.missing == set()
     assert made.there == {1}

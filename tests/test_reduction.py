@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.core.protocol import BackwardEnd, Commit, Edit, Push
+from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, Push
 from topotrain.core.server.commit_agreement import StepError
-from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.gradient_staging import GradientStaging
 from topotrain.core.server.ordered_sum import canonical_mean
 
 SIZE = 100
@@ -113,7 +113,7 @@ class Group:
         assert [len(b.pieces) for b in self.buckets] == [1, 2]
         self.buffers = {}
         tree = tree or (tuple(range(workers)),)
-        self.staging = Staging(
+        self.staging = GradientStaging(
             workers, tree, self.buckets, self.view, lambda name, segment: torch.empty(0), visible, divide
         )
         self.workers = workers
@@ -191,7 +191,7 @@ def test_what_a_worker_did_not_push_by_the_end_it_does_not_have():
 
 def test_a_backward_is_over_when_all_workers_are_in_it():
     """A shard without buckets has nothing to wait for, and must wait all the same."""
-    empty = Staging(
+    empty = GradientStaging(
         2, ((0, 1),), (), lambda name, bucket: torch.empty(0), lambda name, segment: torch.empty(0), True, True
     )
     empty.end(0, BackwardEnd(0, 0, 1.0, b""))
@@ -227,7 +227,7 @@ def test_edits_are_written_over_the_sum_piece_by_piece():
     for worker in (0, 1):
         group.commit(worker, edited=bytes([0b100]), dropped=bytes([0b001]))
     assert not group.staging.try_stage()
-    group.staging.edit(Edit(0, 1), torch.full((128,), 9.0))
+    group.staging.edit(GradientOverride(0, 1), torch.full((128,), 9.0))
     assert group.staging.try_stage()
     assert group.present() == [0, 0b11]
     gradient = group.gradient(1)
@@ -240,7 +240,7 @@ def test_an_edit_may_bring_a_gradient_where_none_was():
     for worker in (0, 1):
         group.end(worker, 0)
         group.commit(worker, edited=bytes([0b001]))
-    group.staging.edit(Edit(0, 0), torch.full((64,), 4.0))
+    group.staging.edit(GradientOverride(0, 0), torch.full((64,), 4.0))
     assert group.staging.try_stage()
     assert group.present() == [1, 0]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import socket_directory
@@ -19,7 +19,7 @@ from topotrain.config.job import Cluster, Job, OnFailure, Reduce, Road
 from topotrain.config.topology import Address, layout
 from topotrain.core.client.client import PeerLost
 from topotrain.core.model.schema import FlatBuffers
-from topotrain.launch.runtime.process_host import WorkerRoads, serve
+from topotrain.launch.runtime.process_host import WorkerConnections, serve
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.map_dataset import STATIC
 from topotrain.training.parameters.flat_parameters import describe_model
@@ -40,8 +40,8 @@ class Ledger(nn.Module):
 class Process:
     """What one process of a worker does: join, train on some batches of its own, and perhaps come to its end."""
 
-    def __init__(self, place: Place, me: Address) -> None:
-        self.roads = WorkerRoads(place, me)
+    def __init__(self, place: RouterConfig, me: Address) -> None:
+        self.roads = WorkerConnections(place, me)
         workers = place.topology.workers_per_group
         self.mine = slice(me.index * CELLS // workers, (me.index + 1) * CELLS // workers)
         self.model = Ledger()
@@ -100,9 +100,9 @@ def test_others_take_the_place_of_a_group(tmp_path: Path, road: Road, closed: bo
     (tmp_path / "store").mkdir(mode=0o700)
     troubles: list[str] = []
 
-    def place(incarnation: int = 0) -> Place:
+    def place(incarnation: int = 0) -> RouterConfig:
         store = open_store((tmp_path / "store").as_uri())
-        return Place(job, topology, Identity(job.name, bytes(32), incarnation, 0, job.digest()), store, sockets)
+        return RouterConfig(job, topology, Identity(job.name, bytes(32), incarnation, 0, job.digest()), store, sockets)
 
     def start(*groups: int, incarnation: int = 0) -> list[list[Process]]:
         workers = [worker for group in groups for worker in topology.workers(group)]

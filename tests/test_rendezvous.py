@@ -21,7 +21,7 @@ from topotrain.comm.store import file_store as file_module
 from topotrain.comm.store import redis_store as redis_module
 from topotrain.comm.store.file_store import FileStore
 from topotrain.comm.store.key_validation import check_key
-from topotrain.comm.store.memory_store import Table
+from topotrain.comm.store.memory_store import MemoryTable
 from topotrain.comm.store.store_url import parse
 from topotrain.comm.store.tcp_store import TcpStore
 
@@ -439,7 +439,7 @@ def test_a_table_forgets_what_is_over_and_has_an_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("topotrain.comm.store.memory_store.time.monotonic", lambda: now[0])
     monkeypatch.setattr("topotrain.comm.store.memory_store.MAX_TOTAL", 1000)
-    table = Table()
+    table = MemoryTable()
     for number in range(500):
         table.set("beat", bytes(400), 1000, number.to_bytes(16, "big"))
     assert len(table._ends) < 200
@@ -453,7 +453,7 @@ def test_a_table_forgets_what_is_over_and_has_an_end(monkeypatch):
 
 
 def test_a_write_that_is_asked_for_twice_is_done_once():
-    table = Table()
+    table = MemoryTable()
     assert table.compare_and_set("k", None, b"1", 0, b"first") and table.compare_and_set("k", None, b"1", 0, b"first")
     assert table.set("k", b"2", 0, b"second") and table.set("k", b"3", 0, b"third")
     table.set("k", b"2", 0, b"second")

@@ -10,7 +10,7 @@ from simulation import Seat, job
 from topotrain.config.job import Apply, Grads
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.extensions.replication.state_machine import Copy, Line
+from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
 from topotrain.extensions.replication.state_transfer import portray, restore
 
 STEPS = 3
@@ -139,7 +139,7 @@ def test_nor_can_anybody_tell_where_gradients_are_hidden_and_applied_as_they_com
 
 
 def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
-    line = Line()
+    line = ReliableChannel()
     words = [m.Fetch(number) for number in range(4)]
     for word in words:
         line.say(word)
@@ -153,13 +153,13 @@ def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
 # --- the transfer ------------------------------------------------------------------------------------------------
 
 
-def copy_of(town: ReplicatedTown) -> Copy:
+def copy_of(town: ReplicatedTown) -> ReplicatedServer:
     return next(p.leads[Address(Role.SERVER, 0, 0)].lead.copy for p in town.processes.values() if p.number == 0)
 
 
-def fresh(town: ReplicatedTown) -> Copy:
+def fresh(town: ReplicatedTown) -> ReplicatedServer:
     me = Address(Role.SERVER, 0, 0)
-    return Copy(lambda deliver: town.make(me, deliver))
+    return ReplicatedServer(lambda deliver: town.make(me, deliver))
 
 
 def test_a_likeness_is_the_same_when_it_is_told_again() -> None:
@@ -183,7 +183,7 @@ def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> No
         lead = town.home[me].leads[me].lead
         if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
             return
-        data, twin = portray(lead.copy), Copy(lambda deliver: town.make(me, deliver))
+        data, twin = portray(lead.copy), ReplicatedServer(lambda deliver: town.make(me, deliver))
         assert data is not None
         restore(twin, data)
         again = portray(twin)

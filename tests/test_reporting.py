@@ -12,9 +12,9 @@ from torch import nn
 from topotrain.config.sharding import cut
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim import adapter
-from topotrain.core.optim.adapter import Hyper, UnsupportedOptimizer, hyper
+from topotrain.core.optim.adapter import HyperEncoder, UnsupportedOptimizer, hyper
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
-from topotrain.training.worker import Tally
+from topotrain.training.worker import WorkerStats
 
 # --- hyper-parameters --------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def adam(**settings):
 
 def test_nothing_is_encoded_while_nothing_changes(encoded):
     optimizer = adam()
-    now = Hyper(optimizer)
+    now = HyperEncoder(optimizer)
     assert [now() for _ in range(5)] == [hyper(optimizer)] * 5
     assert len(encoded) == 1
 
@@ -68,7 +68,7 @@ def to_tensor(group):
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_change_is_told(change, number):
     optimizer = adam()
-    now = Hyper(optimizer)
+    now = HyperEncoder(optimizer)
     before = now()
     change(optimizer.param_groups[number])
     assert now() == hyper(optimizer) != before
@@ -77,7 +77,7 @@ def test_every_change_is_told(change, number):
 def test_what_disappears_is_told():
     optimizer = adam()
     optimizer.param_groups[0]["note"] = 1
-    now = Hyper(optimizer)
+    now = HyperEncoder(optimizer)
     before = now()
     optimizer.param_groups[0]["renamed"] = optimizer.param_groups[0].pop("note")
     assert now() == hyper(optimizer) != before
@@ -90,7 +90,7 @@ def test_what_changes_in_place_is_told(value, encoded):
     optimizer = adam()
     name = "lr" if isinstance(value, torch.Tensor) else "betas"
     optimizer.param_groups[1][name] = value
-    now = Hyper(optimizer)
+    now = HyperEncoder(optimizer)
     now()
     if isinstance(value, torch.Tensor):
         value.mul_(0.5)
@@ -102,7 +102,7 @@ def test_what_changes_in_place_is_told(value, encoded):
 
 def test_an_array_in_the_place_of_a_number_is_refused_as_ever():
     optimizer = adam()
-    now = Hyper(optimizer)
+    now = HyperEncoder(optimizer)
     now()
     optimizer.param_groups[0]["lr"] = torch.ones(2)
     with pytest.raises(UnsupportedOptimizer, match="lr"):
@@ -159,7 +159,7 @@ def test_an_exchange_after_many_quiet_steps_is_found():
 
 
 def test_losses_of_a_device_are_read_only_when_they_are_told():
-    tally = Tally()
+    tally = WorkerStats()
     for loss in (1.0, 2.0, 6.0):
         tally.loss_sum += torch.tensor(loss, dtype=torch.float64)
         tally.losses += 1

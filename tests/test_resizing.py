@@ -33,9 +33,9 @@ from topotrain.core.events import (
     Unsaved,
 )
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.recovery_actions import Renew
-from topotrain.launch.recovery.recovery_policy import Recovery, recovery
-from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay, Resize, resized
+from topotrain.launch.recovery.recovery_actions import RestartJob
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
+from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized, resized
 from topotrain.parallel.capture import device_scopes
 from topotrain.training.worker_limits import bound
 
@@ -45,7 +45,7 @@ SANDBLASTER = Cluster(nworkers_per_group=3, nservers_per_group=2, server_worker_
 SAVED = Saved("server 0/0", 4, 70, "manifests/000004", "end")
 
 
-def machine(job: Job) -> Recovery:
+def machine(job: Job) -> RecoveryPolicy:
     """A job that trains."""
     topology = layout(job.cluster)
     made = recovery(job, topology, BEGAN)
@@ -62,7 +62,7 @@ def job(cluster: Cluster = SANDBLASTER, **fields: Any) -> Job:
 
 def refused(words: list[Any]) -> str:
     (word,) = words
-    assert isinstance(word, Refused)
+    assert isinstance(word, ResizeRefused)
     return word.error
 
 
@@ -101,49 +101,49 @@ def test_servers_follow_where_each_worker_has_one_beside_it(cluster: Cluster, wo
 
 
 def test_the_job_goes_on_with_one_worker_less_once_there_is_a_snapshot() -> None:
-    made, wish = machine(job()), Resize("leave", 1, 5.0)
-    assert made.resize(wish, 105.0) == [AskSnapshot()]
+    made, wish = machine(job()), ResizeRequest("leave", 1, 5.0)
+    assert made.resize(wish, 105.0) == [RequestSnapshot()]
     assert made.due == 110.0
     by_time = replace(SAVED, why="time")
     assert made.heard(by_time, 105.1) == [by_time]
     saved, event, relay = made.heard(SAVED, 106.0)
     assert (saved, event) == (SAVED, Resized(0, 3, 2, 70, 6.0))
-    assert isinstance(relay, Relay) and relay.wish is wish and (relay.number, relay.step) == (0, 70)
+    assert isinstance(relay, RestartResized) and relay.wish is wish and (relay.number, relay.step) == (0, 70)
     assert relay.text == "a worker has left: the job goes on behind step 70 with 2 workers"
     assert made.due is None
     assert "starts again as a whole" in refused(made.resize(wish, 106.1))
     made.relaid(relay.job, layout(relay.job.cluster))
     step = StepDone("worker 0/1", 1.0, 71, 8, None, 0.0, 0, 0, 0)
     assert made.heard(step, 108.5) == [step, Recovered(0, 2.5, 0.0)]
-    assert made.resize(Resize("join", 3), 109.0) == [AskSnapshot()]
+    assert made.resize(ResizeRequest("join", 3), 109.0) == [RequestSnapshot()]
     _, event, relay = made.heard(SAVED, 110.0)
-    assert event == Resized(1, 2, 5, 70, 10.0) and isinstance(relay, Relay)
+    assert event == Resized(1, 2, 5, 70, 10.0) and isinstance(relay, RestartResized)
     assert relay.text.startswith("3 workers have joined")
     made.relaid(relay.job, layout(relay.job.cluster))
     assert made.missing == set() and not made.complete
     for who in [*(f"worker 0/{i}" for i in range(5)), "server 0/0", "server 0/1"]:
         made.heard(Finished(who, 1, 1, 0.0, 0, 0, 0), 111.0)
-    assert "the job ends" in refused(made.resize(Resize("join", 1), 112.0))
+    assert "the job ends" in refused(made.resize(ResizeRequest("join", 1), 112.0))
 
 
 @pytest.mark.parametrize(
     ("changed", "wish", "words"),
     [
-        (job(replace(SANDBLASTER, nworker_groups=2)), Resize("leave", 1), "2 worker groups.*say --group"),
-        (job(snapshot_s=0), Resize("leave", 1), "takes none .snapshot_s: 0"),
-        (job(), Resize("leave", 3), "has 3 workers, and one has to stay"),
-        (job(), Resize("join", 0), "at least 1"),
-        (job(replace(SANDBLASTER, shares=(1, 1, 2))), Resize("leave", 1), "with 2 workers: cluster.shares"),
+        (job(replace(SANDBLASTER, nworker_groups=2)), ResizeRequest("leave", 1), "2 worker groups.*say --group"),
+        (job(snapshot_s=0), ResizeRequest("leave", 1), "takes none .snapshot_s: 0"),
+        (job(), ResizeRequest("leave", 3), "has 3 workers, and one has to stay"),
+        (job(), ResizeRequest("join", 0), "at least 1"),
+        (job(replace(SANDBLASTER, shares=(1, 1, 2))), ResizeRequest("leave", 1), "with 2 workers: cluster.shares"),
         (
             job(replace(SANDBLASTER, nworkers_per_group=4, nworkers_per_procs=2)),
-            Resize("join", 1),
+            ResizeRequest("join", 1),
             "with 5 workers.*procs",
         ),
-        (job(), Resize("join", 1 << 20), "must be at most"),
+        (job(), ResizeRequest("join", 1 << 20), "must be at most"),
     ],
     ids=["groups", "no snapshots", "all", "none", "shares", "units that are not full", "too many"],
 )
-def test_what_the_conf_forbids_is_refused_and_nothing_happens(changed: Job, wish: Resize, words: str) -> None:
+def test_what_the_conf_forbids_is_refused_and_nothing_happens(changed: Job, wish: ResizeRequest, words: str) -> None:
     made = machine(changed)
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(refused(made.resize(wish, 105.0)))
@@ -154,30 +154,32 @@ def test_what_the_conf_forbids_is_refused_and_nothing_happens(changed: Job, wish
 def test_what_only_the_script_shows_is_refused() -> None:
     made = machine(job(per_worker_batch=True))
     assert made.heard(Bounded("worker 0/0", 4, "an epoch has one batch for each of 4"), 101.0) == []
-    assert "with 5 workers: an epoch has one batch for each of 4" in refused(made.resize(Resize("join", 2), 105.0))
-    assert made.resize(Resize("join", 1), 105.0) == [AskSnapshot()]
+    assert "with 5 workers: an epoch has one batch for each of 4" in refused(
+        made.resize(ResizeRequest("join", 2), 105.0)
+    )
+    assert made.resize(ResizeRequest("join", 1), 105.0) == [RequestSnapshot()]
     made = machine(job())
     made.heard(Bounded("worker 0/0", 0, "one model is split"), 101.0)
-    assert "one model is split" in refused(made.resize(Resize("leave", 1), 105.0))
+    assert "one model is split" in refused(made.resize(ResizeRequest("leave", 1), 105.0))
     made = machine(job())
     made.heard(Unrepeatable("worker 0/0", "the loop is another library's", True), 101.0)
-    assert "the loop is another library's" in refused(made.resize(Resize("leave", 1), 105.0))
+    assert "the loop is another library's" in refused(made.resize(ResizeRequest("leave", 1), 105.0))
 
 
 def test_one_change_at_a_time() -> None:
-    made, first = machine(job()), Resize("leave", 1)
+    made, first = machine(job()), ResizeRequest("leave", 1)
     made.resize(first, 105.0)
-    second = Resize("leave", 1)
+    second = ResizeRequest("leave", 1)
     words = made.resize(second, 105.5)
     assert "is being changed just now" in refused(words)
     assert words[0].wish is second, "the first one is still waiting"
 
 
 def test_without_a_snapshot_the_job_trains_on() -> None:
-    made, wish, why = machine(job()), Resize("leave", 1, 5.0), Unsaved("server 0/0", "no step was taken yet")
+    made, wish, why = machine(job()), ResizeRequest("leave", 1, 5.0), Unsaved("server 0/0", "no step was taken yet")
     made.resize(wish, 105.0)
     _, word = made.heard(why, 105.1)
-    assert word == Refused(wish, "it would go on from a snapshot, and none can be taken: no step was taken yet")
+    assert word == ResizeRefused(wish, "it would go on from a snapshot, and none can be taken: no step was taken yet")
     made.resize(wish, 106.0)
     assert made.turn(110.9) == []
     assert "within 5 s (--within)" in refused(made.turn(111.0))
@@ -190,7 +192,7 @@ def test_without_a_snapshot_the_job_trains_on() -> None:
 
 def test_a_job_that_is_over_by_then_is_not_begun_again() -> None:
     made = machine(job())
-    made.resize(Resize("leave", 1), 105.0)
+    made.resize(ResizeRequest("leave", 1), 105.0)
     for index in range(3):
         made.heard(Finished(f"worker 0/{index}", 1, 1, 0.0, 0, 0, 0), 105.5)
     assert "come to its end meanwhile" in refused(made.heard(SAVED, 106.0)[1:])
@@ -198,13 +200,13 @@ def test_a_job_that_is_over_by_then_is_not_begun_again() -> None:
 
 def test_a_death_meanwhile_starts_the_job_again_as_it_was() -> None:
     made = machine(job(ALLREDUCE))
-    made.resize(Resize("leave", 1), 105.0)
+    made.resize(ResizeRequest("leave", 1), 105.0)
     _, renew = made.heard(Lost("worker 0/1", 7, "worker 0/1 (pid 7) was killed by SIGKILL", ""), 105.5)
-    assert isinstance(renew, Renew)
+    assert isinstance(renew, RestartJob)
     assert made.heard(SAVED, 105.6) == [SAVED] and made.due is None
     made.renewed()
     assert made.heard(SAVED, 107.0) == [SAVED]
-    assert made.resize(Resize("leave", 1), 108.0) == [AskSnapshot()]
+    assert made.resize(ResizeRequest("leave", 1), 108.0) == [RequestSnapshot()]
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Any:
 class Caller:
     """Asks at the door, on a thread of its own, when the first server is there; keeps what it hears."""
 
-    def __init__(self, folder: Path, wish: Resize) -> None:
+    def __init__(self, folder: Path, wish: ResizeRequest) -> None:
         self.folder, self.wish, self.heard, self.events = folder, wish, "", []  # type: ignore[var-annotated]
         self.thread = threading.Thread(target=self.ask)
 
@@ -269,7 +271,7 @@ class Caller:
 
 
 def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(tmp_path: Path, mark: str) -> None:
-    caller = Caller(tmp_path, Resize("join", 1, 60.0))
+    caller = Caller(tmp_path, ResizeRequest("join", 1, 60.0))
     roles = parts(worker_0_0="stay once", worker_0_1="stay once", server_0_0="saves once")
     outcome, events = launch(tmp_path, roles, caller, restarts=3)
     caller.thread.join(10)
@@ -287,7 +289,7 @@ def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(
 
 
 def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Path, mark: str) -> None:
-    caller = Caller(tmp_path, Resize("leave", 1, 60.0))
+    caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
     roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="unsaved until over")
     outcome, events = launch(tmp_path, roles, caller, restarts=3)
     caller.thread.join(10)
@@ -298,7 +300,7 @@ def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Pat
 
 
 def test_where_a_death_ends_the_job_nobody_leaves(tmp_path: Path, mark: str) -> None:
-    caller = Caller(tmp_path, Resize("leave", 1, 60.0))
+    caller = Caller(tmp_path, ResizeRequest("leave", 1, 60.0))
     roles = parts(worker_0_0="until over", worker_0_1="until over", server_0_0="until over")
     outcome, _ = launch(tmp_path, roles, caller)
     caller.thread.join(10)

@@ -5,8 +5,8 @@ from simulation import job
 
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.protocol import Commit
-from topotrain.core.server.sample_counts import Samples
-from topotrain.tools.simulator.fault_schedule import Fault, Schedule, What
+from topotrain.core.server.sample_counts import SampleCounts
+from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.trial import Trial
 
 
@@ -23,7 +23,7 @@ def topology(groups: int = 1, workers: int = 1, server_groups: int = 1) -> Topol
 
 
 def test_the_refused_part_of_a_step_does_not_count() -> None:
-    samples = Samples(topology(2, 2), 0, {})
+    samples = SampleCounts(topology(2, 2), 0, {})
     samples.applied(1, {0: commit(4), 1: commit(3)}, [])
     samples.applied(1, {0: commit(4), 1: commit(3)}, [1])
     assert samples.counts == {worker(0): 0, worker(0, 1): 0, worker(1): 8, worker(1, 1): 3}
@@ -31,11 +31,11 @@ def test_the_refused_part_of_a_step_does_not_count() -> None:
 
 def test_workers_that_are_no_more_are_counted_with_the_first_one() -> None:
     before = {worker(0): 5, worker(0, 1): 6, worker(1): 7, worker(2): 8}
-    assert Samples(topology(2), 0, before).counts == {worker(0): 11 + 8, worker(1): 7}
-    assert Samples(topology(4), 0, before).counts == {worker(0): 11, worker(1): 7, worker(2): 8, worker(3): 0}
+    assert SampleCounts(topology(2), 0, before).counts == {worker(0): 11 + 8, worker(1): 7}
+    assert SampleCounts(topology(4), 0, before).counts == {worker(0): 11, worker(1): 7, worker(2): 8, worker(3): 0}
     apart = topology(2, server_groups=2)
-    assert Samples(apart, 0, before).counts == {worker(0): 19}
-    assert Samples(apart, 1, before).counts == {worker(1): 7}
+    assert SampleCounts(apart, 0, before).counts == {worker(0): 19}
+    assert SampleCounts(apart, 1, before).counts == {worker(1): 7}
 
 
 @pytest.mark.simulated
@@ -45,8 +45,10 @@ def test_every_sample_counts_once_whoever_dies(layout: tuple[int, int, int, int]
     kills = crashes = 0
     for seed in range(4):
         faults = [Fault(seed % groups, after=2 + seed % 3, kind=Commit), Fault(0, at=0.05 + 0.01 * seed)]
-        faults += [Fault(0, at=0.08 + 0.01 * seed, what=What.CRASH)] * (seed % 2)
-        schedule = Schedule("calm", 6, 2, "lease" if seed % 3 and groups > 1 else "static", True, tuple(faults), 0.01)
+        faults += [Fault(0, at=0.08 + 0.01 * seed, what=FaultKind.CRASH)] * (seed % 2)
+        schedule = FaultSchedule(
+            "calm", 6, 2, "lease" if seed % 3 and groups > 1 else "static", True, tuple(faults), 0.01
+        )
         trial = Trial(job(groups, workers, shards, nserver_groups=server_groups), seed, schedule).run()
         while trial.crashed:
             crashes += 1

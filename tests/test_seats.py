@@ -29,11 +29,11 @@ from topotrain.core.events import (
     Started,
     StepDone,
 )
-from topotrain.extensions.replication.replica_placement import Seats, Standing, check, domains, standings
-from topotrain.launch.recovery.elastic_groups import LEAVE, Ask, Gone, Wish
-from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Renew, Reseat
-from topotrain.launch.recovery.recovery_policy import Recovery, Terms
-from topotrain.launch.recovery.unit_map import Homes
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, ReplicaSet, check, domains, standings
+from topotrain.launch.recovery.elastic_groups import LEAVE, AskServers, GroupRequest, ReportGone
+from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartJob
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTerms
+from topotrain.launch.recovery.unit_map import UnitMap
 
 CLUSTER = Cluster(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, road=Road.kTcp, replicas=2)
 JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
@@ -42,7 +42,7 @@ SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
 WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
-def whole(seats: Seats) -> Seats:
+def whole(seats: ReplicaPlacement) -> ReplicaPlacement:
     for server, where in seats.standing.items():
         seats.covered(server, where.shadows)
     return seats
@@ -53,7 +53,7 @@ def whole(seats: Seats) -> Seats:
 )
 def test_any_three_deaths_in_a_row_leave_two_copies_in_two_processes_on_two_hosts(hosts: tuple[int, ...]) -> None:
     for deaths in product(range(len(hosts)), repeat=3):
-        seats, born = whole(Seats(hosts)), dict.fromkeys(range(len(hosts)), 0)
+        seats, born = whole(ReplicaPlacement(hosts)), dict.fromkeys(range(len(hosts)), 0)
         for number, seat in enumerate(deaths, 1):
             assert seats.lost(seat)
             seats.filled(seat)
@@ -80,13 +80,13 @@ def test_where_servers_stand_on_several_hosts_hosts_are_what_may_be_lost() -> No
 
 
 def test_a_copy_that_is_not_complete_is_none() -> None:
-    seats = Seats(range(2))
+    seats = ReplicaPlacement(range(2))
     seats.covered(0, 0)
     assert not seats.lost(1), "nobody has what server 1 was"
-    seats = whole(Seats(range(2)))
+    seats = whole(ReplicaPlacement(range(2)))
     assert seats.lost(1)
     seats.filled(1)
-    assert seats.standing == {0: Standing(0, 1, 0, 1), 1: Standing(0, 1, 1, 1)}
+    assert seats.standing == {0: ReplicaSet(0, 1, 0, 1), 1: ReplicaSet(0, 1, 1, 1)}
     seats.covered(0, 0)  # said before the death
     assert not seats.lost(0)
 
@@ -117,13 +117,13 @@ def test_what_cannot_have_two_copies_is_refused(job: Job, named: str) -> None:
 
 
 def test_a_seat_that_is_filled_on_another_host_follows_whoever_speaks_elsewhere() -> None:
-    seats = whole(Seats((0, 1, 2)))  # server i has its second copy on host i + 1
+    seats = whole(ReplicaPlacement((0, 1, 2)))  # server i has its second copy on host i + 1
     assert seats.lost(1)
     assert seats.wanting(0) == 1, "server 1 speaks in seat 2 now; server 0 speaks on host 0 itself"
     assert seats.wanting(2) == 1
     seats.filled(1, 0)
-    assert seats.standing[1] == Standing(2, 1, 1, 1)
-    assert seats.standing[0] == Standing(0, -1), "both copies would be lost with host 0"
+    assert seats.standing[1] == ReplicaSet(2, 1, 1, 1)
+    assert seats.standing[0] == ReplicaSet(0, -1), "both copies would be lost with host 0"
     whole(seats)
     assert not seats.lost(0), "so with host 0 all of server 0 is lost"
 
@@ -137,7 +137,7 @@ def test_in_which_unit_an_empty_seat_is_filled() -> None:
         ((0, 0, 0, 0, 0), FailureDomain.kAuto, 0),
     ):
         topology = layout(replace(cluster, failure_domain=wanted), hosts)
-        seats, homes = whole(Seats(domains(topology))), Homes(topology)
+        seats, homes = whole(ReplicaPlacement(domains(topology))), UnitMap(topology)
         assert seats.lost(1)
         assert homes.refuge("server 0/1", 1, seats, set()) == 3, "at home, while that lives"
         rank = homes.refuge("server 0/1", 1, seats, {3})
@@ -148,19 +148,19 @@ def test_in_which_unit_an_empty_seat_is_filled() -> None:
         for where in seats.standing.values():
             assert where.shadow < 0 or seats._apart(where.lead, where.shadow)
     two = layout(replace(CLUSTER, failure_domain=FailureDomain.kHost), (0, 0, 0, 1))
-    seats = whole(Seats(domains(two)))
+    seats = whole(ReplicaPlacement(domains(two)))
     assert seats.lost(1)
-    assert Homes(two).refuge("server 0/1", 1, seats, {3}) == -1, "nobody lives on another host"
+    assert UnitMap(two).refuge("server 0/1", 1, seats, {3}) == -1, "nobody lives on another host"
 
 
-def machine() -> Recovery:
-    made = Recovery(TOPOLOGY, Terms(frozenset({0}), limit=3), 100.0, twice=True)
+def machine() -> RecoveryPolicy:
+    made = RecoveryPolicy(TOPOLOGY, RestartTerms(frozenset({0}), limit=3), 100.0, twice=True)
     for number, who in enumerate((*WORKERS, *SERVERS)):
         made.heard(Started(who, number), 100.0)
     return made
 
 
-def covered(made: Recovery, shadows: int) -> Recovery:
+def covered(made: RecoveryPolicy, shadows: int) -> RecoveryPolicy:
     for server in SERVERS:
         made.heard(Covered(server, shadows), 101.0)
     return made
@@ -174,56 +174,58 @@ def test_a_dead_server_is_replaced_again_and_again_and_nobody_starts_again() -> 
     made = covered(machine(), 0)
     incident, reseat = made.heard(lost("server 0/1"), 105.0)
     assert isinstance(incident, Incident)
-    assert reseat == Reseat("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]], 3)
+    assert reseat == PlaceReplica("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]], 3)
     step = StepDone("worker 0/0", 1.0, 1, 8, None, 0.0, 0, 0, 0)
     assert made.heard(step, 105.5) == [step, Recovered(0, 0.5, 0.0)]
     made.heard(Started("server 0/1", 9), 106.0)
     covered(made, 1)
     _, reseat = made.heard(lost("server 0/0"), 107.0)
-    assert reseat == Reseat("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]], 2)
+    assert reseat == PlaceReplica("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]], 2)
 
 
 def test_both_copies_lost_is_a_new_start() -> None:
     made = covered(machine(), 0)
     made.heard(lost("server 0/1"), 105.0)
     words = made.heard(lost("server 0/0"), 105.1)
-    assert any(isinstance(word, Renew) for word in words)
+    assert any(isinstance(word, RestartJob) for word in words)
     made.renewed()
     words = made.heard(lost("server 0/1"), 110.0)
-    assert any(isinstance(word, Renew) for word in words), "what was complete in the former life is not in this one"
+    assert any(isinstance(word, RestartJob) for word in words), (
+        "what was complete in the former life is not in this one"
+    )
 
 
 def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
     made = covered(machine(), 0)
     (incident,) = made.heard(Differs("server 0/1", 0), 103.0)
     assert isinstance(incident, Incident) and "made anew" in incident.action
-    assert any(isinstance(word, Renew) for word in made.heard(lost("server 0/1"), 103.5)), "its copy is of no use"
+    assert any(isinstance(word, RestartJob) for word in made.heard(lost("server 0/1"), 103.5)), "its copy is of no use"
     made = covered(machine(), 0)
     made.heard(Differs("server 0/1", 0), 103.0)
     made.heard(Covered("server 0/1", 0), 103.2)
     assert isinstance(made.heard(Differs("server 0/0", 0), 103.3)[0], Incident)
     (end,) = made.heard(Differs("server 0/1", 0), 104.0)
-    assert isinstance(end, GiveUp) and "differ once more" in end.failures[0].text
+    assert isinstance(end, FailJob) and "differ once more" in end.failures[0].text
 
 
 def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_who_is_gone() -> None:
     refusals = dict.fromkeys(range(3), "")
-    made = Recovery(SEVERAL, Terms(frozenset(range(3)), 3, refusals), 100.0, twice=True)
+    made = RecoveryPolicy(SEVERAL, RestartTerms(frozenset(range(3)), 3, refusals), 100.0, twice=True)
     covered(made, 0)
-    assert made.wish(Wish(LEAVE, 1), 101.0) == [Ask(LEAVE, 1)]
+    assert made.wish(GroupRequest(LEAVE, 1), 101.0) == [AskServers(LEAVE, 1)]
     _, reseat, *words = made.heard(lost("server 0/1"), 102.0)
-    assert isinstance(reseat, Reseat) and words == [], "it has not moved"
+    assert isinstance(reseat, PlaceReplica) and words == [], "it has not moved"
     covered(made, 1)
     _, reseat, *words = made.heard(lost("server 0/0"), 103.0)
-    assert isinstance(reseat, Reseat) and words == [Ask(LEAVE, 1)]
+    assert isinstance(reseat, PlaceReplica) and words == [AskServers(LEAVE, 1)]
     assert made.speaks(Address(Role.SERVER, 0, 0)) == ("server 0/1", SEVERAL.unit_of(Address(Role.SERVER, 0, 1)))
     made.heard(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
     left = made.heard(Exited("worker 1/0", 5, 0), 104.0)
-    assert Gone(1, 1) in left
+    assert ReportGone(1, 1) in left
     made.heard(Started("server 0/1", 9), 104.5)
     covered(made, 2)
     _, _, *words = made.heard(lost("server 0/1"), 105.0)
-    assert words == [Gone(1, 1)]
+    assert words == [ReportGone(1, 1)]
 
 
 def test_who_only_listens_ends_with_those_who_speak() -> None:
@@ -232,4 +234,4 @@ def test_who_only_listens_ends_with_those_who_speak() -> None:
     for who in WORKERS:
         made.heard(Finished(who, 1, 8, 0.0, 0, 0, 0), 106.0)
     end = Finished("server 0/0", 0, 0, 0.0, 0, 0, 0)
-    assert made.heard(end, 106.0) == [end, Dismiss("server 0/1")]
+    assert made.heard(end, 106.0) == [end, EndProcess("server 0/1")]

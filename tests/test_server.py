@@ -215,7 +215,7 @@ def test_shared_memory_is_given_out_when_a_worker_of_ours_has_come():
     said = [out for part in hall.schema.parts() for out in first.handle(server(1), part)]
     assert not said and not first.complete()
     said = [out for part in hall.schema.parts() for out in first.handle(worker(), part)]
-    assert {to for to, message in said if isinstance(message, m.Window)} == {server(0, 1), worker()}
+    assert {to for to, message in said if isinstance(message, m.SharedBuffer)} == {server(0, 1), worker()}
 
 
 def test_all_server_groups_start_from_group_0s_values():
@@ -240,10 +240,10 @@ def test_visible_the_mean_comes_back_then_the_values():
     assert hall.got[worker(0, 0)] == []
     hall.push(worker(0, 1), 4)
     for who in hall.workers:
-        (mean,) = hall.heard(who, m.Mean)
+        (mean,) = hall.heard(who, m.ReducedGradient)
         assert (mean.step, mean.ordinal, mean.present) == (0, 0, b"\x01")
         assert torch.equal(mean.body, torch.full_like(mean.body, 3.0))
-        assert hall.heard(who, m.Reduced) == [m.Reduced(0, 0, b"\x01")]
+        assert hall.heard(who, m.BackwardReduced) == [m.BackwardReduced(0, 0, b"\x01")]
     hall.commit(worker(0, 0))
     assert hall.got[worker(0, 0)] == []
     hall.commit(worker(0, 1))
@@ -282,7 +282,7 @@ def test_a_step_is_applied_on_all_shards_or_on_none():
 
 
 def test_without_the_decision_a_shard_asks_and_never_guesses():
-    hall = started(nservers_per_group=2, holding=(m.Apply,))
+    hall = started(nservers_per_group=2, holding=(m.StepDecision,))
     hall.step(worker(), 5)
     assert [a.step for a in hall.heard(worker(), m.Applied)] == [0]  # shard 0 is the coordinator itself
     assert hall.servers[server(0, 1)].version == 0
@@ -542,7 +542,7 @@ def test_optimizer_state_goes_out_and_comes_back():
     hall = started(optimizer=adam, nservers_per_group=2)
     hall.step(worker(), 2)
     for to in hall.homes(worker()):
-        hall.say(worker(), to, m.StateAsk(5))
+        hall.say(worker(), to, m.StateRequest(5))
     parts = hall.heard(worker(), m.StatePart)
     assert {p.round for p in parts} == {5}
     ends = [p for p in parts if not p.key]
@@ -556,7 +556,7 @@ def test_optimizer_state_goes_out_and_comes_back():
             other.say(worker(), server(0, other.map.buckets[part.bucket].shard), replace(part, round=0))
     for name in (hall, other):
         for to in name.homes(worker()):
-            name.say(worker(), to, m.StateAsk(6))
+            name.say(worker(), to, m.StateRequest(6))
     first, second = ({(p.bucket, p.piece, p.key): p for p in h.heard(worker(), m.StatePart)} for h in (hall, other))
     assert first.keys() == second.keys()
     for key, part in first.items():
@@ -571,13 +571,13 @@ def finish(hall, who, steps=0):
     for to in hall.homes(who):
         hall.say(who, to, m.Finish(steps))
     if who.index == 0:
-        hall.say(who, server(), m.BufferPut(who.group, -1))
+        hall.say(who, server(), m.ModelBufferValue(who.group, -1))
 
 
 def final(hall):
     for to in hall.topology.servers(0):
-        hall.say(worker(), to, m.FinalAsk(-9))
-    hall.say(worker(), server(), m.BufferAsk())
+        hall.say(worker(), to, m.FinalRequest(-9))
+    hall.say(worker(), server(), m.BufferRequest())
 
 
 @pytest.mark.parametrize(("agreement", "expected"), [("kMaster", -11.0), ("kRingAverage", -5.5)])
@@ -591,7 +591,7 @@ def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
     assert hall.got[worker(0)] == [] and not any(s.done for s in hall.servers.values())
     finish(hall, worker(1), 1)
     assert hall.values(worker(0)) == expected
-    assert hall.heard(worker(0), m.BufferPut) == [m.BufferPut(2, -1)]
+    assert hall.heard(worker(0), m.ModelBufferValue) == [m.ModelBufferValue(2, -1)]
     assert all(s.done for s in hall.servers.values())
 
 
@@ -633,8 +633,8 @@ def test_the_servers_go_on_when_group_0_ends():
 
 def test_questions_about_data_go_to_server_0_0():
     hall = started(nworker_groups=2, nserver_groups=2)
-    hall.say(worker(1), server(), m.LeaseAsk(0, 0, 3, 0, 0, False))
+    hall.say(worker(1), server(), m.LeaseRequest(0, 0, 3, 0, 0, False))
     (lease,) = hall.heard(worker(1), m.Lease)
     assert (lease.epoch, lease.first) == (0, 0)
     with pytest.raises(m.ProtocolError, match="server 1/0 takes no LeaseAsk from worker 1/0"):
-        hall.say(worker(1), server(1), m.LeaseAsk(0, 0, 3, 0, 0, False))
+        hall.say(worker(1), server(1), m.LeaseRequest(0, 0, 3, 0, 0, False))

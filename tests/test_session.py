@@ -18,19 +18,19 @@ from torch.nn import functional as f
 
 import topotrain as tt
 from topotrain.compat.tensorflow.session import session_server
-from topotrain.compat.tensorflow.session.session_protocol import MAX_BODY, Gone, Talk, call
-from topotrain.compat.tensorflow.session.session_server import Residence
-from topotrain.compat.tensorflow.session.session_task import Task
+from topotrain.compat.tensorflow.session.session_protocol import MAX_BODY, SessionClosed, SessionConnection, call
+from topotrain.compat.tensorflow.session.session_server import SessionServer
+from topotrain.compat.tensorflow.session.session_task import TaskAddress
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import OptimizerSpec, describe, remake
-from topotrain.parallel.program.split_program import Where
+from topotrain.parallel.program.split_program import LocationKind
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS, name_of
 from topotrain.parallel.remote.argument_codec import read_json
-from topotrain.parallel.remote.graph_description import Description, State, states_from
+from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription, states_from
 from topotrain.parallel.remote.graph_recorder import record
-from topotrain.parallel.remote.graph_replayer import Box, Held, program
-from topotrain.parallel.remote.state_numbers import Cluster, Kept
+from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
+from topotrain.parallel.remote.state_numbers import ModelState, TaskCluster
 
 TOKEN = "ab" * 32
 ROOM = 1 << 30
@@ -109,8 +109,8 @@ def made(kind: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def written(model: nn.Module, *args: Any, workers: int = 2) -> tuple[Description, tuple[State, ...]]:
-    kept = Kept.of(model, Cluster(workers, 1))
+def written(model: nn.Module, *args: Any, workers: int = 2) -> tuple[GraphDescription, tuple[StateDescription, ...]]:
+    kept = ModelState.of(model, TaskCluster(workers, 1))
     return record(kept, args, {}, loss=True), kept.states()
 
 
@@ -125,7 +125,7 @@ def test_a_description_survives_its_way(kind):
     came, held = read_json(text.encode())
     again = states_from(held, 2, 1)
     assert again == states
-    assert Description.from_data(came, 2, len(again)) == described
+    assert GraphDescription.from_data(came, 2, len(again)) == described
 
 
 def test_who_computes_and_who_holds():
@@ -153,8 +153,8 @@ def test_the_cut_graph_has_one_edge_for_what_is_needed_twice():
 
     described, states = written(Twice(), *batches(4)[0])
     cut = program(described, states, 2, 0, None, ROOM)
-    assert [edge.target.where for edge in cut.edges] == [Where.AT, Where.WHOLE]
-    evaluated = program(described, states, 2, 0, Box(), ROOM)
+    assert [edge.target.where for edge in cut.edges] == [LocationKind.AT, LocationKind.WHOLE]
+    evaluated = program(described, states, 2, 0, OutputCollector(), ROOM)
     assert [edge.target.worker for edge in evaluated.edges] == [1, 0]
 
 
@@ -275,9 +275,9 @@ def deep(levels: int) -> Any:
     ],
 )
 def test_hostile_descriptions_are_refused(data, words):
-    Description.from_data(sane(), 2, 0)
+    GraphDescription.from_data(sane(), 2, 0)
     with pytest.raises(ConfigError) as refused:
-        Description.from_data(read_json(json.dumps(data).encode()), 2, 0)
+        GraphDescription.from_data(read_json(json.dumps(data).encode()), 2, 0)
     assert words in str(refused.value)
 
 
@@ -298,9 +298,9 @@ def test_what_is_no_json_is_refused(text):
     ],
 )
 def test_what_is_too_large_or_no_call_is_refused_before_it_is_computed(function, args):
-    described = Description.from_data(node(function=function, args=args), 2, 0)
+    described = GraphDescription.from_data(node(function=function, args=args), 2, 0)
     with pytest.raises(ConfigError, match=r"here\.py:1"):
-        program(described, (), 2, 0, Box(), ROOM)
+        program(described, (), 2, 0, OutputCollector(), ROOM)
 
 
 @pytest.mark.parametrize(
@@ -312,10 +312,10 @@ def test_hostile_states_are_refused(data):
 
 
 @contextmanager
-def pair() -> Iterator[tuple[socket.socket, Talk]]:
+def pair() -> Iterator[tuple[socket.socket, SessionConnection]]:
     one, other = socket.socketpair()
     with one, other:
-        yield one, Talk(other)
+        yield one, SessionConnection(other)
 
 
 def frame(text: bytes, body: int = 0) -> bytes:
@@ -342,14 +342,14 @@ def test_hostile_frames_end_the_connection(raw):
     with pair() as (sock, talk):
         sock.sendall(raw)
         sock.shutdown(socket.SHUT_WR)
-        with pytest.raises(Gone):
+        with pytest.raises(SessionClosed):
             talk.hear()
 
 
 def test_frames_carry_words_and_tensors():
     tensors = [torch.randn(3, 2).t(), torch.tensor(True), torch.empty(0, 4, dtype=torch.int64), torch.arange(5).half()]
     with pair() as (sock, talk):
-        Talk(sock).say({"do": "run"}, tensors)
+        SessionConnection(sock).say({"do": "run"}, tensors)
         words, came = talk.hear()
     assert words == {"do": "run"}
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, came, strict=True))
@@ -371,7 +371,7 @@ def test_a_model_is_held_in_parts():
     states = states_from(
         [[["float32", [2, 3]], 0, True, 0], [["float32", [2]], 1, False, -1], [["int64", []], 1, None, -1]], 2, 1
     )
-    held = Held(states, {0: torch.ones(2, 3)})
+    held = WorkerModel(states, {0: torch.ones(2, 3)})
     assert [p.is_meta for p in held.parameters()] == [False, True]
     assert [share.owners for whole in held.divided(states, 2).parameters for share in whole.shares] == [(0,), (1,)]
 
@@ -390,8 +390,8 @@ class Town:
         for probe in probes:
             probe.close()
         self.cluster = {"ps": [ps], "worker": others}
-        tasks = [Task(job, k, at) for job, addresses in self.cluster.items() for k, at in enumerate(addresses)]
-        self.residents = [Residence(self.cluster, task, bytes.fromhex(TOKEN)) for task in tasks]
+        tasks = [TaskAddress(job, k, at) for job, addresses in self.cluster.items() for k, at in enumerate(addresses)]
+        self.residents = [SessionServer(self.cluster, task, bytes.fromhex(TOKEN)) for task in tasks]
         self.threads = [threading.Thread(target=resident.stay, daemon=True) for resident in self.residents]
         for thread in self.threads:
             thread.start()

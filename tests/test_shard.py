@@ -9,8 +9,8 @@ import torch
 from topotrain.config.job import Slicing
 from topotrain.config.sharding import Parameter, cut
 from topotrain.core.model.schema import (
-    Buffer,
     FlatBuffers,
+    ModelBuffer,
     Schema,
     SchemaParts,
     difference,
@@ -38,7 +38,7 @@ def zeros(numel, dtype):
 
 def test_a_description_survives_its_parts_in_any_order():
     whole = schema(
-        *(parameter(f"layer.{i}.größe", dtype="bfloat16") for i in range(2000)), buffers=[Buffer("b", "int64", 1)]
+        *(parameter(f"layer.{i}.größe", dtype="bfloat16") for i in range(2000)), buffers=[ModelBuffer("b", "int64", 1)]
     )
     parts = whole.parts()
     assert len(parts) > 2 and all(len(encode(part)[1]) <= MAX_META for part in parts)
@@ -48,15 +48,17 @@ def test_a_description_survives_its_parts_in_any_order():
 
 
 def test_what_only_some_workers_hold_is_described_and_told():
-    mine = schema(replace(parameter(), owners=(1,)), buffers=[Buffer("b", "int64", 1, (0, 2)), Buffer("c", "int64", 1)])
+    mine = schema(
+        replace(parameter(), owners=(1,)), buffers=[ModelBuffer("b", "int64", 1, (0, 2)), ModelBuffer("c", "int64", 1)]
+    )
     assert parse_schema(mine.text()) == mine
     assert [buffer.speaker for buffer in mine.buffers] == [0, 0]
-    theirs = replace(mine, buffers=(Buffer("b", "int64", 1, (2,)), mine.buffers[1]))
+    theirs = replace(mine, buffers=(ModelBuffer("b", "int64", 1, (2,)), mine.buffers[1]))
     assert (
         "me has b with 1 elements of int64, held by workers 0 and 2, you has b with 1 elements of int64, held by "
         in (difference(mine, theirs, "me", "you"))
     )
-    plain = schema(buffers=[Buffer("b", "int64", 1)])
+    plain = schema(buffers=[ModelBuffer("b", "int64", 1)])
     assert plain.text().endswith('[["b", "int64", 1]], "{\\"lr\\":1}", "d"]')
 
 
@@ -86,7 +88,7 @@ def test_parts_that_cannot_be_are_refused(part, parts):
         (schema(parameter(trainable=False)), "worker 0/1 has w of shape .*frozen"),
         (schema(parameter("v")), "worker 0/1 has v of shape"),
         (schema(parameter(), parameter("v")), "worker 0/1 has 2 parameters, worker 0/0 has 1"),
-        (schema(buffers=[Buffer("b", "int64", 1)]), "worker 0/1 has 1 buffers, worker 0/0 has 0"),
+        (schema(buffers=[ModelBuffer("b", "int64", 1)]), "worker 0/1 has 1 buffers, worker 0/0 has 0"),
         (schema(replace(parameter(), owners=(0, 1))), "worker 0/1 has w of .*float32, held by workers 0 and 1$"),
         (schema(optimizer='{"lr":2}'), 'the optimizers differ: worker 0/0 has {"lr":1}, worker 0/1 has {"lr":2}'),
         (schema(digest="e"), "cuts into slices differ between worker 0/0 and worker 0/1"),
@@ -102,7 +104,7 @@ def test_a_dtype_has_a_name():
     for name in ("nn", "no_such", "Tensor", ""):
         with pytest.raises(ProtocolError, match="is no dtype"):
             torch_dtype(name)
-    assert Buffer("b", "int64", 3).nbytes == 24
+    assert ModelBuffer("b", "int64", 3).nbytes == 24
 
 
 # --- buffers -----------------------------------------------------------------------------------------------------

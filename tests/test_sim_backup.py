@@ -13,17 +13,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.config.job import Grads, Reduce
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Apply
+from topotrain.core.protocol import StepDecision
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.extensions.checkpointing.data_position import STATIC
-from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, Schedule, What
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial
 
 pytestmark = pytest.mark.simulated
 
 SMALL = parameters(5, 70)
-TWICE = Weather(delay=(0.0005, 0.004), late=0.03, duplicate=1.0, reorder=0.3)
+TWICE = NetworkFaults(delay=(0.0005, 0.004), late=0.03, duplicate=1.0, reorder=0.3)
 
 
 def group(workers: int, spare: int, shards: int = 2, **more):
@@ -155,7 +155,7 @@ def test_without_lateness_a_group_with_backup_does_what_one_without_does():
                 seat.step(numbers(0, seat.me.index, number), marks=marks)
             seat.finish()
 
-        decided = trace(town, Apply)
+        decided = trace(town, StepDecision)
         town.play(script)
         if spare and any(len(m.members) < 3 for *_, m in decided):
             continue  # the last two came at one moment, and the road was slower for one of them
@@ -344,10 +344,10 @@ def tormented(
     fates: tuple[Fault, ...],
     batches: int = 6,
     shape: tuple[int, int, int] = (3, 1, 2),
-    weather: Weather | None = None,
+    weather: NetworkFaults | None = None,
 ) -> Trial:
     workers, spare, shards = shape
-    schedule = Schedule("", batches, 1 + seed % 2, "static", seed % 3 != 0, fates)
+    schedule = FaultSchedule("", batches, 1 + seed % 2, "static", seed % 3 != 0, fates)
     weather = weather or (FAR, STORM, VIEWS, CALM)[seed % 4]
     return Trial(group(workers, spare, shards, reduce=Reduce.kSum), seed, schedule, weather)
 
@@ -361,7 +361,7 @@ def drawn(seed: int, workers: int) -> tuple[Fault, ...]:
             fates.append(Fault(0, index=index, at=dice.uniform(0.0, 0.15), away=away))
         else:
             fates.append(Fault(0, dice.randrange(2), index, dice.randint(0, 60), away=away))
-    clocks = (Fault(0, at=dice.uniform(0.0, 0.12), what=What.CLOCK) for _ in range(2 * (seed % 2)))
+    clocks = (Fault(0, at=dice.uniform(0.0, 0.12), what=FaultKind.CLOCK) for _ in range(2 * (seed % 2)))
     return (*fates, *clocks)
 
 

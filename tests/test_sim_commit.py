@@ -4,12 +4,12 @@ import pytest
 from simulation import STORM, Seat, Town, books, job, same, total
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Apply, Commit, Push, Staged
-from topotrain.tools.simulator.sim_network import Deadlock, Weather
+from topotrain.core.protocol import Commit, Push, StepDecision, StepVote
+from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults
 
 pytestmark = pytest.mark.simulated
 
-TWICE = Weather(delay=(0.0005, 0.004), late=0.03, duplicate=1.0, reorder=0.3)
+TWICE = NetworkFaults(delay=(0.0005, 0.004), late=0.03, duplicate=1.0, reorder=0.3)
 COORDINATOR = Address(Role.SERVER, 0, 0)
 
 
@@ -112,7 +112,7 @@ def test_a_coordinator_cut_between_its_apply_messages_has_decided(sent, groups):
     for seed in range(15):
         town = Town(job(groups, 2, 3), seed, STORM)
         written = books(town)
-        town.wire.crash(COORDINATOR, after=2 + sent, kind=Apply)  # in the middle of its second decision
+        town.wire.crash(COORDINATOR, after=2 + sent, kind=StepDecision)  # in the middle of its second decision
         cut = []
 
         def revive(town=town, written=written, cut=cut) -> None:
@@ -132,7 +132,7 @@ def test_a_shard_cut_after_staging_asks_and_never_guesses():
     for seed in range(15):
         town = Town(job(2, 1, 3), seed, STORM)
         written, shard = books(town), Address(Role.SERVER, 0, 2)
-        town.wire.crash(shard, after=1, kind=Staged)
+        town.wire.crash(shard, after=1, kind=StepVote)
         at_cut = []
 
         def revive(town=town, written=written, shard=shard, at_cut=at_cut) -> None:

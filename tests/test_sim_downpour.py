@@ -5,8 +5,8 @@ import torch
 from simulation import STORM, VIEWS, Seat, Town, books, job, parameters, same, total
 from torch.utils.data import DataLoader
 
-from topotrain.core.protocol import Mean
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.core.protocol import ReducedGradient
+from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
 
@@ -86,7 +86,7 @@ def test_defect_1_no_gradient_of_two_groups_in_one_sum():
         town, seen = Town(job(2, 2, 2), seed, STORM), []
 
         def look(sender, to, message, town=town, seen=seen):
-            if isinstance(message, Mean):
+            if isinstance(message, ReducedGradient):
                 space = town.map.spaces[town.map.buckets[message.bucket].space]
                 body = message.body.view(getattr(torch, space.dtype))
                 seen.append((to.group, body.abs().max().item(), bool((body % 1024 == 0).all())))
@@ -124,7 +124,9 @@ def test_defect_1_a_2x2_downpour_ends_on_every_seed():
 # --- staleness ---------------------------------------------------------------------------------------------------
 
 
-def race(seed: int, groups: int, staleness: int | None, steps: int = 6, shards: int = 2, weather: Weather = STORM):
+def race(
+    seed: int, groups: int, staleness: int | None, steps: int = 6, shards: int = 2, weather: NetworkFaults = STORM
+):
     """Groups of very different and changing speed; returns the shards' books and all the workers' outcomes."""
     town = Town(job(groups, 1, shards, max_staleness=staleness), seed, weather)
     written, outcomes = books(town), []
@@ -193,7 +195,7 @@ def test_groups_of_different_speed_finish_independently():
     """The fast group's end does not move by a microsecond when the slow one gets slower."""
     ends = []
     for slowness in (1.0, 100.0):
-        town = Town(job(2, 2, 2), 0, Weather(delay=(0.001, 0.001)))
+        town = Town(job(2, 2, 2), 0, NetworkFaults(delay=(0.001, 0.001)))
         end = {}
 
         def script(seat: Seat, slowness=slowness, end=end) -> None:

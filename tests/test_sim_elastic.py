@@ -8,9 +8,9 @@ from simulation import job
 from topotrain.core import protocol as m
 from topotrain.core.server.consistency import AWAY
 from topotrain.core.server.server import Server
-from topotrain.core.server.shutdown import Ending
-from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, Schedule, What
-from topotrain.tools.simulator.group_churn import Elastic
+from topotrain.core.server.shutdown import Shutdown
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.group_churn import ElasticTrial
 
 pytestmark = pytest.mark.simulated
 
@@ -26,7 +26,7 @@ LAYOUTS = {
 
 def move(verb: str, group: int, at: float, patience: float = 0.5) -> Fault:
     """A group leaves at a moment, is dead from then on ("lose"), or comes; where the servers say that it may."""
-    return Fault(group, at=at, away=patience, what=What(verb))
+    return Fault(group, at=at, away=patience, what=FaultKind(verb))
 
 
 def drawn(name: str, seed: int) -> tuple[Fault, ...]:
@@ -39,15 +39,15 @@ def drawn(name: str, seed: int) -> tuple[Fault, ...]:
     return tuple(sorted(moves, key=lambda each: each.at))
 
 
-def one(name: str, seed: int) -> Elastic:
+def one(name: str, seed: int) -> ElasticTrial:
     dice, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
-    faults = [Fault(0, at=dice.uniform(0.0, 0.15), what=What.CLOCK)] * (seed % 2)
+    faults = [Fault(0, at=dice.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
     if seed % 3 == 0:
         faults.append(Fault(dice.randrange(groups), at=dice.uniform(0.0, 0.15), away=dice.choice((0.0, 0.05))))
-    schedule = Schedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
+    schedule = FaultSchedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
     absent = (groups - 1,) if seed % 5 == 0 else ()
     weather = (FAR, STORM, VIEWS, CALM)[seed % 4]
-    return Elastic(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
+    return ElasticTrial(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -61,8 +61,8 @@ def test_every_batch_counts_once_whoever_leaves_and_comes_when(name):
 
 
 def calm(moves, absent=(), groups=3, workers=2, batches=30):
-    schedule = Schedule("", batches, 1, "lease", True, moves)
-    return Elastic(job(groups, workers, 2), 1, schedule, VIEWS, absent).run()
+    schedule = FaultSchedule("", batches, 1, "lease", True, moves)
+    return ElasticTrial(job(groups, workers, 2), 1, schedule, VIEWS, absent).run()
 
 
 def test_who_leaves_ends_behind_a_step_and_the_others_read_the_rest_without_a_pause():
@@ -91,7 +91,7 @@ def test_who_has_left_may_come_again_and_leave_again():
 def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
     """Group 0 is slow with its last batch; group 1 has read all there is, and is told to go while it waits."""
 
-    class Slow(Elastic):
+    class Slow(ElasticTrial):
         def script(self, seat):
             if seat.me.group:
                 return super().script(seat)
@@ -99,7 +99,7 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
             seat.sleep = lambda low, high: sleep(1.0, 1.0)
             return super().script(seat)
 
-    schedule = Schedule("", 3, 1, "lease", True, (move("leave", 1, 0.5, 9.0),))
+    schedule = FaultSchedule("", 3, 1, "lease", True, (move("leave", 1, 0.5, 9.0),))
     found = Slow(job(2, 1, 1), 1, schedule, VIEWS).run()
     assert found.moves and not found.wrong()
     assert found.absent == {1}
@@ -108,9 +108,9 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
 
 def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
     """The servers have seen the death, and the launcher had not when it asked."""
-    schedule = Schedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
-    found = Elastic(job(2, 1, 1), 1, schedule, VIEWS)
-    found.sim.at(0.08, lambda: found._tell(m.Leave(1, 0)))
+    schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
+    found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)
+    found.sim.at(0.08, lambda: found._tell(m.GroupLeaveRequest(1, 0)))
     assert not found.run().wrong()
     assert max(found.commits[1]) > 0.13
 
@@ -120,7 +120,7 @@ def test_a_word_to_leave_is_not_for_those_who_came_after_the_dead():
 
 def missed_at_the_end(patch):
     """The desk waits for the model's buffers of who has left."""
-    patch.setattr(Ending, "away", lambda self, group: None)
+    patch.setattr(Shutdown, "away", lambda self, group: None)
 
 
 def waited_for(patch):
@@ -136,7 +136,7 @@ def before_its_last_step(patch):
         for server in self._topology.servers(self._me.group):
             self._send(server, decision)
 
-    patch.setattr("topotrain.extensions.elastic.membership.Regroup.leave", leave)
+    patch.setattr("topotrain.extensions.elastic.membership.ElasticGroups.leave", leave)
     patch.setattr(Server, "lost", lambda self, worker: [])
 
 

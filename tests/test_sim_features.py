@@ -14,7 +14,7 @@ from topotrain.config.job import Agreement, Grads, Reduce
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.protocol import Applied, Commit, Fetch, Init, Push, Values
-from topotrain.tools.simulator.sim_network import Deadlock, Weather
+from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults
 from topotrain.training.worker import Worker
 
 pytestmark = pytest.mark.simulated
@@ -215,7 +215,7 @@ def digits_of(town: Town, seat: Seat, optimizer: str = "SGD") -> tuple[Worker, n
     return town.worker(seat.me, model, made), model, DataLoader(data, 6, shuffle=True, generator=dice)
 
 
-def finals(seed: int, weather: Weather, optimizer: str = "Adam") -> list[torch.Tensor]:
+def finals(seed: int, weather: NetworkFaults, optimizer: str = "Adam") -> list[torch.Tensor]:
     town, found = Town(job(1, 3, 2, reduce=Reduce.kMean), seed, weather), {}
 
     def script(seat: Seat) -> None:
@@ -237,9 +237,9 @@ def finals(seed: int, weather: Weather, optimizer: str = "Adam") -> list[torch.T
 
 def test_a_synchronous_job_has_the_same_bits_in_any_weather():
     """Model, buffers, optimizer state and the broadcast draws, while every message may come late or twice."""
-    calm = finals(0, Weather())
+    calm = finals(0, NetworkFaults())
     assert len(calm) == 3 * 6 + 9
-    for seed, weather in ((1, STORM), (2, STORM), (3, VIEWS), (4, Weather(duplicate=1.0, reorder=0.5))):
+    for seed, weather in ((1, STORM), (2, STORM), (3, VIEWS), (4, NetworkFaults(duplicate=1.0, reorder=0.5))):
         assert same(finals(seed, weather), calm), f"seed {seed}"
 
 

@@ -6,15 +6,15 @@ from simulation import STORM, VIEWS, Seat, Town, job, parameters, same, total
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Delta, Init, Master, RingOffer, RingReply
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.core.protocol import Delta, Init, MasterValue, RingOffer, RingReply
+from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
 
 DOUBLE = parameters(150, 256, dtype="float64")
 """Averaging halves: in double, multiples of 2^16 stay exact for more rounds than these tests have."""
 SCALE = float(1 << 16)
-SLOW = Weather(delay=(0.2, 0.4))
+SLOW = NetworkFaults(delay=(0.2, 0.4))
 
 
 def hogwild(
@@ -89,7 +89,7 @@ def slow_neighbors(town: Town) -> dict[tuple[Address, int], int]:
     def slowly(me, to, message, late):
         if isinstance(message, Delta | RingOffer):
             asked.setdefault((me, message.bucket), town.houses[me].server.version)
-        if isinstance(message, Delta | Master | RingOffer | RingReply):
+        if isinstance(message, Delta | MasterValue | RingOffer | RingReply):
             town.sim.at(town.sim.now + town.random.uniform(0.3, 0.6), lambda: depart(me, to, message, late))
         else:
             depart(me, to, message, late)
@@ -107,7 +107,7 @@ def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
         between: list[int] = []
 
         def look(sender, to, message, town=town, asked=asked, between=between):
-            if isinstance(message, Master | RingReply) and (to, message.bucket) in asked:
+            if isinstance(message, MasterValue | RingReply) and (to, message.bucket) in asked:
                 between.append(town.houses[to].server.version - asked.pop((to, message.bucket)))
 
         town.wire.observers.append(look)

@@ -8,17 +8,17 @@ from simulation import job, trace
 
 from topotrain.config.job import Compression
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.server.consistency import RESTARTS, RESTS, DecisionLog
-from topotrain.core.server.gradient_staging import Staging
-from topotrain.core.server.pull_replies import Readers
+from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.pull_replies import PullReplies
 from topotrain.core.server.server import Server
 from topotrain.extensions.compression.message_filter import ServerEncoding
-from topotrain.extensions.elastic.membership import Members, Regroup
-from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, Schedule
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.extensions.elastic.membership import ElasticGroups, Members
+from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
+from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.tools.simulator.trial import Trial
-from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.training.data.lease_queue import LeaseQueue
 
 pytestmark = pytest.mark.simulated
 
@@ -40,7 +40,7 @@ LAYOUTS = {
 def place(
     name: str,
     seed: int,
-    weather: Weather = CALM,
+    weather: NetworkFaults = CALM,
     batches: int = 12,
     epochs: int = 1,
     mode: str = "lease",
@@ -48,7 +48,7 @@ def place(
     fates: tuple[Fault, ...] = (),
 ) -> Trial:
     groups, workers, shards, settings = LAYOUTS[name]
-    schedule = Schedule("", batches, epochs, mode, tells, fates)
+    schedule = FaultSchedule("", batches, epochs, mode, tells, fates)
     return Trial(job(groups, workers, shards, **settings), seed, schedule, weather)  # type: ignore[arg-type]
 
 
@@ -107,7 +107,7 @@ def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
 
 def test_when_nobody_dies_nothing_is_said_of_it():
     found = place("hogwild of pairs", 0)
-    kinds = trace(found, m.Return, m.AskReturn, m.StreamsAt, m.AppliedAsk)
+    kinds = trace(found, m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams, m.AppliedBatchesRequest)
     assert not found.run().wrong() and not kinds
 
 
@@ -119,7 +119,7 @@ def test_a_group_that_dies_at_every_message_of_its_start_and_of_its_first_steps(
         assert found.kills == 2 and not found.wrong()
 
 
-@pytest.mark.parametrize("kind", [m.Finish, m.BufferPut, m.FinalAsk, m.BufferAsk])
+@pytest.mark.parametrize("kind", [m.Finish, m.ModelBufferValue, m.FinalRequest, m.BufferRequest])
 @pytest.mark.parametrize("name", ["downpour of pairs", "sandblaster of three", "hogwild of pairs"])
 def test_a_group_that_dies_at_its_end_comes_to_it_again(name, kind):
     for seed in range(3):
@@ -174,21 +174,21 @@ def steps_go_on(patch):
 
 def leases_whole(patch):
     """A lease is given back whole, whatever of it is applied."""
-    restart = LeaseBook.restart
-    patch.setattr(LeaseBook, "restart", lambda self, group, applied, ended: restart(self, group, lambda _: 0, ended))
+    restart = LeaseQueue.restart
+    patch.setattr(LeaseQueue, "restart", lambda self, group, applied, ended: restart(self, group, lambda _: 0, ended))
 
 
 def leases_kept(patch):
     """A lease of the dead counts as read."""
-    restart = LeaseBook.restart
+    restart = LeaseQueue.restart
     patch.setattr(
-        LeaseBook, "restart", lambda self, group, applied, ended: restart(self, group, lambda _: 1 << 20, ended)
+        LeaseQueue, "restart", lambda self, group, applied, ended: restart(self, group, lambda _: 1 << 20, ended)
     )
 
 
 def leases_forgotten(patch):
     """Nobody tells the desk that a group is gone."""
-    patch.setattr(LeaseBook, "restart", lambda self, group, applied, ended: [])
+    patch.setattr(LeaseQueue, "restart", lambda self, group, applied, ended: [])
 
 
 def echo_first(patch):
@@ -203,12 +203,12 @@ def echo_first(patch):
             known.incarnation = incarnation
             self._welcome(worker)
 
-    patch.setattr(Regroup, "_returned", returned)
+    patch.setattr(ElasticGroups, "_returned", returned)
 
 
 def desk_greets_first(patch):
     """Server (0,0) does not ask the coordinator of other servers how far the group came."""
-    ask = Regroup._ask
+    ask = ElasticGroups._ask
 
     def asks_nobody(self, group, incarnation):
         if group in self._ours:
@@ -216,7 +216,7 @@ def desk_greets_first(patch):
         elif self._leases is not None:
             self._change(group, incarnation, lambda _: 0, False)
 
-    patch.setattr(Regroup, "_ask", asks_nobody)
+    patch.setattr(ElasticGroups, "_ask", asks_nobody)
 
 
 def words_of_the_dead(patch):
@@ -240,7 +240,7 @@ def taken_for_mine(patch):
     def at_once(method):
         def taken(self, sender, message, *more):
             unheard = self._unheard
-            if not isinstance(message, m.Return):
+            if not isinstance(message, m.WorkerRejoined):
                 self._unheard = set()
             try:
                 return method(self, sender, message, *more)
@@ -249,8 +249,8 @@ def taken_for_mine(patch):
 
         return taken
 
-    patch.setattr(Exchange, "handle", at_once(Exchange.handle))
-    patch.setattr(Exchange, "place", at_once(Exchange.place))
+    patch.setattr(Client, "handle", at_once(Client.handle))
+    patch.setattr(Client, "place", at_once(Client.place))
 
 
 def speaks_at_once(patch):
@@ -258,10 +258,10 @@ def speaks_at_once(patch):
 
     def come_back(self):
         for server in sorted(self._unheard):
-            self._send(server, m.Return(self._incarnation))
+            self._send(server, m.WorkerRejoined(self._incarnation))
         self._unheard = set()
 
-    patch.setattr(Exchange, "come_back", come_back)
+    patch.setattr(Client, "come_back", come_back)
 
 
 def streams_forgotten(patch):
@@ -277,17 +277,17 @@ def streams_forgotten(patch):
 
 def staging_kept(patch):
     """What the dead have pushed stays in the step."""
-    patch.setattr(Staging, "restart", lambda self: setattr(self, "step", 0))
+    patch.setattr(GradientStaging, "restart", lambda self: setattr(self, "step", 0))
 
 
 def steps_kept(patch):
     """The shard goes on counting the group's steps."""
-    patch.setattr(Staging, "restart", lambda self: self._reset())
+    patch.setattr(GradientStaging, "restart", lambda self: self._reset())
 
 
 def readers_kept(patch):
     """Who was shown what is not forgotten."""
-    patch.setattr(Readers, "forget", lambda self, group: None)
+    patch.setattr(PullReplies, "forget", lambda self, group: None)
 
 
 def encoding_kept(patch):

@@ -15,7 +15,7 @@ from simulation import job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.extensions.replication.state_machine import Lead, Line
+from topotrain.extensions.replication.state_machine import Primary, ReliableChannel
 
 pytestmark = pytest.mark.simulated
 
@@ -86,12 +86,12 @@ def given_up(moment: int) -> MortalTown:
 def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> None:
     """The other copy had heard of both, the death and the newcomer, and has died before it could tell."""
     lead, worker = place("sandblaster", 0).run().home[SERVER].leads[SERVER].lead, Address(Role.WORKER, 0, 1)
-    line = lead.copy.lines[worker] = Line(said=80, heard=57)
-    (answer,) = [x for to, x in lead.hear(worker, m.Resume(0, life=1)) if to == worker]
-    assert answer == m.Resume(0, answer=True)
-    lead.hear(worker, m.Return(1))
+    line = lead.copy.lines[worker] = ReliableChannel(said=80, heard=57)
+    (answer,) = [x for to, x in lead.hear(worker, m.ResumeConnection(0, life=1)) if to == worker]
+    assert answer == m.ResumeConnection(0, answer=True)
+    lead.hear(worker, m.WorkerRejoined(1))
     assert lead.copy.lines[worker].life == 1 and lead.copy.lines[worker] is not line
-    for late in (m.Resume(0), m.Resume(5, life=2)):
+    for late in (m.ResumeConnection(0), m.ResumeConnection(5, life=2)):
         with pytest.raises(m.ProtocolError, match="never been"):
             lead.hear(worker, late)
 
@@ -101,15 +101,15 @@ def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> Non
 
 def words_for_the_dead(patch: pytest.MonkeyPatch) -> None:
     """What waits to be said to a worker that has died is said to the one that takes its place."""
-    lost = Lead.lost
+    lost = Primary.lost
 
-    def keeps(self: Lead, worker: Address) -> list:
+    def keeps(self: Primary, worker: Address) -> list:
         held = deque(self._held)
         out = lost(self, worker)
         self._held = held + deque(each for each in self._held if each not in held)
         return out
 
-    patch.setattr(Lead, "lost", keeps)
+    patch.setattr(Primary, "lost", keeps)
 
 
 def told_once(patch: pytest.MonkeyPatch) -> None:

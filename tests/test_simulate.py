@@ -7,19 +7,19 @@ import torch
 
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.server.consistency import ApplyOrder, DecisionLog
-from topotrain.core.server.group_sync import MasterAgreement
+from topotrain.core.server.group_sync import MasterSync
 from topotrain.core.server.server import _HANDLERS, Server
 from topotrain.extensions.checkpointing import snapshot_coordinator
-from topotrain.extensions.checkpointing.cross_group_cut import CrossCut
-from topotrain.extensions.checkpointing.server_snapshots import Snapshots
-from topotrain.tools.simulator.fault_schedule import Fault, Schedule, What
+from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
+from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
+from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.seeded_runs import LAYOUTS, chosen, many, prepared, rehearse, scheduled, shrunk
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.tools.simulator.trial import Trial
-from topotrain.tools.simulator.worker_observer import Witness, Wrong
-from topotrain.training.data.lease_queue import LeaseBook, _Epoch, _over
+from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
+from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 
 pytestmark = pytest.mark.simulated
 
@@ -113,14 +113,14 @@ def test_a_snapshot_leaves_out_epochs_that_are_over():
     ],
 )
 def test_a_worker_is_shown_its_own_work_and_never_less_than_before(now, text):
-    witness = Witness("worker 0/0", 3)
+    witness = WorkerObserver("worker 0/0", 3)
     witness.look([torch.tensor([1.0, 0.0, 0.0, 7.0])])
     witness.look([torch.tensor([1.0, 0.0, 1.0, 7.0])])
     if "counted" in text:
         witness.did([1])
     else:
         witness.look([torch.tensor([1.0, 1.0, 1.0, 7.0])])
-    with pytest.raises(Wrong, match=f"worker 0/0 is shown {text}"):
+    with pytest.raises(InvariantViolated, match=f"worker 0/0 is shown {text}"):
         witness.look([torch.tensor(now)])
 
 
@@ -159,12 +159,12 @@ def votes_counted(patch):
 
 def nobody_is_awaited(patch):
     """An epoch is over when its queue is empty."""
-    patch.setattr(LeaseBook, "_is_done", lambda self, epoch, group: True)
+    patch.setattr(LeaseQueue, "_is_done", lambda self, epoch, group: True)
 
 
 def frozen_late(patch):
     """One shard freezes a step later than the others."""
-    freeze = Snapshots.freeze
+    freeze = ServerSnapshots.freeze
 
     def late(self, model, facts, counts):
         if self._due and self._me.index and not getattr(late, "waited", False):
@@ -173,7 +173,7 @@ def frozen_late(patch):
         late.waited = False
         freeze(self, model, facts, counts)
 
-    patch.setattr(Snapshots, "freeze", late)
+    patch.setattr(ServerSnapshots, "freeze", late)
 
 
 def silent_leases(patch):
@@ -256,8 +256,8 @@ def unasked_values(patch):
 
         return taken
 
-    patch.setattr(Exchange, "_land", any_round(Exchange._land))
-    patch.setattr(Exchange, "place", any_round(Exchange.place))
+    patch.setattr(Client, "_land", any_round(Client._land))
+    patch.setattr(Client, "place", any_round(Client.place))
 
 
 def begun_alone(patch):
@@ -280,22 +280,22 @@ def final_values_counted(patch):
             since = self._sent[bucket] if bucket in self._waiting else self._snap[bucket]
             yield master, bucket, self._round[bucket], self._view(bucket) - since
 
-    patch.setattr(MasterAgreement, "remainders", remainders)
+    patch.setattr(MasterSync, "remainders", remainders)
 
 
 def nothing_held(patch):
     """What a group adds behind its cut is taken by a master that is before its own."""
-    patch.setattr(Snapshots, "early", lambda self, message: False)
+    patch.setattr(ServerSnapshots, "early", lambda self, message: False)
 
 
 def late_left_out(patch):
     """What was on its way at the cut is in nobody's part of it."""
-    patch.setattr(CrossCut, "late", lambda self, message, body: None)
+    patch.setattr(CrossGroupCut, "late", lambda self, message, body: None)
 
 
 def complete_too_soon(patch):
     """A master does not wait for what was on its way."""
-    patch.setattr(CrossCut, "complete", property(lambda self: self._sent.keys() == self._wanted))
+    patch.setattr(CrossGroupCut, "complete", property(lambda self: self._sent.keys() == self._wanted))
 
 
 def over_for_all(patch):
@@ -333,48 +333,50 @@ def test_each_rule_is_needed(mutant, name, seed, monkeypatch):
 
 def ended_when_empty(patch):
     """Whoever finds the queue empty leaves the epoch, though others may still die."""
-    answer = LeaseBook._answer
+    answer = LeaseQueue._answer
 
     def ends(self, epoch, sender, ask):
         found = answer(self, epoch, sender, ask)
         return _over(ask) if found is None else found
 
-    patch.setattr(LeaseBook, "_answer", ends)
+    patch.setattr(LeaseQueue, "_answer", ends)
 
 
 def drained_at_once(patch):
     """A server group is drained when its workers have ended, whatever is under way to the masters."""
-    patch.setattr(MasterAgreement, "drained", lambda self: self._draining)
+    patch.setattr(MasterSync, "drained", lambda self: self._draining)
 
 
 def slow_and_dead():
     """A group is slow with its first batch, and dies at its second, when nothing is left in the queue but for that."""
-    slow = Fault(1, kind=m.Commit, after=0, away=0.5, what=What.PAUSE)
+    slow = Fault(1, kind=m.Commit, after=0, away=0.5, what=FaultKind.PAUSE)
     return Trial(
         LAYOUTS["downpour"],
         2,
-        Schedule("calm", 40, 1, "lease", True, (slow, Fault(1, kind=m.Commit, after=1, away=9.0))),
+        FaultSchedule("calm", 40, 1, "lease", True, (slow, Fault(1, kind=m.Commit, after=1, away=9.0))),
     )
 
 
 def deaf_at_the_end():
     """Group 0 has asked for the result, and its server hears late what the others do until their end."""
-    slow = Fault(1, at=0.02, away=0.1, what=What.PAUSE)
-    deaf = Fault(0, kind=m.FinalAsk, after=0, what=What.PAUSE, server=0, away=1.0)
-    return Trial(LAYOUTS["hogwild"], 0, Schedule("calm", 12, 1, "static", True, (slow, deaf)))
+    slow = Fault(1, at=0.02, away=0.1, what=FaultKind.PAUSE)
+    deaf = Fault(0, kind=m.FinalRequest, after=0, what=FaultKind.PAUSE, server=0, away=1.0)
+    return Trial(LAYOUTS["hogwild"], 0, FaultSchedule("calm", 12, 1, "static", True, (slow, deaf)))
 
 
 def late_at_the_next_start():
     """After a crash the servers of group 2 come up when group 1 has long been there."""
-    crash = Fault(0, at=0.5, away=0.0, what=What.CRASH)
-    return Trial(LAYOUTS["hogwild of three"], 6, Schedule("calm", 12, 1, "lease", True, (crash,), 0.01, 0.4))
+    crash = Fault(0, at=0.5, away=0.0, what=FaultKind.CRASH)
+    return Trial(LAYOUTS["hogwild of three"], 6, FaultSchedule("calm", 12, 1, "lease", True, (crash,), 0.01, 0.4))
 
 
 def slow_from_the_start():
     """When all of the job dies, two groups have read their parts of the epoch, and one has read nothing."""
-    slow = Fault(1, kind=m.Commit, after=0, away=1.0, what=What.PAUSE)
-    crash = Fault(0, at=0.15, away=0.0, what=What.CRASH)
-    return Trial(LAYOUTS["downpour on three shards"], 0, Schedule("views", 2, 1, "static", True, (slow, crash), 0.03))
+    slow = Fault(1, kind=m.Commit, after=0, away=1.0, what=FaultKind.PAUSE)
+    crash = Fault(0, at=0.15, away=0.0, what=FaultKind.CRASH)
+    return Trial(
+        LAYOUTS["downpour on three shards"], 0, FaultSchedule("views", 2, 1, "static", True, (slow, crash), 0.03)
+    )
 
 
 def right_and_in_time(trial):

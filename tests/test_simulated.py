@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Applied, Commit, Drained, Fetch, Init, Message, ProtocolError
-from topotrain.tools.simulator.sim_network import Deadlock, SimulatedWire, Simulation, Weather
+from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults, SimulatedTransport, Simulation
 
 A, B = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
-BAD = Weather(delay=(0.001, 0.003), late=0.02, drop=0.1, duplicate=0.2, reorder=0.3)
+BAD = NetworkFaults(delay=(0.001, 0.003), late=0.02, drop=0.1, duplicate=0.2, reorder=0.3)
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Ear:
         return [message.round for _, message in self.heard if isinstance(message, Fetch)]
 
 
-def road(seed: int = 0, weather: Weather | None = None) -> tuple[Simulation, SimulatedWire, Ear, Ear]:
+def road(seed: int = 0, weather: NetworkFaults | None = None) -> tuple[Simulation, SimulatedTransport, Ear, Ear]:
     sim = Simulation(seed)
-    wire = SimulatedWire(sim, weather)
+    wire = SimulatedTransport(sim, weather)
     a, b = Ear(sim), Ear(sim)
     wire.attach(A, a)
     wire.attach(B, b)
@@ -52,7 +52,7 @@ def road(seed: int = 0, weather: Weather | None = None) -> tuple[Simulation, Sim
     return sim, wire, a, b
 
 
-def ten(seed: int, weather: Weather | None) -> Ear:
+def ten(seed: int, weather: NetworkFaults | None) -> Ear:
     sim, wire, _, b = road(seed, weather)
     for number in range(10):
         wire.send(A, B, Fetch(number))
@@ -68,15 +68,15 @@ def test_a_sender_is_heard_in_order_and_once_unless_the_weather_is_bad():
     heard = ten(0, None)
     assert heard.rounds == list(range(10))
     assert all(0 < time < 0.01 for time, _ in heard.heard)
-    assert any(ten(seed, Weather(reorder=0.5)).rounds != list(range(10)) for seed in range(5))
-    assert sorted(ten(0, Weather(duplicate=1.0)).rounds) == sorted([*range(10)] * 2)
-    assert ten(0, Weather(drop=1.0)).rounds == []
-    assert 0 < len(ten(1, Weather(drop=0.5)).rounds) < 10
+    assert any(ten(seed, NetworkFaults(reorder=0.5)).rounds != list(range(10)) for seed in range(5))
+    assert sorted(ten(0, NetworkFaults(duplicate=1.0)).rounds) == sorted([*range(10)] * 2)
+    assert ten(0, NetworkFaults(drop=1.0)).rounds == []
+    assert 0 < len(ten(1, NetworkFaults(drop=0.5)).rounds) < 10
 
 
 @pytest.mark.parametrize(("snapshots", "seen"), [(True, 1.0), (False, 2.0)])
 def test_a_body_is_read_when_it_is_sent_or_when_it_arrives(snapshots, seen):
-    sim, wire, _, b = road(weather=Weather(snapshots=snapshots))
+    sim, wire, _, b = road(weather=NetworkFaults(snapshots=snapshots))
     body = torch.ones(3)
     wire.send(A, B, Init(0, body=body))
     body.fill_(2)
@@ -98,12 +98,12 @@ def test_a_body_goes_where_the_receiver_wants_it():
 def test_only_who_is_there_and_connected_is_reached():
     sim, wire, _, _ = road()
     c = Address(Role.WORKER, 1, 0)
-    with pytest.raises(WireError, match="not attached"):
+    with pytest.raises(TransportError, match="not attached"):
         wire.connect(A, c, "")
     wire.attach(c, Ear(sim))
-    with pytest.raises(WireError, match="no way from worker 0/0 to worker 1/0"):
+    with pytest.raises(TransportError, match="no way from worker 0/0 to worker 1/0"):
         wire.send(A, c, Drained())
-    with pytest.raises(WireError, match="already"):
+    with pytest.raises(TransportError, match="already"):
         wire.attach(c, Ear(sim))
 
 

@@ -8,16 +8,16 @@ from topotrain.config.job import Agreement, Apply, Grads
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
-from topotrain.extensions.checkpointing.data_position import STATIC, Position
+from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     CUT,
     END,
     PUBLISHED,
     TIME,
     WRITTEN,
-    Drop,
-    Publish,
-    Write,
+    DropSnapshot,
+    PublishSnapshot,
+    WriteSnapshot,
     texts,
 )
 
@@ -27,23 +27,23 @@ class Archive:
 
     def __init__(self, town: Town, fails: int = -1) -> None:
         self.town, self.fails = town, fails
-        self.parts: dict[int, dict[int, Write]] = {}
+        self.parts: dict[int, dict[int, WriteSnapshot]] = {}
         self.values: dict[int, dict[str, torch.Tensor]] = {}
-        self.published: list[Publish] = []
-        self.dropped: list[Drop] = []
+        self.published: list[PublishSnapshot] = []
+        self.dropped: list[DropSnapshot] = []
         for me, house in town.houses.items():
             house.server.snapshots.follow(lambda what, me=me: self.work(me, what))
 
     def ask(self) -> None:
         me = Address(Role.SERVER, 0, 0)
-        self.town.houses[me].handle(me, m.SnapshotAsk())
+        self.town.houses[me].handle(me, m.SnapshotRequest())
 
-    def work(self, me: Address, what: Write | Publish | Drop) -> None:
-        if isinstance(what, Drop):
+    def work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        if isinstance(what, DropSnapshot):
             self.dropped.append(what)
             return
         answer = {}
-        if isinstance(what, Write):
+        if isinstance(what, WriteSnapshot):
             for slab in what.frozen.values:
                 whole = self.values.setdefault(what.number, {}).setdefault(
                     slab.name, torch.full((self.count(slab.name),), torch.nan, dtype=slab.body.dtype)
@@ -52,7 +52,7 @@ class Archive:
             answer = {"error": "the disk is full"} if what.server.index == self.fails else {"server": str(what.server)}
         else:
             self.published.append(what)
-        stage = WRITTEN if isinstance(what, Write) else PUBLISHED
+        stage = WRITTEN if isinstance(what, WriteSnapshot) else PUBLISHED
         said = texts(what.number, stage, answer)
         self.town.sim.actor(f"host {me} {what.number} {stage}", lambda: self.say(me, said))
 
@@ -158,7 +158,7 @@ def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
     work = archive.work
     archive.work = lambda me, what: (
         places.append([slab.body.data_ptr() for slab in (*what.frozen.values, *what.frozen.state)])
-        if isinstance(what, Write)
+        if isinstance(what, WriteSnapshot)
         else None,
         work(me, what),
     )
@@ -195,7 +195,7 @@ def stream(epoch, lease):
 
 
 def test_positions_of_leases_are_batches_of_the_epoch():
-    position = Position(2, 1, {})
+    position = DataPosition(2, 1, {})
     position.leased(0, 0, 0)
     position.leased(0, 1, 8)
     position.leased(1, 0, 0)
@@ -206,13 +206,13 @@ def test_positions_of_leases_are_batches_of_the_epoch():
 
 
 def test_positions_of_groups_that_take_turns():
-    position = Position(3, 1, {})
+    position = DataPosition(3, 1, {})
     counts = {stream(4, STATIC | 0): 3, stream(4, STATIC | 1): 2, stream(4, STATIC | 2): 4}
     assert position.applied(counts) == {4: ((0, 7), (8, 9), (11, 12))}
 
 
 def test_positions_of_units_of_several_batches_behind_an_earlier_start():
-    position = Position(1, 2, {3: ((0, 5), (7, 8))})
+    position = DataPosition(1, 2, {3: ((0, 5), (7, 8))})
     # what was left of the epoch: 5 6 8 9 10 …; two units are 5 6 and 8 9
     assert position.applied({stream(3, STATIC): 2}) == {3: ((0, 10),)}
     assert position.applied({}) == {3: ((0, 5), (7, 8))}
@@ -422,19 +422,19 @@ def test_the_last_one_is_behind_the_very_next_step():
     def script(seat: Seat) -> None:
         seat.open()
         if seat.me.group == 0:
-            town.houses[me].handle(me, m.SnapshotAsk(last=True))  # nothing is there yet
+            town.houses[me].handle(me, m.SnapshotRequest(last=True))  # nothing is there yet
         for step in range(4):
             seat.step(seat.numbers())
             seat.sleep(0.1, 0.1)
             if seat.me.group == 0 and step == 1:
-                town.houses[me].handle(me, m.SnapshotAsk(last=True))
+                town.houses[me].handle(me, m.SnapshotRequest(last=True))
         seat.finish()
 
     town.play(script)
     assert [drop.number for drop in archive.dropped] == [0]
     ((why, _),) = taken(archive)
     assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    town.houses[me].handle(me, m.SnapshotAsk(last=True))  # the job ends by itself
+    town.houses[me].handle(me, m.SnapshotRequest(last=True))  # the job ends by itself
     assert len(archive.dropped) == 1
 
 
@@ -487,8 +487,8 @@ def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
     states: set[Address] = set()
     work = archive.work
 
-    def noted(me: Address, what: Write | Publish | Drop) -> None:
-        if isinstance(what, Write):
+    def noted(me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        if isinstance(what, WriteSnapshot):
             for slab in what.frozen.values:
                 written.setdefault(slab.name, []).append((slab.lo, slab.lo + slab.body.numel()))
             states.update({what.server} if what.frozen.state else set())

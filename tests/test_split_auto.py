@@ -9,38 +9,54 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.estimate.cost_report import bill
-from topotrain.parallel.placement.auto_placement import BRANCHES, STAGES, Chosen, choose
-from topotrain.parallel.placement.cost_model import EVERYWHERE, Speeds, Task, Unit, Work, makespan, work_of
+from topotrain.parallel.placement.auto_placement import BRANCHES, STAGES, ChosenPlacement, choose
+from topotrain.parallel.placement.cost_model import (
+    EVERYWHERE,
+    PlacementTask,
+    PlacementUnit,
+    TaskGraph,
+    WorkerSpeeds,
+    makespan,
+    work_of,
+)
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.placement.pipeline_stages import SLACK, stages_of
-from topotrain.parallel.program.split_program import Kind, Layout, Program, Ref, Shape, Step, Where
+from topotrain.parallel.program.split_program import (
+    LocationKind,
+    Program,
+    ProgramStep,
+    ResultRef,
+    StepKind,
+    SymbolicShape,
+    ValueLocation,
+)
 
-FREE = Speeds(link=1e30, delay=0.0)
-FAST = Speeds(link=1e9, delay=1e-6)
+FREE = WorkerSpeeds(link=1e30, delay=0.0)
+FAST = WorkerSpeeds(link=1e9, delay=1e-6)
 
 
-def chain(*seconds: float, memory: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Work:
+def chain(*seconds: float, memory: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> TaskGraph:
     """Modules one after another; `sizes[n]` bytes go from n to n + 1."""
     memory = memory or (100,) * len(seconds)
     sizes = sizes or (1000,) * len(seconds)
-    tasks = [Task(n, s, 2 * s, ((n - 1, sizes[n - 1]),) if n else ()) for n, s in enumerate(seconds)]
-    return Work(tuple(tasks), tuple(Unit(f"layers.{n}", memory[n]) for n in range(len(seconds))))
+    tasks = [PlacementTask(n, s, 2 * s, ((n - 1, sizes[n - 1]),) if n else ()) for n, s in enumerate(seconds)]
+    return TaskGraph(tuple(tasks), tuple(PlacementUnit(f"layers.{n}", memory[n]) for n in range(len(seconds))))
 
 
-def fan(branches: int, depth: int, size: int = 1000) -> Work:
+def fan(branches: int, depth: int, size: int = 1000) -> TaskGraph:
     """A stem, chains side by side of a second per module, and a head that reads all of them."""
-    tasks = [Task(0, 0.1, 0.2, ())]
+    tasks = [PlacementTask(0, 0.1, 0.2, ())]
     for level in range(depth):  # in this order no cut into stretches has branches side by side
         for _ in range(branches):
             before = 0 if level == 0 else len(tasks) - branches
-            tasks.append(Task(len(tasks), 1.0, 2.0, ((before, size),)))
+            tasks.append(PlacementTask(len(tasks), 1.0, 2.0, ((before, size),)))
     ends = tuple((len(tasks) - 1 - branch, size) for branch in range(branches))
-    tasks.append(Task(len(tasks), 0.1, 0.2, ends))
+    tasks.append(PlacementTask(len(tasks), 0.1, 0.2, ends))
     names = ["stem", *(f"branch{b}.{d}" for d in range(depth) for b in range(branches)), "head"]
-    return Work(tuple(tasks), tuple(Unit(name, 100) for name in names))
+    return TaskGraph(tuple(tasks), tuple(PlacementUnit(name, 100) for name in names))
 
 
-def places(found: Chosen, work: Work) -> list[int]:
+def places(found: ChosenPlacement, work: TaskGraph) -> list[int]:
     return [found.locations[unit.name] for unit in work.units]
 
 
@@ -48,7 +64,7 @@ def places(found: Chosen, work: Work) -> list[int]:
 
 
 def test_one_after_another_takes_the_sum_and_the_ways() -> None:
-    work, slow = chain(1.0, 2.0, sizes=(1000, 0)), Speeds(link=1000.0, delay=0.5)
+    work, slow = chain(1.0, 2.0, sizes=(1000, 0)), WorkerSpeeds(link=1000.0, delay=0.5)
     assert makespan(work, [0, 0], 2, 1, slow) == pytest.approx(9.0)
     assert makespan(work, [0, 1], 2, 1, slow) == pytest.approx(9.0 + 2 * 1.5)
 
@@ -62,14 +78,16 @@ def test_a_pipeline_takes_what_gpipe_takes(microbatches: int) -> None:
 
 
 def test_what_all_workers_do_together_takes_its_part_of_the_time() -> None:
-    work = Work((Task(EVERYWHERE, 4.0, 0.0, ()), Task(0, 1.0, 0.0, ((0, 0),))), (Unit("a", 0),))
+    work = TaskGraph(
+        (PlacementTask(EVERYWHERE, 4.0, 0.0, ()), PlacementTask(0, 1.0, 0.0, ((0, 0),))), (PlacementUnit("a", 0),)
+    )
     assert makespan(work, [1], 4, 1, FREE) == pytest.approx(2.0)
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
-def fullest(work: Work, cut: tuple[int, ...], workers: int) -> float:
+def fullest(work: TaskGraph, cut: tuple[int, ...], workers: int) -> float:
     edges = (0, *cut, len(work.units))
     time = sum(map(work.seconds, range(len(work.units))))
     memory = sum(unit.memory for unit in work.units)
@@ -185,24 +203,24 @@ class Assigned:
 
 
 def whole() -> Program:
-    def rows(size: int) -> Shape:
-        return Shape((0, size), "float32", 0)
+    def rows(size: int) -> SymbolicShape:
+        return SymbolicShape((0, size), "float32", 0)
 
-    samples = Layout(Where.BATCH)
+    samples = ValueLocation(LocationKind.BATCH)
     steps = (
-        Step(0, "x", Kind.INPUT, "x", samples, shape=rows(6)),
-        Step(1, "double", Kind.METHOD, "mul", samples, (Ref(0), 2), shape=rows(6)),
-        Step(2, "one", Kind.MODULE, "one", samples, (Ref(1),), shape=rows(16)),
-        Step(3, "relu", Kind.METHOD, "relu", samples, (Ref(2),), shape=rows(16)),
-        Step(4, "two", Kind.MODULE, "two", samples, (Ref(3),), shape=rows(4)),
+        ProgramStep(0, "x", StepKind.INPUT, "x", samples, shape=rows(6)),
+        ProgramStep(1, "double", StepKind.METHOD, "mul", samples, (ResultRef(0), 2), shape=rows(6)),
+        ProgramStep(2, "one", StepKind.MODULE, "one", samples, (ResultRef(1),), shape=rows(16)),
+        ProgramStep(3, "relu", StepKind.METHOD, "relu", samples, (ResultRef(2),), shape=rows(16)),
+        ProgramStep(4, "two", StepKind.MODULE, "two", samples, (ResultRef(3),), shape=rows(4)),
     )
-    return Program(1, steps, (), ("x",), Ref(4))
+    return Program(1, steps, (), ("x",), ResultRef(4))
 
 
 def test_steps_go_with_the_module_whose_result_they_read() -> None:
     model = Two()
     costs = bill(whole(), model, divide(model, {}, 1), (8,))
-    work = work_of(costs, model, {}, speeds=Speeds(flops=1.0, memory=float("inf")))
+    work = work_of(costs, model, {}, speeds=WorkerSpeeds(flops=1.0, memory=float("inf")))
     assert [unit.name for unit in work.units] == ["one", "two"]
     assert [task.unit for task in work.tasks] == [EVERYWHERE, 0, 0, 1]
     assert [task.reads for task in work.tasks] == [(), ((0, 8 * 6 * 4),), ((1, 8 * 16 * 4),), ((2, 8 * 16 * 4),)]

@@ -9,15 +9,25 @@ from torch import nn
 from torch.nn import functional
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.estimate.cost_report import Bill, bill, buffer_bytes, chunks
-from topotrain.parallel.estimate.memory_check import ITSELF, LIMITED, Room, check, on_host, room, stacks
-from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.estimate.cost_report import CostReport, bill, buffer_bytes, chunks
+from topotrain.parallel.estimate.memory_check import ITSELF, LIMITED, MemoryLimits, check, on_host, room, stacks
+from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.segments import stretches, told
-from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
+from topotrain.parallel.program.split_program import (
+    LayoutEdge,
+    LocationKind,
+    Program,
+    ProgramStep,
+    ResultRef,
+    SizeArgument,
+    StepKind,
+    SymbolicShape,
+    ValueLocation,
+)
 
-BATCH, WHOLE = Layout(Where.BATCH), Layout(Where.WHOLE)
-AT0, AT1 = (Layout(Where.AT, worker=worker) for worker in (0, 1))
+BATCH, WHOLE = ValueLocation(LocationKind.BATCH), ValueLocation(LocationKind.WHOLE)
+AT0, AT1 = (ValueLocation(LocationKind.AT, worker=worker) for worker in (0, 1))
 SAMPLES = (3, 5)
 
 
@@ -37,26 +47,28 @@ class Small(nn.Module):
         return self.two(functional.relu(self.one(x)))  # type: ignore[no-any-return]
 
 
-def rows(*sizes: int) -> Shape:
-    return Shape((0, *sizes), "float32", 0)
+def rows(*sizes: int) -> SymbolicShape:
+    return SymbolicShape((0, *sizes), "float32", 0)
 
 
-def small(one: Layout, two: Layout, edges: tuple[Edge, ...], reads: Mapping[int, int | None], workers: int) -> Program:
+def small(
+    one: ValueLocation, two: ValueLocation, edges: tuple[LayoutEdge, ...], reads: Mapping[int, int | None], workers: int
+) -> Program:
     """The steps of Small; `reads`: step -> the edge that its argument comes over."""
     steps = (
-        Step(0, "x", Kind.INPUT, "x", BATCH, shape=rows(6)),
-        Step(1, "one", Kind.MODULE, "one", one, (Ref(0, reads[1]),), shape=rows(16)),
-        Step(2, "relu", Kind.FUNCTION, functional.relu, one, (Ref(1),), shape=rows(16)),
-        Step(3, "two", Kind.MODULE, "two", two, (Ref(2, reads[3]),), shape=rows(4)),
+        ProgramStep(0, "x", StepKind.INPUT, "x", BATCH, shape=rows(6)),
+        ProgramStep(1, "one", StepKind.MODULE, "one", one, (ResultRef(0, reads[1]),), shape=rows(16)),
+        ProgramStep(2, "relu", StepKind.FUNCTION, functional.relu, one, (ResultRef(1),), shape=rows(16)),
+        ProgramStep(3, "two", StepKind.MODULE, "two", two, (ResultRef(2, reads[3]),), shape=rows(4)),
     )
-    return Program(workers, steps, edges, ("x",), Ref(3, reads[4]))
+    return Program(workers, steps, edges, ("x",), ResultRef(3, reads[4]))
 
 
 def piped() -> Program:
     edges = (
-        Edge(0, 0, BATCH, AT0, rows(6)),
-        Edge(1, 2, AT0, AT1, rows(16)),
-        Edge(2, 3, AT1, BATCH, rows(4)),
+        LayoutEdge(0, 0, BATCH, AT0, rows(6)),
+        LayoutEdge(1, 2, AT0, AT1, rows(16)),
+        LayoutEdge(2, 3, AT1, BATCH, rows(4)),
     )
     return small(AT0, AT1, edges, {1: 0, 3: 1, 4: 2}, 2)
 
@@ -65,7 +77,7 @@ def alone() -> Program:
     return small(BATCH, BATCH, (), {1: None, 3: None, 4: None}, 1)
 
 
-def piped_bill(microbatches: int = 1) -> Bill:
+def piped_bill(microbatches: int = 1) -> CostReport:
     model = Small()
     return bill(piped(), model, divide(model, PIPED, 2), SAMPLES, microbatches)
 
@@ -91,17 +103,20 @@ def test_what_has_rows_travels_once_however_a_batch_is_cut(microbatches: int) ->
 
 def test_what_has_no_rows_travels_once_per_micro_batch() -> None:
     model = Small()
-    steps = (*piped().steps, Step(4, "loss", Kind.METHOD, "mean", AT1, (Ref(3),), shape=Shape((), "float32")))
-    edges = (*piped().edges[:2], Edge(2, 4, AT1, WHOLE, Shape((), "float32")))
-    program = Program(2, steps, edges, ("x",), Ref(4, 2))
+    steps = (
+        *piped().steps,
+        ProgramStep(4, "loss", StepKind.METHOD, "mean", AT1, (ResultRef(3),), shape=SymbolicShape((), "float32")),
+    )
+    edges = (*piped().edges[:2], LayoutEdge(2, 4, AT1, WHOLE, SymbolicShape((), "float32")))
+    program = Program(2, steps, edges, ("x",), ResultRef(4, 2))
     found = bill(program, model, divide(model, PIPED, 2), SAMPLES, microbatches=3)
     assert found.edges[2].nbytes == (12, 12)
 
 
 def test_features_are_gathered_and_dealt() -> None:
     """`one` has half its rows on each worker: it reads the whole batch, and its result becomes samples again."""
-    features = Layout(Where.FEATURE, 1)
-    edges = (Edge(0, 0, BATCH, WHOLE, rows(6)), Edge(1, 2, features, BATCH, rows(16)))
+    features = ValueLocation(LocationKind.FEATURE, 1)
+    edges = (LayoutEdge(0, 0, BATCH, WHOLE, rows(6)), LayoutEdge(1, 2, features, BATCH, rows(16)))
     model = Small()
     division = divide(model, {"one": Assigned(1)}, 2)
     program = small(features, BATCH, edges, {1: 0, 3: 1, 4: None}, 2)
@@ -144,15 +159,17 @@ class Mixed(nn.Module):
 def mixed() -> Program:
     image, small_image = rows(4, 8, 8), rows(4, 4, 4)
     steps = (
-        Step(0, "x", Kind.INPUT, "x", BATCH, shape=rows(1, 8, 8)),
-        Step(1, "conv", Kind.MODULE, "conv", BATCH, (Ref(0),), shape=image),
-        Step(2, "norm", Kind.MODULE, "norm", BATCH, (Ref(1),), shape=image),
-        Step(3, "relu", Kind.FUNCTION, functional.relu, BATCH, (Ref(2),), {"inplace": True}, image),
-        Step(4, "pool", Kind.MODULE, "pool", BATCH, (Ref(3),), shape=small_image),
-        Step(5, "reshape", Kind.METHOD, "reshape", BATCH, (Ref(4), Size(1, 0), -1), shape=rows(64)),
-        Step(6, "head", Kind.MODULE, "head", BATCH, (Ref(5),), shape=rows(10)),
+        ProgramStep(0, "x", StepKind.INPUT, "x", BATCH, shape=rows(1, 8, 8)),
+        ProgramStep(1, "conv", StepKind.MODULE, "conv", BATCH, (ResultRef(0),), shape=image),
+        ProgramStep(2, "norm", StepKind.MODULE, "norm", BATCH, (ResultRef(1),), shape=image),
+        ProgramStep(3, "relu", StepKind.FUNCTION, functional.relu, BATCH, (ResultRef(2),), {"inplace": True}, image),
+        ProgramStep(4, "pool", StepKind.MODULE, "pool", BATCH, (ResultRef(3),), shape=small_image),
+        ProgramStep(
+            5, "reshape", StepKind.METHOD, "reshape", BATCH, (ResultRef(4), SizeArgument(1, 0), -1), shape=rows(64)
+        ),
+        ProgramStep(6, "head", StepKind.MODULE, "head", BATCH, (ResultRef(5),), shape=rows(10)),
     )
-    return Program(1, steps, (), ("x",), Ref(6))
+    return Program(1, steps, (), ("x",), ResultRef(6))
 
 
 def test_what_is_kept_is_what_autograd_keeps() -> None:
@@ -177,10 +194,10 @@ def test_nothing_of_the_model_is_touched_or_made() -> None:
         model = Small()
         model.one, model.two = nn.Linear(6, 1 << 34), nn.Linear(1 << 34, 4)
     steps = (
-        Step(0, "x", Kind.INPUT, "x", BATCH, shape=rows(6)),
-        Step(1, "one", Kind.MODULE, "one", AT0, (Ref(0, 0),), shape=rows(1 << 34)),
+        ProgramStep(0, "x", StepKind.INPUT, "x", BATCH, shape=rows(6)),
+        ProgramStep(1, "one", StepKind.MODULE, "one", AT0, (ResultRef(0, 0),), shape=rows(1 << 34)),
     )
-    program = Program(2, steps, (Edge(0, 0, BATCH, AT0, rows(6)),), ("x",), Ref(0))
+    program = Program(2, steps, (LayoutEdge(0, 0, BATCH, AT0, rows(6)),), ("x",), ResultRef(0))
     found = bill(program, model, divide(model, PIPED, 2), SAMPLES)
     assert found.workers[0].parameters == 7 * 4 << 34
     assert found.workers[0].peak == (8 * 6 + (8 << 34) + 3 * 6) * 4  # what arrived, the result, its own share
@@ -208,38 +225,41 @@ MB = 1_000_000
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_what_would_help() -> None:
-    need = Need("worker 0/1", values=60 * MB, activations=70 * MB)
+    need = ProcessNeed("worker 0/1", values=60 * MB, activations=70 * MB)
     own = LIMITED + stacks(0)
-    check([need], Room())
-    check([need], Room(data=own + 130 * MB))
+    check([need], MemoryLimits())
+    check([need], MemoryLimits(data=own + 130 * MB))
     with pytest.raises(ConfigError) as caught:
-        check([need], Room(data=own + 129 * MB))
+        check([need], MemoryLimits(data=own + 129 * MB))
     bound = f"RLIMIT_DATA allows {(own + 129 * MB) / 1e6:,.1f} MB"
     for words in ("worker 0/1", f"{(own + 130 * MB) / 1e6:,.1f} MB", "60.0", "activations 70.0", bound, "k1F1B"):
         assert words in str(caught.value)
 
 
 def test_shared_memory_is_no_data_of_the_process_and_counts_once_on_the_host() -> None:
-    one = Need("worker 0/0", values=60 * MB, activations=50 * MB, shared=60 * MB)
-    other = Need("worker 0/1", activations=50 * MB, seen=60 * MB)
-    check([one, other], Room(data=LIMITED + stacks(0) + 50 * MB))
+    one = ProcessNeed("worker 0/0", values=60 * MB, activations=50 * MB, shared=60 * MB)
+    other = ProcessNeed("worker 0/1", activations=50 * MB, seen=60 * MB)
+    check([one, other], MemoryLimits(data=LIMITED + stacks(0) + 50 * MB))
     with pytest.raises(ConfigError, match="RLIMIT_AS allows 500"):
-        check([one, other], Room(addresses=500 * MB))
-    assert on_host([one, other], ITSELF) - on_host([Need("worker 0/0"), Need("worker 0/1")], ITSELF) == 160 * MB
+        check([one, other], MemoryLimits(addresses=500 * MB))
+    assert (
+        on_host([one, other], ITSELF) - on_host([ProcessNeed("worker 0/0"), ProcessNeed("worker 0/1")], ITSELF)
+        == 160 * MB
+    )
 
 
 def test_all_processes_of_a_host_together_must_fit() -> None:
-    here = [Need("worker 0/0", values=400 * MB), Need("server 0/0", state=500 * MB)]
-    there = Need("worker 0/1", unit=1, host=1, values=400 * MB)
+    here = [ProcessNeed("worker 0/0", values=400 * MB), ProcessNeed("server 0/0", state=500 * MB)]
+    there = ProcessNeed("worker 0/1", unit=1, host=1, values=400 * MB)
     total = on_host(here, ITSELF)
-    check([*here, there], Room(machine=total))
+    check([*here, there], MemoryLimits(machine=total))
     with pytest.raises(ConfigError) as caught:
-        check([*here, there], Room(machine=total - 1, words="85% of its memory"))
+        check([*here, there], MemoryLimits(machine=total - 1, words="85% of its memory"))
     for words in ("host 0", "2 processes", "server 0/0 with 500.0 MB", "85% of its memory is", "optimizer with less"):
         assert words in str(caught.value)
-    check([*here, there], Room(machine=total - 1), host=1)
+    check([*here, there], MemoryLimits(machine=total - 1), host=1)
     with pytest.raises(ConfigError, match="host 1"):  # the script has made much besides the model
-        check([there], Room(machine=total - 1), host=1, each=total)
+        check([there], MemoryLimits(machine=total - 1), host=1, each=total)
 
 
 def test_a_machine_has_room_and_it_is_the_same_at_any_time() -> None:

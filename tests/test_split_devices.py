@@ -6,20 +6,20 @@ import pytest
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.capture.device_scopes import PLACE, Device, complete, current, parse, place, scope
+from topotrain.parallel.capture.device_scopes import PLACE, DeviceScope, complete, current, parse, place, scope
 from topotrain.training.parameters.flat_parameters import HOME
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", Device()),
-        ("/job:worker/task:1", Device("worker", None, 1)),
-        ("/task:1/job:worker", Device("worker", None, 1)),
-        ("/job:ps/replica:0/task:2/device:CPU:0", Device("ps", 0, 2, "CPU", 0)),
-        ("/cpu:0", Device(device_type="CPU", device_index=0)),
-        ("/gpu:1", Device(device_type="GPU", device_index=1)),
-        ("/job:worker/task:*/device:GPU:*", Device("worker", device_type="GPU")),
+        ("", DeviceScope()),
+        ("/job:worker/task:1", DeviceScope("worker", None, 1)),
+        ("/task:1/job:worker", DeviceScope("worker", None, 1)),
+        ("/job:ps/replica:0/task:2/device:CPU:0", DeviceScope("ps", 0, 2, "CPU", 0)),
+        ("/cpu:0", DeviceScope(device_type="CPU", device_index=0)),
+        ("/gpu:1", DeviceScope(device_type="GPU", device_index=1)),
+        ("/job:worker/task:*/device:GPU:*", DeviceScope("worker", device_type="GPU")),
     ],
 )
 def test_names_are_read(text, expected):
@@ -43,14 +43,14 @@ def test_what_is_no_name_is_said(text, told):
 
 def test_the_inner_name_adds_to_the_outer():
     inner = parse("/task:1").within(parse("/job:worker/task:0/cpu:0"))
-    assert inner == Device("worker", None, 1, "CPU", 0)
+    assert inner == DeviceScope("worker", None, 1, "CPU", 0)
     assert parse(str(inner)) == inner
 
 
 def test_completed():
-    assert complete(parse("/task:1"), 2, 1) == Device("worker", 0, 1, "CPU", 0)
-    assert complete(parse("/gpu:0"), 2, 1, ("GPU",)) == Device("worker", 0, None, "GPU", 0)
-    assert complete(parse("/job:ps/task:2"), 1, 3, ("GPU",)) == Device("ps", 0, 2, "CPU", 0)
+    assert complete(parse("/task:1"), 2, 1) == DeviceScope("worker", 0, 1, "CPU", 0)
+    assert complete(parse("/gpu:0"), 2, 1, ("GPU",)) == DeviceScope("worker", 0, None, "GPU", 0)
+    assert complete(parse("/job:ps/task:2"), 1, 3, ("GPU",)) == DeviceScope("ps", 0, 2, "CPU", 0)
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,26 @@ from topotrain.parallel.capture.device_scopes import place, scope
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.placement.assign_modules import assignments as assign
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.program.split_program import Kind, Layout, Ref, Shape, Size, Where
+from topotrain.parallel.program.split_program import (
+    LocationKind,
+    ResultRef,
+    SizeArgument,
+    StepKind,
+    SymbolicShape,
+    ValueLocation,
+)
 
-BATCH, WHOLE, SAME, OWN = (Layout(where) for where in (Where.BATCH, Where.WHOLE, Where.SAME, Where.OWN))
+BATCH, WHOLE, SAME, OWN = (
+    ValueLocation(where) for where in (LocationKind.BATCH, LocationKind.WHOLE, LocationKind.SAME, LocationKind.OWN)
+)
 
 
 def at(worker):
-    return Layout(Where.AT, worker=worker)
+    return ValueLocation(LocationKind.AT, worker=worker)
 
 
 def features(dim):
-    return Layout(Where.FEATURE, dim)
+    return ValueLocation(LocationKind.FEATURE, dim)
 
 
 def block(match, partition_dim=0, location=-1):
@@ -54,9 +63,9 @@ def whole(made, model, samples, *args, **kwargs):
     results = []
 
     def fill(value):
-        if isinstance(value, Ref):
+        if isinstance(value, ResultRef):
             return results[value.number]
-        if isinstance(value, Size):
+        if isinstance(value, SizeArgument):
             return value.per_sample * samples + value.more
         if isinstance(value, slice):
             return slice(fill(value.start), fill(value.stop), fill(value.step))
@@ -66,19 +75,19 @@ def whole(made, model, samples, *args, **kwargs):
 
     for step in made.steps:
         arguments, keywords = fill(step.args), fill(dict(step.kwargs))
-        if step.kind is Kind.INPUT:
+        if step.kind is StepKind.INPUT:
             results.append(given[step.target])
-        elif step.kind is Kind.ATTRIBUTE:
+        elif step.kind is StepKind.ATTRIBUTE:
             owner, _, name = step.target.rpartition(".")
             results.append(getattr(model.get_submodule(owner), name))
-        elif step.kind is Kind.MODULE:
+        elif step.kind is StepKind.MODULE:
             results.append(model.get_submodule(step.target)(*arguments, **keywords))
-        elif step.kind is Kind.METHOD:
+        elif step.kind is StepKind.METHOD:
             results.append(getattr(arguments[0], step.target)(*arguments[1:], **keywords))
         else:
             results.append(step.target(*arguments, **keywords))
         if step.shape is not None:
-            count = samples if step.kind is not Kind.ATTRIBUTE else 0
+            count = samples if step.kind is not StepKind.ATTRIBUTE else 0
             assert step.shape.at(count) == tuple(results[-1].shape), step
     return fill(made.output)
 
@@ -100,7 +109,7 @@ def mlp():
 def test_by_samples_nothing_travels():
     made = same(mlp(), torch.randn(4, 6))
     assert set(layouts(made).values()) == {BATCH} and not made.edges
-    assert made.steps[1].shape == Shape((0, 8), "float32", 0) and made.inputs == ("input",)
+    assert made.steps[1].shape == SymbolicShape((0, 8), "float32", 0) and made.inputs == ("input",)
 
 
 def test_a_module_on_one_worker():
@@ -133,8 +142,8 @@ def test_a_value_travels_once_to_each_layout():
 
     made = cut(Fan(), torch.randn(4, 4), blocks=[block("[012]$", location=1)])
     assert [move for move in moves(made) if move[0] == "x"] == [("x", BATCH, at(1))]
-    refs = [step.args[0] for step in made.steps if step.kind is Kind.MODULE]
-    assert refs == [Ref(0, 0)] * 3 + [Ref(0)]
+    refs = [step.args[0] for step in made.steps if step.kind is StepKind.MODULE]
+    assert refs == [ResultRef(0, 0)] * 3 + [ResultRef(0)]
 
 
 class Cnn(nn.Module):
@@ -152,7 +161,9 @@ class Cnn(nn.Module):
 def test_cnn():
     made = same(Cnn(), torch.randn(4, 3, 8, 8))
     view = next(step for step in made.steps if step.name == "view")
-    assert view.args == (Ref(view.number - 1), Size(1, 0), -1) and view.shape == Shape((0, 36), "float32", 0)
+    assert view.args == (ResultRef(view.number - 1), SizeArgument(1, 0), -1) and view.shape == SymbolicShape(
+        (0, 36), "float32", 0
+    )
     made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[block("conv|norm|fc", 1)])
     assert [step.name for step in made.steps if step.random] == ["drop", "dropout"]
     assert [step.name for step in made.steps if step.layout == features(1)] == [
@@ -251,7 +262,7 @@ def test_transformer():
     made = cut(Gpt(), ids(), ids(), blocks=[block("tokens|places|blocks.0", location=0), block(".", location=1)])
     assert layouts(made)["places"] == layouts(made)["blocks_0_up"] == at(0)
     assert layouts(made)["head"] == layouts(made)["cross_entropy"] == at(1)
-    crossing = [(value, target) for value, source, target in moves(made) if source.where is Where.AT]
+    crossing = [(value, target) for value, source, target in moves(made) if source.where is LocationKind.AT]
     assert crossing == [("add_2", at(1)), ("head", BATCH), ("cross_entropy", WHOLE)]
 
 
@@ -267,8 +278,8 @@ def test_given_arguments_decide():
     made = cut(Gpt(), ids(), targets=ids())
     assert made.inputs == ("ids", "targets")
     assert layouts(made)["cross_entropy"] == OWN
-    view = next(step for step in made.steps if step.name == "view_9" or step.args[1:] == (Size(5, 0),))
-    assert Size(5, 0) in view.args
+    view = next(step for step in made.steps if step.name == "view_9" or step.args[1:] == (SizeArgument(5, 0),))
+    assert SizeArgument(5, 0) in view.args
 
 
 def test_layers_of_torch_with_attention():
@@ -285,7 +296,7 @@ def test_layers_of_torch_with_attention():
 
     same(Encoder(), torch.randn(4, 5, 8))
     made = cut(Encoder(), torch.randn(4, 5, 8), blocks=[block("two", location=1)])
-    assert made.steps[2].shape == Shape((5, 0, 8), "float32", 1)
+    assert made.steps[2].shape == SymbolicShape((5, 0, 8), "float32", 1)
     assert [step.name for step in made.steps if step.random] == []
     assert moves(made) == [("transpose", BATCH, at(1)), ("getitem", at(1), BATCH), ("getitem_1", at(1), BATCH)]
 
@@ -330,7 +341,7 @@ def test_recurrent_layers_and_dicts():
 
     model = Tagger()
     made = cut(model, {"x": torch.randn(4, 5, 4)}, samples=4, blocks=[block("rnn", location=1)])
-    assert {s.name: s.layout for s in made.steps if s.kind is Kind.MODULE} == {"rnn": at(1), "out": BATCH}
+    assert {s.name: s.layout for s in made.steps if s.kind is StepKind.MODULE} == {"rnn": at(1), "out": BATCH}
     batch = {"x": torch.randn(3, 5, 4)}
     torch.testing.assert_close(whole(made, model, 3, batch), model(batch))
 
@@ -361,7 +372,7 @@ def test_nothing_is_allocated_and_parts_may_be_missing():
         model[0].weight = nn.Parameter(torch.empty(rows, 1 << 20, device="meta"))
         made.append(program(found, assignments, model, (torch.empty(2, 1 << 20, device="meta"),), {}, 2, 2))
     whole, part = made
-    assert part == whole and part.steps[1].shape == Shape((0, 1 << 20), "float32", 0)
+    assert part == whole and part.steps[1].shape == SymbolicShape((0, 1 << 20), "float32", 0)
 
 
 def test_chance_and_model_are_left_alone():

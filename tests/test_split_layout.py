@@ -6,9 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.parallel.program.layouts import box, even, sizes_of, transfers, within
-from topotrain.parallel.program.split_program import Edge, Layout, Shape, Where
+from topotrain.parallel.program.split_program import LayoutEdge, LocationKind, SymbolicShape, ValueLocation
 
-BATCH, WHOLE, SAME = Layout(Where.BATCH), Layout(Where.WHOLE), Layout(Where.SAME)
+BATCH, WHOLE, SAME = (
+    ValueLocation(LocationKind.BATCH),
+    ValueLocation(LocationKind.WHOLE),
+    ValueLocation(LocationKind.SAME),
+)
 
 
 def test_even_ranges_follow_one_another():
@@ -17,7 +21,7 @@ def test_even_ranges_follow_one_another():
 
 
 def test_the_batch_lies_in_the_order_of_workers():
-    shape = Shape((5, 0), "float32", batch=1, per_sample=3)
+    shape = SymbolicShape((5, 0), "float32", batch=1, per_sample=3)
     assert [box(BATCH, k, shape, (2, 0, 1)) for k in range(3)] == [
         ((0, 5), (0, 6)),
         ((0, 5), (6, 6)),
@@ -26,26 +30,26 @@ def test_the_batch_lies_in_the_order_of_workers():
 
 
 def test_features_are_cut_evenly_and_hold_all_samples():
-    shape = Shape((0, 7), "float32", batch=0)
-    assert box(Layout(Where.FEATURE, dim=1), 1, shape, (2, 2)) == ((0, 4), (3, 7))
+    shape = SymbolicShape((0, 7), "float32", batch=0)
+    assert box(ValueLocation(LocationKind.FEATURE, dim=1), 1, shape, (2, 2)) == ((0, 4), (3, 7))
 
 
 def test_what_has_no_place_is_an_error():
     with pytest.raises(ValueError, match="without a batch dimension"):
-        box(BATCH, 0, Shape((3,), "float32"), (1, 1))
+        box(BATCH, 0, SymbolicShape((3,), "float32"), (1, 1))
     with pytest.raises(ValueError, match="for itself"):
-        box(Layout(Where.OWN), 0, Shape((3,), "float32"), (1, 1))
+        box(ValueLocation(LocationKind.OWN), 0, SymbolicShape((3,), "float32"), (1, 1))
 
 
 def test_what_all_have_travels_nowhere():
-    edge = Edge(0, 0, SAME, Layout(Where.AT, worker=1), Shape((3,), "float32"))
+    edge = LayoutEdge(0, 0, SAME, ValueLocation(LocationKind.AT, worker=1), SymbolicShape((3,), "float32"))
     assert [(t.source, t.target) for t in transfers(edge, (4, 4))] == [(1, 1)]
 
 
 layouts = st.one_of(
     st.just(BATCH),
-    st.builds(Layout, st.just(Where.FEATURE), st.sampled_from([1, 2])),
-    st.builds(Layout, st.just(Where.AT), st.just(0), st.integers(0, 2)),
+    st.builds(ValueLocation, st.just(LocationKind.FEATURE), st.sampled_from([1, 2])),
+    st.builds(ValueLocation, st.just(LocationKind.AT), st.just(0), st.integers(0, 2)),
 )
 
 
@@ -53,9 +57,9 @@ layouts = st.one_of(
     layouts, st.one_of(layouts, st.just(WHOLE)), st.lists(st.integers(0, 4), min_size=3, max_size=3), st.integers(1, 2)
 )
 def test_every_target_gets_its_part_of_the_whole(source, target, samples, per_sample):
-    shape = Shape((0, 5, 4), "float32", 0, per_sample)
+    shape = SymbolicShape((0, 5, 4), "float32", 0, per_sample)
     whole = torch.arange(sum(samples) * per_sample * 20).reshape(shape.at(sum(samples)))
-    edge = Edge(0, 0, source, target, shape)
+    edge = LayoutEdge(0, 0, source, target, shape)
     everything = tuple((0, size) for size in whole.shape)
     for worker in range(3):
         wanted = box(target, worker, shape, samples)

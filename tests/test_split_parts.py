@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.placement.parameter_owners import Division, divide
-from topotrain.parallel.runtime.local_model import Localised, localise, restore
+from topotrain.parallel.placement.parameter_owners import ParameterOwners, divide
+from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def net(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def localised(me: int, assignments: dict[str, At] = HYBRID, workers: int = 2) -> tuple[Net, Localised]:
+def localised(me: int, assignments: dict[str, At] = HYBRID, workers: int = 2) -> tuple[Net, LocalModel]:
     model, optimizer = net()
     return model, localise(model, optimizer, divide(model, assignments, workers), me)
 
@@ -105,7 +105,7 @@ def test_memory_of_what_is_elsewhere_is_free() -> None:
 
 
 def test_tied_weights_are_with_all_who_use_them() -> None:
-    def tied(assignments: dict[str, At], workers: int = 3) -> Division:
+    def tied(assignments: dict[str, At], workers: int = 3) -> ParameterOwners:
         model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "mid": nn.Linear(4, 4), "out": nn.Linear(4, 7, bias=False)})
         model["out"].weight = model["embed"].weight
         return divide(model, assignments, workers)
@@ -173,7 +173,7 @@ def test_whole_again() -> None:
 # --- made on the meta device ---------------------------------------------------------------------------------------
 
 
-def blank(me: int, workers: int = 2) -> tuple[Net, Localised]:
+def blank(me: int, workers: int = 2) -> tuple[Net, LocalModel]:
     with torch.device("meta"):
         model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

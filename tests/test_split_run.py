@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.program.split_program import Kind, Program, Shape, Size
-from topotrain.parallel.runtime.channel import STEPPED, Key
+from topotrain.parallel.program.split_program import Program, SizeArgument, StepKind, SymbolicShape
+from topotrain.parallel.runtime.channel import STEPPED, TensorKey
 from topotrain.parallel.runtime.program_runner import Runner
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -159,11 +159,11 @@ class Noting(Town):
         super().__init__(roads, me)
         self.noted: list[str] = []
 
-    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
+    def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
         self.noted += ["says"] * key.backward
         super().send(to, key, tensor, grad)
 
-    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         self.noted += ["hears"] * key.backward
         return super().take(source, key)
 
@@ -196,8 +196,8 @@ def halves(workers: int, me: int) -> Program:
 
     cut = Cut(workers)
     x = cut.input("x", rows(4))
-    weight = cut.step(Kind.ATTRIBUTE, "wide.weight", SAME, Shape((6, 4), "float32"))
-    bias = cut.step(Kind.ATTRIBUTE, "wide.bias", SAME, Shape((6,), "float32"))
+    weight = cut.step(StepKind.ATTRIBUTE, "wide.weight", SAME, SymbolicShape((6, 4), "float32"))
+    bias = cut.step(StepKind.ATTRIBUTE, "wide.bias", SAME, SymbolicShape((6,), "float32"))
     hidden = cut.call(part, feature(1), rows(6), cut.move(x, WHOLE), weight, bias)
     hidden = cut.call(torch.tanh, feature(1), rows(6), hidden)
     return cut.program(cut.module("last", BATCH, rows(3), cut.move(hidden, BATCH)))
@@ -314,7 +314,7 @@ def test_a_value_is_used_here_and_there_and_its_pieces_are_views():
     cut = Cut(2)
     x = cut.input("x", rows(4))
     made = cut.module("a", BATCH, rows(8), x)
-    pieces = cut.step(Kind.METHOD, "chunk", BATCH, None, made, 2, 1)
+    pieces = cut.step(StepKind.METHOD, "chunk", BATCH, None, made, 2, 1)
     one, other = (cut.call(operator.getitem, BATCH, rows(4), pieces, index) for index in range(2))
     there = cut.move(cut.module("b", at(1), rows(4), cut.move(one, at(1))), BATCH)
     product = cut.call(torch.mul, BATCH, rows(4), there, other)
@@ -355,10 +355,10 @@ def test_numbers_of_samples_are_those_of_the_place():
     cut = Cut(2)
     x = cut.input("x", rows(4))
     total = cut.step(
-        Kind.METHOD, "sum", at(1), NUMBER, cut.move(cut.module("a", at(1), rows(8), cut.move(x, at(1))), at(1))
+        StepKind.METHOD, "sum", at(1), NUMBER, cut.move(cut.module("a", at(1), rows(8), cut.move(x, at(1))), at(1))
     )
-    mean = cut.call(torch.div, at(1), NUMBER, total, Size(1, 0))
-    program = cut.program((cut.move(mean, WHOLE), Size(2, 1)))
+    mean = cut.call(torch.div, at(1), NUMBER, total, SizeArgument(1, 0))
+    program = cut.program((cut.move(mean, WHOLE), SizeArgument(2, 1)))
     shares = shares_of(3, 5)
 
     def use(runner: Runner, town: Town) -> tuple[float, int]:

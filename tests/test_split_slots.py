@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from topotrain.parallel.runtime.send_buffers import SMALL, Slots, rounded
+from topotrain.parallel.runtime.send_buffers import SMALL, SendBuffers, rounded
 
 
 class Memory:
@@ -19,7 +19,7 @@ class Memory:
 
 def test_a_slot_is_used_again_once_it_has_been_read_and_not_before():
     memory = Memory()
-    slots = Slots(memory)
+    slots = SendBuffers(memory)
     first, second = (slots.lend(1, 10_000, 1, again=True) for _ in range(2))
     assert first.nbytes == 10_000 and first.data_ptr() != second.data_ptr()
     assert slots.read(1, 1)
@@ -30,7 +30,7 @@ def test_a_slot_is_used_again_once_it_has_been_read_and_not_before():
 
 
 def test_a_value_in_parts_is_read_when_its_last_part_is():
-    slots = Slots(Memory())
+    slots = SendBuffers(Memory())
     large = slots.lend(1, 50_000, 3, again=True)
     for parts in (1, 2):
         assert slots.read(1, parts)
@@ -40,7 +40,7 @@ def test_a_value_in_parts_is_read_when_its_last_part_is():
 
 
 def test_what_one_peer_has_read_says_nothing_of_another():
-    slots = Slots(Memory())
+    slots = SendBuffers(Memory())
     lent = [slots.lend(peer, 8192, 1, again=True) for peer in (1, 2)]
     assert slots.read(2, 1)
     assert slots.lend(3, 8192, 1, again=True).data_ptr() == lent[1].data_ptr()
@@ -49,7 +49,7 @@ def test_what_one_peer_has_read_says_nothing_of_another():
 
 @pytest.mark.parametrize("count", [-1, 0, 4])
 def test_a_count_that_cannot_be_frees_nothing(count):
-    slots = Slots(Memory())
+    slots = SendBuffers(Memory())
     for _ in range(3):
         slots.lend(1, 8192, 1, again=True)
     assert slots.read(1, 1)
@@ -59,7 +59,7 @@ def test_a_count_that_cannot_be_frees_nothing(count):
 
 def test_small_values_and_what_is_sent_once_take_no_slots():
     memory = Memory()
-    slots = Slots(memory)
+    slots = SendBuffers(memory)
     for nbytes, again in ((SMALL, True), (0, True), (1 << 20, False)):
         assert slots.lend(1, nbytes, 1, again).nbytes == nbytes
     assert slots.read(1, 3) and not memory.made

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from topotrain.core.events import Exited, Finished, StepDone, Waits
-from topotrain.launch.recovery.stall_detector import GATHER_S, QUIET_S, Standstill
+from topotrain.launch.recovery.stall_detector import GATHER_S, QUIET_S, StallDetector
 from topotrain.launch.runtime import process_host
 
 A, B, C = WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0")
@@ -16,13 +16,13 @@ def step(who: str) -> StepDone:
     return StepDone(who, 1.0, 1, 8, None, 0.0, 0, 0, 0)
 
 
-def text(still: Standstill, now: float = NOW + GATHER_S, missing: tuple[str, ...] = ()) -> str:
+def text(still: StallDetector, now: float = NOW + GATHER_S, missing: tuple[str, ...] = ()) -> str:
     notice = still.turn(now, missing)
     return "" if notice is None else notice.text
 
 
 def test_who_does_not_wait_is_waited_for() -> None:
-    still = Standstill(WORKERS)
+    still = StallDetector(WORKERS)
     still.heard(Waits(A, 10.0), NOW)
     still.heard(Waits(C, 10.4), NOW + GATHER_S / 2)
     assert text(still, NOW + GATHER_S / 2) == ""
@@ -32,13 +32,13 @@ def test_who_does_not_wait_is_waited_for() -> None:
 
 
 def test_where_all_wait_nobody_is_to_blame() -> None:
-    still = Standstill((A,))
+    still = StallDetector((A,))
     still.heard(Waits(A, 20.0), NOW)
     assert text(still) == "worker 0/0 has waited 20 s so far: for the servers, or for workers elsewhere"
 
 
 def test_who_makes_steps_is_not_waited_for() -> None:
-    still = Standstill((A, B))
+    still = StallDetector((A, B))
     still.heard(step(B), NOW - QUIET_S / 2)
     still.heard(Waits(A, 10.0), NOW)
     assert text(still) == ""
@@ -47,14 +47,14 @@ def test_who_makes_steps_is_not_waited_for() -> None:
 
 
 def test_a_step_ends_the_wait() -> None:
-    still = Standstill((A, B))
+    still = StallDetector((A, B))
     still.heard(Waits(A, 10.0), NOW)
     still.heard(step(A), NOW)
     assert text(still) == ""
 
 
 def test_who_has_ended_or_is_away_is_not_waited_for() -> None:
-    still = Standstill(WORKERS)
+    still = StallDetector(WORKERS)
     still.heard(Finished(B, 1, 8, 0.0, 0, 0, 0), NOW)
     still.heard(Exited(B, 7, 0), NOW)
     still.heard(Waits(A, 10.0), NOW)
@@ -64,5 +64,5 @@ def test_who_has_ended_or_is_away_is_not_waited_for() -> None:
 def test_a_wait_tells_how_long_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_host, "LONG_S", 0.0)
     told: list[float] = []
-    process_host.Monitor(0.001, told.append).wait(lambda: len(told) >= 3)
+    process_host.ConditionWaiter(0.001, told.append).wait(lambda: len(told) >= 3)
     assert all(later >= 2 * earlier for earlier, later in pairwise(told))

@@ -23,8 +23,8 @@ from topotrain.comm.store import (
     tcp_store_server,
 )
 from topotrain.comm.store.discovery import environment
-from topotrain.comm.store.tcp_store import Denied, TcpStore
-from topotrain.comm.store.tcp_store_protocol import _REPLY, _REQUEST, Op, Request, receive_reply, send_request
+from topotrain.comm.store.tcp_store import AccessDenied, TcpStore
+from topotrain.comm.store.tcp_store_protocol import _REPLY, _REQUEST, Op, StoreRequest, receive_reply, send_request
 from topotrain.comm.store.tcp_store_server import TcpServer
 from topotrain.comm.transport import Refused
 
@@ -91,14 +91,14 @@ def test_silence_is_hung_up_on_and_does_not_keep_others_out(port, store):
 
 
 def test_a_wrong_secret_is_refused_at_once_on_both_sides(port):
-    with pytest.raises(Denied, match=f"store tcp://127.0.0.1:{port} has another secret than we have"):
+    with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than we have"):
         TcpStore("127.0.0.1", port, OTHER, patience=1000).get("k")
 
 
 def test_who_asks_before_the_handshake_is_hung_up_on(port, store):
     store.set("k", b"1")
     stranger = connect(port, proven=False)
-    send_request(stranger, Request(Op.SET, "k", b"2"))
+    send_request(stranger, StoreRequest(Op.SET, "k", b"2"))
     assert hung_up_on(stranger)
     assert store.get("k") == b"1"
 
@@ -144,7 +144,7 @@ def test_frames_that_are_none_are_hung_up_on(port, store, words):
 def test_a_key_that_is_none_is_refused_by_the_server_too(port):
     with connect(port) as client:
         for op, key in ((Op.GET, "../x"), (Op.SET, ""), (Op.KEYS, "*"), (Op.WATCH, "A")):
-            send_request(client, Request(op, key))
+            send_request(client, StoreRequest(op, key))
             reply = receive_reply(client)
             assert reply.status == 4 and b"must be" in reply.body
 
@@ -164,11 +164,11 @@ def test_a_client_that_does_not_read_holds_up_nobody(port, store):
     whole = os.urandom(1 << 20)
     clients = [connect(port) for _ in range(3)]
     for client in clients:
-        send_request(client, Request(Op.WATCH, "k", seconds=60.0))
+        send_request(client, StoreRequest(Op.WATCH, "k", seconds=60.0))
     for _ in range(5):
         store.set("k", whole)
         for client in clients:
-            send_request(client, Request(Op.GET, "k"))
+            send_request(client, StoreRequest(Op.GET, "k"))
     assert store.get("k") == whole
     for client in clients:
         assert receive_reply(client).body == whole
@@ -177,7 +177,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(port, store):
 
 def test_a_watcher_that_leaves_is_forgotten(server, port, store):
     client = connect(port)
-    send_request(client, Request(Op.WATCH, "k", seconds=3600.0))
+    send_request(client, StoreRequest(Op.WATCH, "k", seconds=3600.0))
     while not server._table._watchers:
         threading.Event().wait(0.01)
     client.close()
@@ -262,7 +262,7 @@ def test_over_tls_everything_works_as_without(far, monkeypatch):
         assert watch.result() == whole == store.get("k")
     with pytest.raises(TimeoutError):
         store.watch("k", 0.01, whole)
-    with pytest.raises(Denied, match="has another secret"):
+    with pytest.raises(AccessDenied, match="has another secret"):
         TcpStore("127.0.0.1", port, OTHER).get("k")
     with connect(port, proven=False) as sock:
         channel, _ = tls.client_side(sock)
@@ -393,7 +393,7 @@ def test_beside_torchs_own_store_units_find_ours():
         store.set("k", b"1")
         assert other.result().watch("k", 60) == b"1"
     wrong = {**environ, "TOPOTRAIN_TOKEN": OTHER.hex()}
-    with pytest.raises(Denied, match="another secret"):
+    with pytest.raises(AccessDenied, match="another secret"):
         open_store("env://", environ=wrong)
     store.close()
     other.result().close()

@@ -18,7 +18,7 @@ from wire_town import SERVER, TOKEN, WORKER, Recorder, Town, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import Peer, answer, dial
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch
 
@@ -33,7 +33,7 @@ class Door:
 
     binding: bytes = b""
     queue: "Queue[socket.socket | None]" = field(default_factory=Queue)
-    heard: "Queue[Peer | WireError]" = field(default_factory=Queue)
+    heard: "Queue[Peer | TransportError]" = field(default_factory=Queue)
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._hear)
@@ -46,17 +46,17 @@ class Door:
                     peer, welcome = answer(sock, US, {SERVER}.__contains__, 5, self.binding)
                     sock.sendall(welcome)
                     self.heard.put(peer)
-                except WireError as error:
+                except TransportError as error:
                     self.heard.put(error)
                 except OSError:  # the peer does not wait for its welcome
                     self.heard.put(peer)
 
-    def come(self, visit: Callable[[socket.socket], object]) -> Peer | WireError:
+    def come(self, visit: Callable[[socket.socket], object]) -> Peer | TransportError:
         """Somebody comes, and hangs up; what the door says of it."""
         a, b = socket.socketpair()
         self.queue.put(b)
         with closing(a):
-            with suppress(WireError, OSError):
+            with suppress(TransportError, OSError):
                 visit(a)
             with suppress(OSError):
                 a.shutdown(socket.SHUT_RDWR)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_town import SERVER, WORKER, Recorder, place_new, place_view
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame import (
     BODY,
@@ -28,7 +28,7 @@ from topotrain.comm.transport.frame import (
     REGION_IS,
     Header,
 )
-from topotrain.comm.transport.shared_memory import Memory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.core.protocol import MAX_BODY, MAX_META, Drained, Fail, Fetch, Message, ProtocolError, Values, encode
 
 FIELDS = len(encode(Values(0, 0, 0))[1])
@@ -177,7 +177,7 @@ def test_random_and_damaged_streams_end_the_connection_or_pass(noise):
         damaged = bytearray(STREAM)
         damaged[noise[0]] ^= noise[1]
         raw = bytes(damaged)
-    with server(Memory(), placing=bounded) as (sock, resident, connection):
+    with server(ProcessMemory(), placing=bounded) as (sock, resident, connection):
         sock.sendall(raw)
         sock.shutdown(socket.SHUT_WR)
         resident.end()
@@ -258,10 +258,10 @@ def region_frame(region, number: int, nbytes: int | None = None) -> tuple[list[b
     ],
 )
 def test_a_reference_out_of_bounds_ends_the_connection(region, offset, size):
-    memory = Memory()
+    memory = ProcessMemory()
     ours, _ = memory.find(memory.allocate(10, torch.float32))
     assert ours.nbytes == 1 << 20
-    with server(Memory(), placing=place_view) as (sock, resident, _):
+    with server(ProcessMemory(), placing=place_view) as (sock, resident, _):
         sock.sendmsg(*region_frame(ours, 1))
         sock.sendall(frame(VALUES, 2, REFERENCE) + REFERENCE_AT.pack(region, offset, size))
         assert "out of bounds" in resident.end()
@@ -269,7 +269,7 @@ def test_a_reference_out_of_bounds_ends_the_connection(region, offset, size):
 
 
 def test_regions_that_are_not_what_they_claim():
-    memory = Memory()
+    memory = ProcessMemory()
     ours, _ = memory.find(memory.allocate(10, torch.float32))
     before = len(os.listdir("/proc/self/fd"))
     for messages, reason in (
@@ -278,7 +278,7 @@ def test_regions_that_are_not_what_they_claim():
         ([region_frame(ours, 1), region_frame(ours, 2)], "named twice"),
         ([([frame(Fetch(i), i)], region_frame(ours, 0)[1]) for i in range(1, 12)], "more file descriptors"),
     ):
-        with server(Memory()) as (sock, resident, _):
+        with server(ProcessMemory()) as (sock, resident, _):
             for message in messages:
                 try:
                     sock.sendmsg(*message)
@@ -289,7 +289,7 @@ def test_regions_that_are_not_what_they_claim():
 
 
 def test_a_region_is_sent_once_and_a_reference_is_small():
-    memory = Memory()
+    memory = ProcessMemory()
     body = memory.allocate(1 << 20, torch.float32)
     a, b = socket.socketpair()
     connection = Connection(b, SERVER, WORKER, Recorder(), 0, memory)
@@ -313,11 +313,11 @@ def test_a_region_is_sent_once_and_a_reference_is_small():
 
 @pytest.mark.parametrize("viewed", [True, False])
 def test_a_reference_may_show_more_than_a_payload_can_hold(viewed):
-    memory, size = Memory(), MAX_BODY + 4096
+    memory, size = ProcessMemory(), MAX_BODY + 4096
     resident = Recorder(lambda message, viewable: None if viewed else torch.empty(size, dtype=torch.uint8))
     a, b = socket.socketpair()
     sender = Connection(a, WORKER, SERVER, Recorder(), 0, memory)
-    receiver = Connection(b, SERVER, WORKER, resident, 0, Memory())
+    receiver = Connection(b, SERVER, WORKER, resident, 0, ProcessMemory())
     sender.start()
     receiver.start()
     body = memory.allocate(size + 100, torch.uint8)[5 : 5 + size]
@@ -343,7 +343,7 @@ def test_sending_does_not_wait_for_a_peer_that_does_not_read():
             connection.send(Values(i, 1 << 20, 0, body=body))
         connection.cut("enough")
         assert resident.end() == "enough"
-        with pytest.raises(WireError, match="enough"):
+        with pytest.raises(TransportError, match="enough"):
             connection.send(Fetch(1))
 
 

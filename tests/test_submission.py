@@ -16,7 +16,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, slurm, torchrun
 from topotrain.launch.launchers.ray_capacity import fits
-from topotrain.launch.launchers.submission import Options, submission, without_password
+from topotrain.launch.launchers.submission import LaunchOptions, submission, without_password
 
 SECRET = "5e" * 32
 OURS = ("torchrun", "slurm", "srun", "submitit", "mpirun", "ray")
@@ -27,7 +27,7 @@ def ask(name: str, folder: Path, cluster: str = THREE, dry_run: bool = True, **o
     conf = f'name: "My job" program: "train.py" args: "--lr=0.1" cluster {{ {cluster} workspace: "{folder}" }}'
     job = job_file.loads(conf)
     environ = {"TOPOTRAIN_TOKEN": SECRET}
-    return launch(name, job, layout(job.cluster), Options(**options), environ, dry_run).text
+    return launch(name, job, layout(job.cluster), LaunchOptions(**options), environ, dry_run).text
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -96,7 +96,7 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
 
 def test_every_life_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
     job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
-    first = submission(job, layout(job.cluster), Options(id="x", rendezvous="redis://h/0"), {})
+    first = submission(job, layout(job.cluster), LaunchOptions(id="x", rendezvous="redis://h/0"), {})
     assert ray.lived(first, 0) is first
     third = ray.lived(first, 2)
     assert (third.id, third.rendezvous) == ("x.life-2", "redis://h/0?job=x.life-2")
@@ -232,7 +232,7 @@ def test_passwords_are_not_shown() -> None:
 def test_what_was_submitted_is_kept_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
     job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
-    made = submission(job, layout(job.cluster), Options(id="x"), {})
+    made = submission(job, layout(job.cluster), LaunchOptions(id="x"), {})
     made.write()
     made.write()  # another node of the same torchrun
     assert job_file.load(made.folder / "job.conf") == job
@@ -242,10 +242,10 @@ def test_what_was_submitted_is_kept_for_this_user_alone(tmp_path: Path, monkeypa
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     other = job_file.loads(f'name: "b" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     with pytest.raises(ConfigError, match=r"--id.*taken by another job"):
-        submission(other, layout(other.cluster), Options(id="x"), {}).write()
+        submission(other, layout(other.cluster), LaunchOptions(id="x"), {}).write()
     monkeypatch.setenv("TOPOTRAIN_TOKEN", "5e5e")
     with pytest.raises(StoreError, match="TOPOTRAIN_TOKEN"):
-        submission(job, layout(job.cluster), Options(id="y"), {}).write()
+        submission(job, layout(job.cluster), LaunchOptions(id="y"), {}).write()
 
 
 def test_a_token_file_of_the_users_own_is_only_named(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_token_file_of_the_users_own_is_only_named(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.touch(0o600)
     mine.write_text(SECRET)
-    made = submission(job, layout(job.cluster), Options(id="x"), {"TOPOTRAIN_TOKEN_FILE": str(mine)})
+    made = submission(job, layout(job.cluster), LaunchOptions(id="x"), {"TOPOTRAIN_TOKEN_FILE": str(mine)})
     made.write()
     assert made.environ["TOPOTRAIN_TOKEN_FILE"] == str(mine)
     assert not (made.folder / "token").exists()

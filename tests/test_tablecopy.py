@@ -22,13 +22,13 @@ from topotrain.core import protocol as m
 from topotrain.core.events import Event
 from topotrain.core.optim.state_table import StateError, merge, to_rows
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, Manifest, hashed, latest
-from topotrain.extensions.checkpointing.checkpoint_writer import Files, Writer
-from topotrain.extensions.checkpointing.shard_snapshot import Freezer, Frozen
-from topotrain.extensions.checkpointing.snapshot_coordinator import TIME, Publish, Write
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, ShardFreezer
+from topotrain.extensions.checkpointing.snapshot_coordinator import TIME, PublishSnapshot, WriteSnapshot
 from topotrain.extensions.tables.push_modes import KINDS
 from topotrain.extensions.tables.table_file_layout import file_of
-from topotrain.extensions.tables.table_server import TableBook
-from topotrain.extensions.tables.table_snapshot import Copier, Kept
+from topotrain.extensions.tables.table_server import TableServer
+from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import TableSpec, pack_ids
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 SGD = rule(torch.optim.SGD, lr=1.0)
 WORDS = TableSpec("words", -1, 5, optimizer=SGD, init="normal 0 1", seed=3)
-NOTHING = Frozen((), (), (), {}, {})
+NOTHING = FrozenShard((), (), (), {}, {})
 
 
 class Shelf:
@@ -50,7 +50,7 @@ class Shelf:
             spec, shard, shards, [Address(Role.WORKER, 0, 0)], "", None, 0
         )
         self.tables = [[made(spec, shard) for spec in specs] for shard in range(shards)]
-        self.copiers = [Copier() for _ in range(shards)]
+        self.copiers = [TableCopier() for _ in range(shards)]
 
     def push(self, steps: int) -> "Shelf":
         """Other rows with each step, also new ones, and sometimes none for a shard."""
@@ -73,29 +73,31 @@ class Shelf:
             found |= {(table.spec.name, i): row for i, row in zip(ids.tolist(), values.tolist(), strict=True)}
         return found
 
-    def freeze(self) -> list[Frozen]:
+    def freeze(self) -> list[FrozenShard]:
         return [copier.freeze(NOTHING, own) for copier, own in zip(self.copiers, self.tables, strict=True)]
 
     def refill(self, source: Manifest) -> "Shelf":
         for shard, tables in enumerate(self.tables):
             for table in tables:
-                Kept(source, shard, self.shards).refill(table)
+                StoredRows(source, shard, self.shards).refill(table)
         return self
 
 
-def write(workspace: Path, number: int, frozen: Sequence[Frozen]) -> Manifest:
+def write(workspace: Path, number: int, frozen: Sequence[FrozenShard]) -> Manifest:
     """What the hosts of a job do with it, beside a model."""
     vault, told = Vault(torch.optim.SGD, len(frozen)), list[Event]()
-    writer = Writer(vault.job, vault.topology, Files(workspace / FOLDER), number, "server 0/0", told.append)
-    own = [Freezer(model, shard).freeze() for shard, model in enumerate(vault.models)]
+    writer = SnapshotWriter(
+        vault.job, vault.topology, SnapshotFiles(workspace / FOLDER), number, "server 0/0", told.append
+    )
+    own = [ShardFreezer(model, shard).freeze() for shard, model in enumerate(vault.models)]
     table = merge([each.table for each in own], vault.map.parameters)
     written = []
     for shard, (mine, rows) in enumerate(zip(own, frozen, strict=True)):
         with_rows = replace(mine, tables=rows.tables, rows=rows.rows)
-        written.append(writer._write(Write(number, Address(Role.SERVER, 0, shard), with_rows, table)))
+        written.append(writer._write(WriteSnapshot(number, Address(Role.SERVER, 0, shard), with_rows, table)))
     facts = {"version": 1, "clocks": [[0, 1]], "steps": [[0, 1]], "first_epoch": 0, "epochs": [], "hyper": []}
     facts |= {"model": vault.schema.text(), "optimizer": to_rows(table)}
-    writer._publish(Publish(number, TIME, facts, tuple(json.loads(json.dumps(each)) for each in written), {}))
+    writer._publish(PublishSnapshot(number, TIME, facts, tuple(json.loads(json.dumps(each)) for each in written), {}))
     found = Manifest.open(workspace / FOLDER / f"{number:06d}")
     found.verify()
     return found
@@ -249,7 +251,7 @@ class Second(Bench):
 
     def __init__(self, source: Manifest) -> None:
         super().__init__()
-        self.book = TableBook(Address(Role.SERVER, 0, 0), self.job, self.topology, source)
+        self.book = TableServer(Address(Role.SERVER, 0, 0), self.job, self.topology, source)
 
     def push(self, step: int, name: str = "words") -> list[Any]:
         raw = pack_ids(np.array([4], dtype=np.int64))
@@ -281,11 +283,11 @@ def test_what_a_script_gives_before_its_first_step_is_older_than_the_snapshot(tm
     bench.open(ZEROS)
     assert bench.row() == [-1.0] * 5
     raw = pack_ids(np.array([4], dtype=np.int64))
-    bench.say(0, m.TableGive, 0, raw, body=torch.full((5,), 7.0))
+    bench.say(0, m.TableAssign, 0, raw, body=torch.full((5,), 7.0))
     assert bench.row() == [-1.0] * 5
     assert bench.push(0) == []
     assert bench.row() == [-2.0] * 5
-    bench.say(0, m.TableGive, 0, raw, body=torch.full((5,), 7.0))
+    bench.say(0, m.TableAssign, 0, raw, body=torch.full((5,), 7.0))
     assert bench.row() == [7.0] * 5
 
 
@@ -293,7 +295,7 @@ def test_a_table_that_is_in_no_snapshot_begins_at_its_beginning(tmp_path: Path) 
     bench = Second(kept(tmp_path))
     bench.open(replace(ZEROS, name="more"))
     raw = pack_ids(np.array([4], dtype=np.int64))
-    bench.say(0, m.TableGive, 0, raw, body=torch.full((5,), 7.0))
+    bench.say(0, m.TableAssign, 0, raw, body=torch.full((5,), 7.0))
     assert bench.row() == [7.0] * 5
 
 
@@ -347,7 +349,7 @@ def test_a_job_with_a_store_takes_none_and_says_why() -> None:
             archive.ask()
             seat.step(seat.numbers())
         leader = Address(Role.SERVER, 0, 0)
-        town.houses[leader].handle(leader, m.SnapshotAsk(last=True))
+        town.houses[leader].handle(leader, m.SnapshotRequest(last=True))
         door.close()
         seat.finish()
 
@@ -363,7 +365,7 @@ def test_rows_are_frozen_behind_the_same_decision_as_the_model(seed: int) -> Non
     work = archive.work
 
     def noted(me: Address, what: Any) -> None:
-        if isinstance(what, Write):
+        if isinstance(what, WriteSnapshot):
             by_name = {
                 name: [x.body for x in what.frozen.rows if x.name == f"cells/{name}"] for name in ("ids", "values")
             }

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from simulation import STORM, Seat, Town, job
 from torch import nn
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import socket_directory
@@ -29,11 +29,11 @@ from topotrain.core.client.client import JobError
 from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.ordered_sum import canonical_mean
 from topotrain.extensions.tables.row_optimizers import make_rule, rule_text
-from topotrain.extensions.tables.row_storage import RowIndex, Rows
-from topotrain.extensions.tables.table_client import TableDoor, dense_spec
-from topotrain.extensions.tables.table_server import TableBook
+from topotrain.extensions.tables.row_storage import RowIndex, RowStorage
+from topotrain.extensions.tables.table_client import TableClient, dense_spec
+from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
-from topotrain.launch.runtime.process_host import WorkerRoads, serve
+from topotrain.launch.runtime.process_host import WorkerConnections, serve
 
 QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -45,8 +45,8 @@ def rule(cls: type[torch.optim.Optimizer], **more: Any) -> str:
 SGD = rule(torch.optim.SGD, lr=1.0)
 
 
-def door_of(seat: Seat) -> TableDoor:
-    return TableDoor(seat.door, seat.town.topology, seat.town.job)
+def door_of(seat: Seat) -> TableClient:
+    return TableClient(seat.door, seat.town.topology, seat.town.job)
 
 
 def whole(low: int, high: int, shape: tuple[int, ...], dice: random.Random) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_the_index_finds_what_was_put_there(batches: list[list[int]]) -> None:
 
 def test_many_rows_in_many_blocks() -> None:
     spec = TableSpec("t", -1, 3, optimizer=SGD)
-    rows = Rows(spec, 0, 1)
+    rows = RowStorage(spec, 0, 1)
     dice = np.random.default_rng(0)
     ids = dice.permutation(100_000)[:60_000].astype(np.int64) * 1001
     values = torch.arange(180_000, dtype=torch.float32).view(-1, 3)
@@ -134,7 +134,7 @@ def test_every_layout_makes_the_same_rows(init: str) -> None:
     for shards in (1, 2, 3):
         for first in (0, 1):
             spread = replace(spec, first=first)
-            homes = [Rows(spread, shard, shards) for shard in range(shards)]
+            homes = [RowStorage(spread, shard, shards) for shard in range(shards)]
             for i in (3, 0, 2, 1, 5, 4):  # in another order
                 home = homes[(int(ids[i]) + first) % shards]
                 assert torch.equal(home.gather(home.slots(ids[i : i + 1]))[0], wanted[i])
@@ -187,7 +187,7 @@ def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
     cls, more = RULES[name]
     before, pushed, after = sparse_steps(cls, more, width, 6)
     spec = TableSpec("t", 40, width, optimizer=rule(cls, **more))
-    rows = Rows(spec, 0, 1)
+    rows = RowStorage(spec, 0, 1)
     rows.give(np.arange(40, dtype=np.int64), before)
     how = make_rule(rows, spec.optimizer)
     for ids, grad in pushed:
@@ -205,7 +205,7 @@ def test_sparse_rules_have_torchs_bits(name: str, width: int) -> None:
 )
 def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], words: str) -> None:
     town = Town(job())
-    door = TableDoor(town.doors[town.workers[0]], town.topology, town.job)
+    door = TableClient(town.doors[town.workers[0]], town.topology, town.job)
     with pytest.raises(ConfigError, match=words):
         door.open(TableSpec("t", -1, 4, mode="async", optimizer=rule(cls, **more)))
 
@@ -252,7 +252,7 @@ class Bench:
     def __init__(self, workers: int = 1, shards: int = 1) -> None:
         self.job = job(1, workers, shards)
         self.topology = layout(self.job.cluster)
-        self.book = TableBook(Address(Role.SERVER, 0, 0), self.job, self.topology)
+        self.book = TableServer(Address(Role.SERVER, 0, 0), self.job, self.topology)
         self.numbers = [0] * workers
 
     def say(self, worker: int, kind: Callable[..., m.Message], *fields: object, body: Any = None) -> Any:
@@ -305,7 +305,7 @@ def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tup
 def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
     spec = TableSpec("t", 30, 4, mode="sync", optimizer=optimizer, init="normal 0 1")
     town, turns = Town(job(2, 2, 2), seed, STORM), 4
-    rows = Rows(spec, 0, 1)
+    rows = RowStorage(spec, 0, 1)
     how = make_rule(rows, optimizer) if optimizer else None
 
     def pushes_of(me: Address, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -380,7 +380,7 @@ def words_of(cls: Any, more: dict[str, Any], steps: int = 6) -> Script:
         plain_optimizer = cls([weight], **more)
         door = None
         if not isinstance(t, Plain):
-            door = TableDoor(t.exchange, t.topology, t.worker.job)
+            door = TableClient(t.exchange, t.topology, t.worker.job)
             door.open(replace(WORDS, optimizer=rule(cls, **more)))
 
         def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -466,15 +466,15 @@ def test_over_every_road(changes: dict[str, Any], tmp_path: Path) -> None:
         assert torch.equal(found.workers[0].notes["words"], wanted.workers[0].notes["words"])
 
 
-def without_model(job: Job, script: Callable[[TableDoor, Address], None], directory: Path) -> None:
+def without_model(job: Job, script: Callable[[TableClient, Address], None], directory: Path) -> None:
     """A job whose processes (here threads) meet over a real road and use tables only."""
     topology, store, errors = layout(job.cluster), directory / "store", list[BaseException]()
     store.mkdir(mode=0o700)
     sockets = Path(socket_directory())
 
-    def place() -> Place:
+    def place() -> RouterConfig:
         identity = Identity(job.name, bytes(32), 0, 0, job.digest())
-        return Place(job, topology, identity, open_store(store.as_uri()), sockets)
+        return RouterConfig(job, topology, identity, open_store(store.as_uri()), sockets)
 
     def guarded(do: Callable[[], None]) -> threading.Thread:
         def run() -> None:
@@ -488,8 +488,8 @@ def without_model(job: Job, script: Callable[[TableDoor, Address], None], direct
         return thread
 
     def work(me: Address) -> None:
-        roads = WorkerRoads(place(), me)
-        door = TableDoor(roads.exchange, topology, job)
+        roads = WorkerConnections(place(), me)
+        door = TableClient(roads.exchange, topology, job)
         script(door, me)
         door.close()
         roads.close()
@@ -515,7 +515,7 @@ def without_model(job: Job, script: Callable[[TableDoor, Address], None], direct
     ids=["tcp", "shm", "inline"],
 )
 def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
-    def script(door: TableDoor, me: Address) -> None:
+    def script(door: TableClient, me: Address) -> None:
         door.open(TableSpec("t", -1, 100, mode="sync"))
         door.open(TableSpec("u", -1, 100, "float64", mode="async"))
         ids = torch.arange(0, 9000, 3)
@@ -533,7 +533,7 @@ def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
     without_model(job_of("sandblaster", **changes), script, tmp_path)
 
 
-def step_script(door: TableDoor, seat: Seat, steps: int, dice: random.Random, note: Callable[..., None]) -> None:
+def step_script(door: TableClient, seat: Seat, steps: int, dice: random.Random, note: Callable[..., None]) -> None:
     """Whole numbers to the table and to the model, step by step."""
     for step in range(steps):
         seat.sleep(0, 0.01)
@@ -729,7 +729,7 @@ def test_mixed_modes_without_optimizer_assign_and_add() -> None:
 # --- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def alone(script: Callable[[TableDoor], None], **more: Any) -> None:
+def alone(script: Callable[[TableClient], None], **more: Any) -> None:
     def played(seat: Seat) -> None:
         door = door_of(seat)
         script(door)
@@ -738,7 +738,7 @@ def alone(script: Callable[[TableDoor], None], **more: Any) -> None:
 
 
 def test_the_worker_says_what_cannot_be() -> None:
-    def script(door: TableDoor) -> None:
+    def script(door: TableClient) -> None:
         door.open(TableSpec("t", 10, 2, mode="async"))
         door.open(TableSpec("t", 10, 2, mode="async"))
         with pytest.raises(ConfigError, match="another description"):
@@ -763,7 +763,7 @@ def test_the_worker_says_what_cannot_be() -> None:
 def test_a_row_that_was_not_given() -> None:
     for dense in (False, True):
 
-        def script(door: TableDoor, dense: bool = dense) -> None:
+        def script(door: TableClient, dense: bool = dense) -> None:
             door.open(TableSpec("t", 10, 2, mode="async", init="given", dense=dense))
             door.give("t", [1, 2], torch.ones(2, 2))
             assert door.pull("t", [2, 1]).tolist() == [[1, 1], [1, 1]]
@@ -795,7 +795,7 @@ def test_workers_that_describe_a_table_differently() -> None:
 def test_tables_have_one_home() -> None:
     town = Town(job(2, 1, 1, nserver_groups=2))
     with pytest.raises(ConfigError, match=r"nserver_groups = 2.*must be 1"):
-        TableDoor(town.doors[town.workers[0]], town.topology, town.job)
+        TableClient(town.doors[town.workers[0]], town.topology, town.job)
 
 
 IDS = pack_ids(np.array([1, 3], dtype=np.int64))

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from wire_town import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Town, identity
 
 from topotrain.comm import router
-from topotrain.comm.emulation.link import Network
+from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
-from topotrain.comm.security.handshake import Stranger, TooSlow, answer, dial
+from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
-from topotrain.comm.transport import Refused, WireError, socket_transport, tcp
-from topotrain.comm.transport.tcp import Home, TcpWire, home
+from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
+from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, home
 from topotrain.config.job import Link
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
@@ -211,7 +211,7 @@ def test_a_timeout_holds_for_the_whole_call_not_for_each_part(monkeypatch):
             server.recv(1)
         raw.close()
     drips = Dripping(monkeypatch)
-    with pytest.raises(TooSlow):
+    with pytest.raises(HandshakeTimeout):
         server_side(drips, CERTIFICATE, 2.0)
     assert drips.now <= 2.0
 
@@ -219,7 +219,7 @@ def test_a_timeout_holds_for_the_whole_call_not_for_each_part(monkeypatch):
 def test_who_is_not_trusted_cannot_fill_the_memory():
     with channels(trusted=False) as (server, client):
         sent = over(lambda: [client.sendall(b"x") for _ in range(2 * BUDGET // 23)])
-        with pytest.raises(Stranger, match=f"more than {BUDGET} bytes"):
+        with pytest.raises(NotOurProtocol, match=f"more than {BUDGET} bytes"):
             server.recv_into(bytearray(BUDGET // 20), 0, socket.MSG_WAITALL)
         server.close()
         sent()
@@ -256,10 +256,10 @@ def test_older_versions_are_refused(old):
             TlsChannel(here, old_context("server"), True).shake_hands(WAIT)
             assert other() is None
             return
-        with pytest.raises(Stranger, match="TLS"):
+        with pytest.raises(NotOurProtocol, match="TLS"):
             server_side(here, CERTIFICATE, WAIT) if old == "client" else client_side(here, WAIT)
         here.close()
-        assert isinstance(other(), Stranger)
+        assert isinstance(other(), NotOurProtocol)
 
 
 # --- the proof is bound to the certificate -----------------------------------------------------------------------
@@ -277,7 +277,7 @@ def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
     with closing(a), closing(b):
         try:
             said = dial(a, identity(), WORKER, SERVER, 1.0 if not believe else WAIT, binding=dialer_sees)
-        except WireError as error:
+        except TransportError as error:
             said = error
         a.close()
         return said, heard()
@@ -287,7 +287,7 @@ def test_another_certificate_is_another_proof_on_both_sides(monkeypatch):
     for seen, shown in ((b"a" * 32, b"b" * 32), (b"", b"b" * 32), (b"a" * 32, b"")):
         said, heard = meet(seen, shown)
         assert isinstance(said, Refused) and said.code == "AUTH"
-        assert isinstance(heard, Stranger)
+        assert isinstance(heard, NotOurProtocol)
     said, heard = meet(b"a" * 32, b"b" * 32, believe=True, monkeypatch=monkeypatch)
     assert said.code == heard.code == "AUTH"
     assert "could not prove that it belongs to this job" in heard.text
@@ -311,7 +311,7 @@ def in_between(url, certificate):
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
 
         def pump(source, target):
-            with suppress(OSError, WireError):
+            with suppress(OSError, TransportError):
                 while raw := source.recv(4096):
                     seen.extend(raw)
                     target.sendall(raw)
@@ -337,7 +337,7 @@ def test_somebody_in_between_is_found_out(town):
     residents = Recorder(), Recorder()
     url = server.attach(SERVER, residents[0])
     for certificate in (Certificate.make(), None):
-        wire = TcpWire(identity(), tls=True)
+        wire = TcpTransport(identity(), tls=True)
         wire.attach(WORKER, residents[1])
         with in_between(url, certificate) as (fake, seen):
             if certificate is None:  # who only passes the sealed bytes on is a wire like any other
@@ -402,7 +402,9 @@ def test_whoever_closes_first_all_arrives_and_both_end(first):
 def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
     ends = Recorder(), Recorder()
     wires = [
-        TcpWire(identity(), lanes=lanes, tls=True, network=link and Network(link, tmp_path, "k", lambda a: a.role))
+        TcpTransport(
+            identity(), lanes=lanes, tls=True, network=link and EmulatedNetwork(link, tmp_path, "k", lambda a: a.role)
+        )
         for _ in ends
     ]
     wires[0].attach(WORKER, ends[0])
@@ -424,7 +426,9 @@ def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
 
 def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(router, "TcpWire", lambda *a, **b: made.append(TcpWire(*a, **b, tls=True)) or made[-1])
+    monkeypatch.setattr(
+        router, "TcpTransport", lambda *a, **b: made.append(TcpTransport(*a, **b, tls=True)) or made[-1]
+    )
     script, build = usual_loop(vectors(3)), building()
     hosted = run_hosted(job_of("sandblaster", road="kTcp"), build, script, tmp_path)
     assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
@@ -470,14 +474,14 @@ def test_random_bytes_are_strangers(raw):
             with closing(a):
                 a.sendall(raw)
                 a.shutdown(socket.SHUT_WR)
-            with pytest.raises(WireError):
+            with pytest.raises(TransportError):
                 speak(b)
 
 
 def test_silence_has_a_deadline_on_both_sides(monkeypatch):
     for speak in (partial(server_side, certificate=CERTIFICATE), client_side):
         a, b = socket.socketpair()
-        with closing(a), closing(b), pytest.raises(TooSlow, match="too slow"):
+        with closing(a), closing(b), pytest.raises(HandshakeTimeout, match="too slow"):
             speak(b, seconds=0.02)
     monkeypatch.setattr(socket_transport, "_HEARING", 0.02)
     town = Town("tls")
@@ -490,12 +494,12 @@ def test_silence_has_a_deadline_on_both_sides(monkeypatch):
 
 def test_neither_side_speaks_plain_where_the_other_wants_tls(town):
     pair = Pair(town)
-    plain = TcpWire(identity())
+    plain = TcpTransport(identity())
     me = Address(Role.WORKER, 5, 5)
     port = port_of(plain.attach(me, Recorder()))
-    with pytest.raises(Stranger, match=r"hung up|reset"):
+    with pytest.raises(NotOurProtocol, match=r"hung up|reset"):
         plain.connect(me, SERVER, f"tcp://127.0.0.1:{port_of(pair.url)}")
-    with pytest.raises(Stranger, match=r"hung up|reset"):
+    with pytest.raises(NotOurProtocol, match=r"hung up|reset"):
         pair.worker_wire.connect(WORKER, me, f"tls://127.0.0.1:{port}")
     plain.close()
     assert pair.server.ends.empty()
@@ -506,34 +510,34 @@ def test_neither_side_speaks_plain_where_the_other_wants_tls(town):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "::ffff:0.0.0.0"])
 def test_nobody_listens_on_every_interface(host):
-    with pytest.raises(WireError, match="stands for every interface; must be the address of one"):
-        TcpWire(identity(), host=host)
+    with pytest.raises(TransportError, match="stands for every interface; must be the address of one"):
+        TcpTransport(identity(), host=host)
 
 
 @pytest.mark.parametrize("host", ["", "192.0.2.7", "224.0.0.1", "2001:db8::1", "no name", "x" * 300])
 def test_an_address_must_be_one_of_this_machine(host):
-    with pytest.raises(WireError, match=r"host = .*: must be an address"):
+    with pytest.raises(TransportError, match=r"host = .*: must be an address"):
         home(host)
 
 
 def test_a_name_is_what_it_stands_for_here(monkeypatch):
     known = [("192.0.2.7", 0), ("fe80::1%lo", 0, 0, 1), ("127.0.0.3", 0)]
     monkeypatch.setattr(tcp.socket, "getaddrinfo", lambda *a, **b: [(0, 0, 0, "", address) for address in known])
-    assert home("machine") == Home(socket.AF_INET, "127.0.0.3", True)
+    assert home("machine") == ListenAddress(socket.AF_INET, "127.0.0.3", True)
     assert home("localhost").loopback
     del known[2]
-    with pytest.raises(WireError, match="must be an address of this machine"):
+    with pytest.raises(TransportError, match="must be an address of this machine"):
         home("machine")
 
 
 def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
-    monkeypatch.setattr(tcp, "home", lambda host: Home(socket.AF_INET, host, host.startswith("127.")))
-    with pytest.raises(WireError, match="needs a secret"):
-        TcpWire(identity(token=bytes(32)), host="10.9.8.7")
+    monkeypatch.setattr(tcp, "home", lambda host: ListenAddress(socket.AF_INET, host, host.startswith("127.")))
+    with pytest.raises(TransportError, match="needs a secret"):
+        TcpTransport(identity(token=bytes(32)), host="10.9.8.7")
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(WireError, match=r"pip install 'topotrain\[tls\]'"):
-        TcpWire(identity(), host="10.9.8.7")
-    TcpWire(identity(token=bytes(32)), host="127.0.0.1")
+    with pytest.raises(TransportError, match=r"pip install 'topotrain\[tls\]'"):
+        TcpTransport(identity(), host="10.9.8.7")
+    TcpTransport(identity(token=bytes(32)), host="127.0.0.1")
 
 
 # --- two machines ------------------------------------------------------------------------------------------------

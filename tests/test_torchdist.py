@@ -12,7 +12,7 @@ import torch.distributed
 
 from topotrain.comm.store import open_store
 from topotrain.comm.torch_store.c10d_store import TorchStore
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Engine
 from topotrain.extensions.collectives.torch_backend import CollectiveError, TorchCollective, check_engine
 
@@ -116,7 +116,7 @@ def test_a_peer_that_never_comes(tmp_path, several_hosts):
 def test_a_store_that_others_may_enter_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o755)
-    with pytest.raises(WireError, match="must belong to this user and be closed to others"):
+    with pytest.raises(TransportError, match="must belong to this user and be closed to others"):
         TorchCollective(Engine.kGloo, str(tmp_path / "open" / "store"), 0, 1)
 
 

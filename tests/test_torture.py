@@ -23,10 +23,10 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.events import Event
 from topotrain.extensions.checkpointing import checkpoint_writer
 from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, MODEL, latest
-from topotrain.extensions.checkpointing.checkpoint_writer import Files, Writer
-from topotrain.extensions.checkpointing.server_snapshots import Snapshots
-from topotrain.extensions.checkpointing.shard_snapshot import Freezer
-from topotrain.extensions.checkpointing.snapshot_coordinator import Texts, Write
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
+from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
+from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer
+from topotrain.extensions.checkpointing.snapshot_coordinator import TextParts, WriteSnapshot
 
 IMAGES = int(os.environ.get("TORTURE_IMAGES", "300"))
 ME = Address(Role.SERVER, 0, 0)
@@ -49,7 +49,7 @@ def vault() -> Vault:
 def whole(tmp_path_factory):
     """Two snapshots, and what is in them."""
     workspace = tmp_path_factory.mktemp("whole")
-    trained, files = vault(), Files(workspace / FOLDER)
+    trained, files = vault(), SnapshotFiles(workspace / FOLDER)
     known = {}
     for number in (1, 2):
         trained.train(1).write(files, number)
@@ -236,7 +236,7 @@ def test_every_prefix_of_what_a_writer_does_leaves_a_whole_snapshot(tmp_path, mo
     monkeypatch.setattr(checkpoint_writer, "os", recorder)
     monkeypatch.setattr(private_files, "os", recorder)
     monkeypatch.setattr(checkpoint_writer.shutil, "rmtree", recorder.rmtree)
-    trained, files, known, published = vault(), Files(recorder.root / FOLDER), {}, []
+    trained, files, known, published = vault(), SnapshotFiles(recorder.root / FOLDER), {}, []
     for number in range(1, 5):
         trained.train(1).write(files, number)
         known[number] = read(latest(recorder.root))
@@ -266,16 +266,16 @@ class Host:
         self.vault = Vault(partial(torch.optim.SGD, momentum=0.9), 1, net=Small).train(1)
         self.told: list[Event] = []
         self.heard = threading.Event()
-        self.files = Files(workspace / FOLDER)
-        writer = Writer(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told.append)
-        self.snapshots = Snapshots(ME, self.vault.job, self.vault.topology, None, lambda *_: None)
+        self.files = SnapshotFiles(workspace / FOLDER)
+        writer = SnapshotWriter(self.vault.job, self.vault.topology, self.files, 1, str(ME), self.told.append)
+        self.snapshots = ServerSnapshots(ME, self.vault.job, self.vault.topology, None, lambda *_: None)
         self.aside = writer.follow(ME, self.snapshots, self.heard.set)
-        self.texts = Texts()
+        self.texts = TextParts()
 
     def write(self, number: int) -> dict:
-        frozen = Freezer(self.vault.models[0], 0).freeze()
+        frozen = ShardFreezer(self.vault.models[0], 0).freeze()
         self.heard.clear()
-        self.snapshots._do(Write(number, ME, frozen, frozen.table))
+        self.snapshots._do(WriteSnapshot(number, ME, frozen, frozen.table))
         assert self.heard.wait(30)
         answers = [self.texts.take(ME, message) for message in self.aside.heard()]
         return next(answer for answer in answers if answer is not None)
@@ -311,7 +311,7 @@ def test_a_full_disk_leaves_the_snapshot_before(whole, tmp_path):
     largest = max(path.stat().st_size for path in (source / "000002").iterdir())
     for limit in range(0, largest, largest // 9):
         shutil.copytree(source, tmp_path / FOLDER)
-        trained, files = vault(), Files(tmp_path / FOLDER)
+        trained, files = vault(), SnapshotFiles(tmp_path / FOLDER)
         with files_of_at_most(limit), pytest.raises(OSError):
             trained.train(5).write(files, 3)
         assert right_or_refused(tmp_path, known) == 2, limit

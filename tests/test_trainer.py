@@ -28,8 +28,8 @@ from topotrain.core.optim.adapter import build, set_lr
 from topotrain.training import context
 from topotrain.training.final_parameters import tensors_of
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.trainer.evaluation import Beside
-from topotrain.training.trainer.parameter_files import Checkpoints, load_checkpoints
+from topotrain.training.trainer.evaluation import BackgroundEvaluator
+from topotrain.training.trainer.parameter_files import ParameterFiles, load_checkpoints
 
 ROOT = Path(__file__).parents[1]
 SGD = Updater(
@@ -290,7 +290,7 @@ def test_a_tied_weight_has_one_place_and_a_checkpoint_goes_both_ways(tmp_path):
         return model
 
     written, read = tied(), tied()
-    checkpoints = Checkpoints(tmp_path / "made", partial(tensors_of, describe_model(written)))
+    checkpoints = ParameterFiles(tmp_path / "made", partial(tensors_of, describe_model(written)))
     checkpoints.write(7)
     checkpoints.close()
     path = tmp_path / "made" / "step-7.safetensors"
@@ -344,14 +344,14 @@ class InStep:
 
     def __init__(self, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.every, self.calls, self.further = every, 0, threading.Event()
-        self.beside: list[Beside] = []
-        init = Beside.__init__
+        self.beside: list[BackgroundEvaluator] = []
+        init = BackgroundEvaluator.__init__
 
-        def noted(beside: Beside, *args: object) -> None:
+        def noted(beside: BackgroundEvaluator, *args: object) -> None:
             init(beside, *args)
             self.beside.append(beside)
 
-        monkeypatch.setattr(Beside, "__init__", noted)
+        monkeypatch.setattr(BackgroundEvaluator, "__init__", noted)
 
     def __call__(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         if model.training:

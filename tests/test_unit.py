@@ -12,7 +12,7 @@ import pytest
 from tests.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
-from topotrain.launch import Place, arguments, choose_cause
+from topotrain.launch import UnitPlace, arguments, choose_cause
 from topotrain.launch.agent import workspace
 from topotrain.launch.agent.children import members
 
@@ -25,7 +25,7 @@ class Supervised:
         job = small_job(folder, args, **counts)
         rendezvous = workspace.prepare(job, folder)
         units = len(layout(job.cluster).units) if nprocs is None else nprocs
-        place = Place(rank, units, rendezvous, str(folder / "run"))
+        place = UnitPlace(rank, units, rendezvous, str(folder / "run"))
         command = [sys.executable, "-m", "topotrain.launch.agent.unit_main", *arguments(place)]
         command += ["--worker-call", CALLS.worker, "--server-call", CALLS.server, "--preload"]
         pipe = subprocess.PIPE

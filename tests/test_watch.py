@@ -30,11 +30,19 @@ from topotrain.core.events import (
     Started,
     StepDone,
 )
-from topotrain.launch import Outcome
+from topotrain.launch import JobOutcome
 from topotrain.tools.monitor import loss_plot
-from topotrain.tools.monitor.compare_jobs import Entry, Result, compare, entries
-from topotrain.tools.monitor.job_report import Curve, Report, merge, story
-from topotrain.tools.monitor.progress_display import LINE_EVERY, Lines, LiveTable, Rows, Silent, describe, progress
+from topotrain.tools.monitor.compare_jobs import ComparedJob, ComparedResult, compare, entries
+from topotrain.tools.monitor.job_report import LossCurve, Report, merge, story
+from topotrain.tools.monitor.progress_display import (
+    LINE_EVERY,
+    LiveTable,
+    PlainProgress,
+    QuietProgress,
+    WorkerRows,
+    describe,
+    progress,
+)
 from topotrain.tools.monitor.result_tables import comparison, console, summary
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
@@ -81,14 +89,14 @@ def test_report_of_tests_is_a_curve_over_steps() -> None:
     report(events.Tested("worker 0/0", "test", 0, {"loss": 2.5, "accuracy": 0.1}, 0))
     report(events.Tested("worker 0/0", "validate", 3, {"loss": math.nan}, 1))
     report(events.Tested("worker 0/0", "test", 8, {"loss": 0.5, "accuracy": 0.9}, 4))
-    data = report.as_data(Outcome(0, 3.5))
+    data = report.as_data(JobOutcome(0, 3.5))
     assert data["tests"] == [{"step": 0, "loss": 2.5, "accuracy": 0.1}, {"step": 8, "loss": 0.5, "accuracy": 0.9}]
     assert data["validations"] == [{"step": 3, "loss": None}]
     assert data["evaluations_skipped"] == 4
 
 
 def test_report_of_the_job() -> None:
-    data = a_report().as_data(Outcome(0, 3.5))
+    data = a_report().as_data(JobOutcome(0, 3.5))
     assert (data["code"], data["cause"], data["job"], data["program"], data["args"]) == (
         0,
         None,
@@ -113,7 +121,7 @@ def test_report_of_the_job() -> None:
 
 
 def test_report_of_the_processes() -> None:
-    processes = a_report().as_data(Outcome(0, 3.5))["processes"]
+    processes = a_report().as_data(JobOutcome(0, 3.5))["processes"]
     assert [process["unit"] for process in processes] == [0, 1, 2, 3, 4, 5]
     assert processes[2] == {
         "unit": 2,
@@ -136,7 +144,7 @@ def test_residents_with_one_pid_are_one_process() -> None:
     report = Report(Job(cluster=cluster), layout(cluster))
     for who, pid in (("worker 0/0", 7), ("server 0/0", 8), ("server 0/1", 8), ("worker 0/1", 9)):
         report(Started(who, pid))
-    processes = report.as_data(Outcome(0, 1))["processes"]
+    processes = report.as_data(JobOutcome(0, 1))["processes"]
     assert [(p["unit"], p["pid"], p["workers"], p["servers"]) for p in processes] == [
         (0, 7, [[0, 0]], []),
         (0, 8, [], [[0, 0], [0, 1]]),
@@ -149,7 +157,7 @@ def test_incidents_are_listed_with_what_they_cost() -> None:
     report(Incident(0, "worker 1/0", "worker 1/0 was killed by SIGKILL", "group 1 starts again (incarnation 1)", 3.5))
     report(Incident(1, "server 0/0", "server 0/0 was killed by SIGKILL", "nothing is missing", 9.0))
     report(Recovered(0, 0.75, 0.5))
-    first, second = report.as_data(Outcome(0, 12.0))["incidents"]
+    first, second = report.as_data(JobOutcome(0, 12.0))["incidents"]
     assert first == {
         "who": "worker 1/0",
         "what": "worker 1/0 was killed by SIGKILL",
@@ -175,7 +183,7 @@ def test_workers_that_leave_and_join_are_listed_and_what_they_did_counts() -> No
     for number in range(3):
         report(Started(f"worker 0/{number}", 20 + number))
     report(StepDone("worker 0/2", 1.0, 10, 4, 0.25, 0.0, 0, 0, 0))
-    data = report.as_data(Outcome(0, 12.0))
+    data = report.as_data(JobOutcome(0, 12.0))
     assert data["changes"] == [
         {"what": "1 worker leaves", "workers": 1, "step": 5, "at_s": 3.5, "waited_s": 0.75},
         {"what": "2 workers join", "workers": 3, "step": 9, "at_s": 6.0, "waited_s": None},
@@ -187,12 +195,12 @@ def test_workers_that_leave_and_join_are_listed_and_what_they_did_counts() -> No
 
 def test_a_worker_that_started_again_counts_on() -> None:
     report = a_report()
-    before = report.as_data(Outcome(0, 12.0))
+    before = report.as_data(JobOutcome(0, 12.0))
     report(Started("worker 1/0", 999))
     report(Serving("worker 1/0", ("test://",), 999))
     report(replace(step("worker 1/0", 1), step=21))  # steps go on, and all else is of this process
     report(replace(step("worker 1/0", 10), step=30))
-    data = report.as_data(Outcome(0, 12.0))
+    data = report.as_data(JobOutcome(0, 12.0))
     assert data["steps"] == 30
     assert data["samples"] == before["samples"] + 80
     assert data["bytes_out"] == before["bytes_out"] + 10_000
@@ -207,12 +215,12 @@ def test_samples_are_those_that_the_servers_have_counted() -> None:
     report = a_report()
     counts = {"worker 0/0": 100, "worker 0/1": 150, "worker 1/0": 90, "worker 1/1": 80}
     report(events.Counted("server 0/0", counts))
-    data = report.as_data(Outcome(0, 12.0))
+    data = report.as_data(JobOutcome(0, 12.0))
     assert data["samples"] == 420
     assert data["samples_per_s"] == pytest.approx(4 * 160 / data["seconds"]), "what was done, in the time it took"
     assert {tuple(p["workers"][0]): p["samples"] for p in data["processes"] if p["workers"]}[1, 0] == 90
     report(Started("worker 1/0", 999))  # the job goes on: what was counted of the group is not all
-    assert report.as_data(Outcome(0, 12.0))["samples"] == 100 + 150 + 160 + 160
+    assert report.as_data(JobOutcome(0, 12.0))["samples"] == 100 + 150 + 160 + 160
 
 
 def test_samples_of_workers_that_have_left_are_in_what_their_servers_count() -> None:
@@ -225,14 +233,14 @@ def test_samples_of_workers_that_have_left_are_in_what_their_servers_count() -> 
     report(Resized(0, 2, 1, 5, 3.5))
     report(Started("worker 0/0", 9))
     report(StepDone("worker 0/0", 1.0, 9, 32, 0.25, 0.0, 0, 0, 0))
-    assert report.as_data(Outcome(1, 4.0))["samples"] == 24 + 32 + 24, "nobody has counted: what they were given"
+    assert report.as_data(JobOutcome(1, 4.0))["samples"] == 24 + 32 + 24, "nobody has counted: what they were given"
     report(events.Counted("server 0/0", {"worker 0/0": 72}))
-    assert report.as_data(Outcome(0, 4.0))["samples"] == 72
+    assert report.as_data(JobOutcome(0, 4.0))["samples"] == 72
 
 
 def test_a_job_that_said_nothing_has_a_report() -> None:
     cause = Failed("worker 0/1", "program", "ValueError: no", "Traceback\n  boom\n")
-    data = Report(JOB, TOPOLOGY).as_data(Outcome(1, 0.2, cause))
+    data = Report(JOB, TOPOLOGY).as_data(JobOutcome(1, 0.2, cause))
     assert data["processes"] == []
     assert data["samples_per_s"] == 0
     assert data["last_loss"] is None
@@ -245,7 +253,7 @@ def test_a_loss_that_is_no_number_becomes_null() -> None:
     report(step("worker 0/0", 1, 1.0))
     report(step("worker 0/0", 2, math.nan))
     report(Metrics({"accuracy": math.inf}))
-    data = report.as_data(Outcome(0, 1))
+    data = report.as_data(JobOutcome(0, 1))
     assert data["last_loss"] is None
     assert data["metrics"] == {"accuracy": None}
     assert report.curve() == [(0.1, 1.0)]
@@ -275,7 +283,7 @@ def test_the_story_of_a_failure() -> None:
 
 
 def test_a_curve_stays_small_and_keeps_its_mean() -> None:
-    curve = Curve(limit=16)
+    curve = LossCurve(limit=16)
     for number in range(1000):
         curve.add(number, float(number))
     assert len(curve.points) <= 16
@@ -304,7 +312,7 @@ def test_the_curve_of_a_job() -> None:
 
 
 def test_rows_follow_the_events() -> None:
-    rows = Rows(TOPOLOGY)
+    rows = WorkerRows(TOPOLOGY)
     assert [row.state for row in rows.all()] == ["starting"] * 4
     rows(Started("worker 0/0", 1))
     rows(step("worker 0/1", 3, 0.25, stale=2))
@@ -336,7 +344,7 @@ class Clock:
 
 def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
     text, clock = io.StringIO(), Clock()
-    with Lines(TOPOLOGY, Console(file=text, width=80), clock=clock) as window:
+    with PlainProgress(TOPOLOGY, Console(file=text, width=80), clock=clock) as window:
         for number in range(1, 4 * int(LINE_EVERY) + 1):
             clock.now = number / 2
             window(step("worker 0/0", number))
@@ -348,14 +356,14 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
 
 def test_a_job_that_never_started_has_no_line() -> None:
     text = io.StringIO()
-    with Lines(TOPOLOGY, Console(file=text, width=80)):
+    with PlainProgress(TOPOLOGY, Console(file=text, width=80)):
         pass
     assert text.getvalue() == ""
 
 
 def test_only_the_main_worker_reaches_the_terminal() -> None:
     text, out = io.StringIO(), io.StringIO()
-    with Silent(TOPOLOGY, Console(file=text, width=20), out) as window:
+    with QuietProgress(TOPOLOGY, Console(file=text, width=20), out) as window:
         window(Output("worker 0/0", "stdout", "[bold]a long line "))
         window(Output("worker 0/0", "stdout", "of the program[/bold]\r10 %\rno newline"))
         window(Output("worker 0/0", "stderr", "careful, this is longer than twenty\n"))
@@ -369,7 +377,7 @@ def test_only_the_main_worker_reaches_the_terminal() -> None:
 
 def test_what_the_job_survives_is_a_line_each() -> None:
     text = io.StringIO()
-    with Silent(TOPOLOGY, Console(file=text, width=20)) as window:
+    with QuietProgress(TOPOLOGY, Console(file=text, width=20)) as window:
         window(Incident(0, "worker 1/0", "worker 1/0 was killed by SIGKILL", "group 1 starts again", 3.5))
         window(Recovered(0, 0.75, 0.5))
         window(Recovered(1, 0.75, 0.0))
@@ -382,7 +390,7 @@ def test_what_the_job_survives_is_a_line_each() -> None:
 
 def test_workers_that_leave_have_a_line_and_no_row() -> None:
     text, topology = io.StringIO(), layout(Cluster(nworkers_per_group=3, server_worker_separate=True))
-    with Silent(topology, Console(file=text, width=20)) as window:
+    with QuietProgress(topology, Console(file=text, width=20)) as window:
         window(StepDone("worker 0/1", 1.0, 5, 20, 0.5, 0.0, 0, 0, 0))
         window(Resized(0, 3, 2, 5, 3.5))
         window(Recovered(0, 0.75, 0.0))
@@ -401,7 +409,7 @@ def test_workers_that_leave_have_a_line_and_no_row() -> None:
 
 def test_our_lines_do_not_run_into_the_programs() -> None:
     text = io.StringIO()
-    with Silent(TOPOLOGY, Console(file=text, width=80)) as window:
+    with QuietProgress(TOPOLOGY, Console(file=text, width=80)) as window:
         window(Output("worker 0/0", "stderr", "50 %"))
         window(Notice("worker 0/0", "a word of ours"))
     assert text.getvalue() == "50 %\ntopotrain: worker 0/0: a word of ours\n"
@@ -451,8 +459,8 @@ def test_the_live_table_gives_the_terminal_back_on_ctrl_c() -> None:
 def test_the_window_fits_the_console() -> None:
     plain = Console(file=io.StringIO())
     assert type(progress(TOPOLOGY, live(io.StringIO()))) is LiveTable
-    assert type(progress(TOPOLOGY, plain)) is Lines
-    assert type(progress(TOPOLOGY, live(io.StringIO()), quiet=True)) is Silent
+    assert type(progress(TOPOLOGY, plain)) is PlainProgress
+    assert type(progress(TOPOLOGY, live(io.StringIO()), quiet=True)) is QuietProgress
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
@@ -465,8 +473,8 @@ def printed(table: Table) -> str:
 
 
 def test_the_comparison_has_the_columns_of_the_four_frameworks() -> None:
-    done = {**a_report().as_data(Outcome(0, 3.5)), "label": "Downpour"}
-    failed = {**Report(JOB, TOPOLOGY).as_data(Outcome(1, 1.0)), "label": "AllReduce"}
+    done = {**a_report().as_data(JobOutcome(0, 3.5)), "label": "Downpour"}
+    failed = {**Report(JOB, TOPOLOGY).as_data(JobOutcome(1, 1.0)), "label": "AllReduce"}
     text = printed(comparison([done, failed]))
     for title in ("framework", "units", "samples/s", "time", "held-out accuracy", "staleness mean", "max", "MB sent"):
         assert title in text
@@ -481,7 +489,7 @@ def test_a_console_that_is_no_terminal_cuts_nothing() -> None:
 
 
 def test_the_summary_is_one_line() -> None:
-    text = summary(a_report().as_data(Outcome(0, 3.5)))
+    text = summary(a_report().as_data(JobOutcome(0, 3.5)))
     assert text == (
         "digits: Downpour (asynchronous), 6 units, 20 steps, 2.0 s, 320 samples/s, loss 0.05, accuracy 97.5%"
     )
@@ -513,8 +521,8 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
     jobs = entries([("down.conf", JOB), ("ar.conf", JOB)], tmp_path / "out")
     codes = iter([1, 0])
 
-    def train(entry: Entry) -> Result:
-        return Result(Outcome(next(codes), 2.0), a_report(entry.job))
+    def train(entry: ComparedJob) -> ComparedResult:
+        return ComparedResult(JobOutcome(next(codes), 2.0), a_report(entry.job))
 
     code, rows = compare(jobs, tmp_path / "out", train)
     assert code == 1  # the first that failed, and yet the second ran
@@ -528,5 +536,5 @@ def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_comparison(tmp_path: Path) -> None:
     jobs = entries([("a.conf", JOB), ("b.conf", JOB)], tmp_path)
-    code, rows = compare(jobs, tmp_path, lambda entry: Result(Outcome(130, 1.0), a_report(entry.job)))
+    code, rows = compare(jobs, tmp_path, lambda entry: ComparedResult(JobOutcome(130, 1.0), a_report(entry.job)))
     assert (code, len(rows)) == (130, 1)

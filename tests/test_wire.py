@@ -9,10 +9,10 @@ import pytest
 import torch
 from wire_town import SERVER, WAIT, WORKER, Pair, Recorder, Town, identity, place_view
 
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.frame import HEADER_BYTES
-from topotrain.comm.transport.shared_memory import ARENA, Memory, ShmWire, unsized_memfd
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.shared_memory import ARENA, ProcessMemory, SharedMemoryTransport, unsized_memfd
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Drained, Fetch, Init, Message, ProtocolError, Push, Values
 
@@ -130,7 +130,7 @@ def test_a_payload_without_its_place_ends_the_connection(town, placing, reason, 
     assert reason in pair.server.end()
     assert reason in pair.worker.end()
     for send in (pair.to_server, pair.to_worker):
-        with pytest.raises(WireError, match="no way from"):
+        with pytest.raises(TransportError, match="no way from"):
             send(Fetch(round=1))
     pair.worker_wire.connect(WORKER, SERVER, pair.url)  # the road itself goes on
     pair.to_server(Fetch(round=2))
@@ -152,7 +152,7 @@ def test_the_death_of_a_peer_is_seen_once(town):
     pair.worker.next()
     town.die(pair.worker_wire, WORKER)
     assert pair.server.ends.get(timeout=WAIT)[0] == WORKER
-    with pytest.raises(WireError, match="no way from server 0/0 to worker 0/1"):
+    with pytest.raises(TransportError, match="no way from server 0/0 to worker 0/1"):
         pair.to_worker(Fetch(round=2))
     town.close()
     assert pair.server.ends.empty()
@@ -169,9 +169,9 @@ def test_closing_sends_what_is_queued_and_tells_each_end_once(town):
     assert pair.worker.end() == "closed on this side"
     town.close()
     assert pair.server.ends.empty() and pair.worker.ends.empty()
-    with pytest.raises(WireError):
+    with pytest.raises(TransportError):
         pair.to_server(Fetch(round=1))
-    with pytest.raises(WireError, match="closed"):
+    with pytest.raises(TransportError, match="closed"):
         pair.worker_wire.attach(Address(Role.WORKER, 5, 5), Recorder())
 
 
@@ -252,13 +252,13 @@ def test_neighbors_in_one_process(town):
 def test_a_peer_that_does_not_live_there(town):
     pair = Pair(town)
     stranger = Address(Role.SERVER, 7, 7)
-    with pytest.raises(WireError, match="server 7/7"):
+    with pytest.raises(TransportError, match="server 7/7"):
         pair.worker_wire.connect(WORKER, stranger, pair.url)
-    with pytest.raises(WireError, match="not attached here"):
+    with pytest.raises(TransportError, match="not attached here"):
         pair.worker_wire.connect(stranger, SERVER, pair.url)
-    with pytest.raises(WireError, match="attached already"):
+    with pytest.raises(TransportError, match="attached already"):
         pair.worker_wire.attach(WORKER, Recorder())
-    with pytest.raises(WireError, match="no way from worker 0/1 to server 7/7"):
+    with pytest.raises(TransportError, match="no way from worker 0/1 to server 7/7"):
         pair.worker_wire.send(WORKER, stranger, Fetch(round=1))
 
 
@@ -288,7 +288,7 @@ def test_nothing_is_left_after_closing(request):
         for numel in (100, 3 * MEGABYTE):
             pair.to_server(values(town.tensor(pair.worker_wire, numel)))
             pair.server.next()
-        with pytest.raises(WireError):
+        with pytest.raises(TransportError):
             pair.worker_wire.connect(WORKER, Address(Role.SERVER, 7, 7), pair.url)
         town.close()
         shutil.rmtree(town.directory, ignore_errors=True)
@@ -351,45 +351,45 @@ def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(
 @sockets
 def test_addresses_of_another_road_are_refused(town):
     pair = Pair(town)
-    with pytest.raises(WireError, match="this road takes"):
+    with pytest.raises(TransportError, match="this road takes"):
         pair.worker_wire.connect(WORKER, Address(Role.SERVER, 1, 1), "http://127.0.0.1:80")
 
 
 def test_plain_tcp_stays_on_this_machine():
-    wire = TcpWire(identity())
+    wire = TcpTransport(identity())
     wire.attach(WORKER, Recorder())
     for url, text in (
         ("tcp://10.0.0.1:5", "loopback"),
         ("tcp://127.0.0.1", "ADDRESS:PORT"),
         ("tcp://127.0.0.1:x", "x"),
     ):
-        with pytest.raises(WireError, match=text):
+        with pytest.raises(TransportError, match=text):
             wire.connect(WORKER, SERVER, url)
     wire.close()
 
 
 def test_tcp_ports_are_searched_upward():
-    first = TcpWire(identity())
+    first = TcpTransport(identity())
     port = int(first.attach(WORKER, Recorder()).rpartition(":")[2])
-    second = TcpWire(identity(), start_port=port)
+    second = TcpTransport(identity(), start_port=port)
     assert port < int(second.attach(WORKER, Recorder()).rpartition(":")[2])
     for wire in (first, second):
         wire.close()
-    with pytest.raises(WireError, match="start_port = 70000"):
-        TcpWire(identity(), start_port=70000)
-    third = TcpWire(identity())
+    with pytest.raises(TransportError, match="start_port = 70000"):
+        TcpTransport(identity(), start_port=70000)
+    third = TcpTransport(identity())
     third.attach(WORKER, Recorder())
-    with pytest.raises(WireError, match="cannot reach"):
+    with pytest.raises(TransportError, match="cannot reach"):
         third.connect(WORKER, SERVER, f"tcp://127.0.0.1:{port}")
     third.close()
 
 
 def test_the_directory_of_sockets_is_closed_to_others_and_short(tmp_path):
     tmp_path.chmod(0o755)
-    with pytest.raises(WireError, match="0700"):
-        ShmWire(identity(), str(tmp_path), Memory())
-    with pytest.raises(WireError, match="too long for a Unix socket"):
-        ShmWire(identity(), str(tmp_path / ("x" * 90)), Memory())
+    with pytest.raises(TransportError, match="0700"):
+        SharedMemoryTransport(identity(), str(tmp_path), ProcessMemory())
+    with pytest.raises(TransportError, match="too long for a Unix socket"):
+        SharedMemoryTransport(identity(), str(tmp_path / ("x" * 90)), ProcessMemory())
 
 
 # --- shared memory -----------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_the_directory_of_sockets_is_closed_to_others_and_short(tmp_path):
 
 @pytest.mark.parametrize("numel", [1, 63, 1000, ARENA // 4, ARENA])
 def test_memory_is_zero_aligned_and_found(numel):
-    memory = Memory()
+    memory = ProcessMemory()
     tensors = [memory.allocate(numel, torch.float32) for _ in range(3)]
     places = set()
     for i, tensor in enumerate(tensors):
@@ -414,7 +414,7 @@ def test_memory_is_zero_aligned_and_found(numel):
 
 
 def test_memory_cannot_be_cut_off_under_a_reader():
-    region, _ = (memory := Memory()).find(memory.allocate(10, torch.float32))
+    region, _ = (memory := ProcessMemory()).find(memory.allocate(10, torch.float32))
     for size in (0, 10 * ARENA):
         with pytest.raises(PermissionError):
             os.ftruncate(region.fd, size)
@@ -422,13 +422,13 @@ def test_memory_cannot_be_cut_off_under_a_reader():
 
 def test_adopted_memory_is_one_for_all_and_has_one_size():
     fd = unsized_memfd()
-    first, second = Memory(), Memory()
+    first, second = ProcessMemory(), ProcessMemory()
     a, b = first.adopt(fd, 4096), second.adopt(fd, 4096)
     a.tensor(64, 3, torch.float32).copy_(torch.arange(3.0))
     assert b.tensor(64, 3, torch.float32).tolist() == [0, 1, 2]
     assert b.tensor(64, 3, torch.float32).untyped_storage().nbytes() == 12
-    with pytest.raises(WireError, match="4096 bytes, this process needs 8192"):
-        Memory().adopt(fd, 8192)
+    with pytest.raises(TransportError, match="4096 bytes, this process needs 8192"):
+        ProcessMemory().adopt(fd, 8192)
     os.close(fd)
     assert second.find(b.tensor(64, 3, torch.float32)) == (b, 64)
 
@@ -437,15 +437,15 @@ def test_regions_of_a_peer_must_be_sealed_and_of_their_size(tmp_path):
     with open(tmp_path / "file", "w+b") as file:
         file.truncate(4096)
         with pytest.raises(ProtocolError, match=r"cannot be mapped|not sealed"):
-            Memory().map(os.dup(file.fileno()), 4096)
+            ProcessMemory().map(os.dup(file.fileno()), 4096)
     fd = unsized_memfd()
     os.ftruncate(fd, 4096)
     with pytest.raises(ProtocolError, match="not sealed"):
-        Memory().map(os.dup(fd), 4096)
-    Memory().adopt(fd, 4096)
+        ProcessMemory().map(os.dup(fd), 4096)
+    ProcessMemory().adopt(fd, 4096)
     with pytest.raises(ProtocolError, match="is 4096 bytes"):
-        Memory().map(os.dup(fd), 8192)
-    assert Memory().map(fd, 4096).numel() == 4096
+        ProcessMemory().map(os.dup(fd), 8192)
+    assert ProcessMemory().map(fd, 4096).numel() == 4096
 
 
 @pytest.mark.parametrize("town", ["shm"], indirect=True)

@@ -13,10 +13,10 @@ from topotrain.config.job import Cluster, Job, Slicing
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.optim.adapter import describe, hyper
 from topotrain.core.optim.state_table import merge, model_file, state_file, to_rows
-from topotrain.core.server.parameter_shard import Model, open_model
+from topotrain.core.server.parameter_shard import ParameterShard, open_model
 from topotrain.extensions.checkpointing.checkpoint_reader import MODEL, STATE, WORKERS, Manifest, workers_file
-from topotrain.extensions.checkpointing.checkpoint_writer import Files, _joined
-from topotrain.extensions.checkpointing.shard_snapshot import Freezer, Slab
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, _joined
+from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer, TensorSlice
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import plan_of
 
@@ -54,7 +54,7 @@ class Vault:
         self.models = [self._shard(shard) for shard in range(shards)]
         self.step = 0
 
-    def _shard(self, shard: int) -> Model:
+    def _shard(self, shard: int) -> ParameterShard:
         me = Address(Role.SERVER, 0, shard)
         model = open_model(me, self.job, self.topology, self.schema, self.map, zeros, {}, False, lambda *_: None)
         for segment in self.map.segments_of(shard):
@@ -72,7 +72,7 @@ class Vault:
                     unit.update.apply(hyper(self.optimizer), dict(self._gradients(model, unit)))
         return self
 
-    def _gradients(self, model: Model, unit):
+    def _gradients(self, model: ParameterShard, unit):
         for key, places in unit.places.items():
             segment = self.map.segments[key]
             parameter = self.map.parameters[segment.parameter]
@@ -89,20 +89,20 @@ class Vault:
         """All parameters, flat, as they lie in memory."""
         found = {p.name: torch.zeros(p.count, dtype=getattr(torch, p.dtype)) for p in self.map.parameters}
         for model, shard in zip(self.models, range(len(self.models)), strict=True):
-            for slab in Freezer(model, shard).freeze().values:
+            for slab in ShardFreezer(model, shard).freeze().values:
                 found[slab.name][slab.lo : slab.lo + slab.body.numel()] = slab.body
         return found
 
     def write(
         self,
-        files: Files,
+        files: SnapshotFiles,
         number: int,
         left: Mapping[Address, torch.Tensor] | None = None,
         step: int | None = None,
         **facts: object,
     ) -> Path:
         """What the hosts of a job do, one after the other."""
-        frozen = [Freezer(model, shard).freeze() for shard, model in enumerate(self.models)]
+        frozen = [ShardFreezer(model, shard).freeze() for shard, model in enumerate(self.models)]
         table = merge([each.table for each in frozen], self.map.parameters)
         sums = [
             files.write(
@@ -116,7 +116,7 @@ class Vault:
             for shard, each in enumerate(frozen)
         ]
         left = {Address(Role.WORKER, 0, 0): torch.arange(50, dtype=torch.uint8)} if left is None else left
-        slabs = [Slab(str(worker), 0, data) for worker, data in left.items()]
+        slabs = [TensorSlice(str(worker), 0, data) for worker, data in left.items()]
         kept = files.write(number, {WORKERS: (workers_file({w: d.numel() for w, d in left.items()}), slabs)}, True)
         data = {
             "format": 1,

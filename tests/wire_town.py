@@ -8,10 +8,10 @@ from queue import Queue
 import torch
 
 from topotrain.comm.security.handshake import Identity
-from topotrain.comm.transport import Wire
-from topotrain.comm.transport.inprocess import LocalWire
-from topotrain.comm.transport.shared_memory import Memory, ShmWire, socket_directory
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport import Transport
+from topotrain.comm.transport.inprocess import InProcessTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport, socket_directory
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Init, Message, Push, Values
 
@@ -73,31 +73,31 @@ class Town:
 
     kind: str
     directory: str = ""
-    wires: list[Wire] = field(default_factory=list)
-    memories: dict[int, Memory] = field(default_factory=dict)
+    wires: list[Transport] = field(default_factory=list)
+    memories: dict[int, ProcessMemory] = field(default_factory=dict)
 
-    def wire(self, **changes: object) -> Wire:
+    def wire(self, **changes: object) -> Transport:
         if self.kind == "local":
-            self.wires = self.wires or [LocalWire()]
+            self.wires = self.wires or [InProcessTransport()]
             return self.wires[0]
         patience = changes.pop("patience", 10.0)
         if self.kind in ("tcp", "tls"):
-            wire = TcpWire(identity(**changes), patience=patience, tls=self.kind == "tls")
+            wire = TcpTransport(identity(**changes), patience=patience, tls=self.kind == "tls")
         else:
             self.directory = self.directory or socket_directory()
-            wire = ShmWire(identity(**changes), self.directory, Memory(), patience)
+            wire = SharedMemoryTransport(identity(**changes), self.directory, ProcessMemory(), patience)
         self.wires.append(wire)
         return wire
 
-    def tensor(self, wire: Wire, numel: int) -> torch.Tensor:
+    def tensor(self, wire: Transport, numel: int) -> torch.Tensor:
         """Zeros that this road can show to a peer without a copy, if it can do that at all."""
-        if isinstance(wire, ShmWire):
+        if isinstance(wire, SharedMemoryTransport):
             return wire.memory.allocate(numel, torch.float32)
         return torch.zeros(numel)
 
-    def die(self, wire: Wire, me: Address) -> None:
+    def die(self, wire: Transport, me: Address) -> None:
         """End the way of one resident as the system does when its process is killed: without a word."""
-        if isinstance(wire, LocalWire):
+        if isinstance(wire, InProcessTransport):
             wire.detach(me)
         else:
             for connection in list(wire._connections):

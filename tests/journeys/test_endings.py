@@ -165,8 +165,8 @@ def test_a_worker_that_all_others_wait_for_is_named(shop: Shop) -> None:
 
 def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: Callable[..., Running]) -> None:
     from topotrain.comm.security.handshake import Identity
-    from topotrain.comm.transport import Refused, WireError
-    from topotrain.comm.transport.tcp import TcpWire
+    from topotrain.comm.transport import Refused, TransportError
+    from topotrain.comm.transport.tcp import TcpTransport
     from topotrain.config.topology import Address, Role
 
     class Nobody:
@@ -179,15 +179,15 @@ def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: C
     assert "127.0.0.1" in url
     token = (job.workspace / "run" / "token").read_bytes()
     assert (job.workspace / "run" / "token").stat().st_mode & 0o077 == 0
-    stranger = TcpWire(Identity("job", bytes(32), 0, 0, ""), start_port=0)
+    stranger = TcpTransport(Identity("job", bytes(32), 0, 0, ""), start_port=0)
     me, server = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
     stranger.attach(me, Nobody())
     with pytest.raises(Refused) as refused:
         stranger.connect(me, server, url)
     assert refused.value.code == "AUTH"
-    other_config = TcpWire(Identity("job", token, 0, 0, "another"), start_port=0)
+    other_config = TcpTransport(Identity("job", token, 0, 0, "another"), start_port=0)
     other_config.attach(me, Nobody())
-    with pytest.raises(WireError, match="CONFIG"):
+    with pytest.raises(TransportError, match="CONFIG"):
         other_config.connect(me, server, url)
     host, port = url.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as garbage:

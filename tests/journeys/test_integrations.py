@@ -72,16 +72,16 @@ def loaded_at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def plain(tmp_path_factory: pytest.TempPathFactory, loaded_at: str) -> dict[str, dict[str, torch.Tensor]]:
     """What each script saves as an ordinary process."""
     folder = tmp_path_factory.mktemp("plain")
-    with closing(forkserver.Client(loaded_at)) as client:
+    with closing(forkserver.ForkserverClient(loaded_at)) as client:
         for name, library in LIBRARIES.items():
             run_ordinary(client, folder, name, library)
     return {name: library.result(folder) for name, library in LIBRARIES.items()}
 
 
-def run_ordinary(client: forkserver.Client, folder: Path, name: str, library: Library) -> None:
+def run_ordinary(client: forkserver.ForkserverClient, folder: Path, name: str, library: Library) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, open(folder / f"{name}.log", "wb") as log:
-        request = forkserver.Request(
+        request = forkserver.ForkRequest(
             who=name,
             call="tests.programs.ordinary:run",
             spec={"argv": [str(EXAMPLES / library.program), *library.arguments(folder)]},

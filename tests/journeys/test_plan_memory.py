@@ -6,7 +6,7 @@ from shop import Shop
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.config.sharding import Parameter
-from topotrain.tools.plan.layout_plan import Schema, plan
+from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 
 pytestmark = pytest.mark.journey
 
@@ -20,7 +20,7 @@ def test_a_process_holds_its_own_server_and_the_second_copy_of_another(shop: Sho
     job, _ = load_with_warnings(str(shop.folder / "job.conf"))
     weights = weighed.made()[0].named_parameters()
     parameters = tuple(Parameter(name, tuple(w.shape), w.stride(), "float32", True) for name, w in weights)
-    found = plan(job, Schema(parameters, state_factor=2.0))
+    found = plan(job, PlannedSchema(parameters, state_factor=2.0))
     for memory in found.memory[2:]:
         smallest = min(memory.values, memory.state, memory.staging, memory.second)
         told = memory.total + ITSELF

@@ -13,7 +13,7 @@ from ledger import train, wait_for
 
 import topotrain as tt
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.elastic_groups import Wish
+from topotrain.launch.recovery.elastic_groups import GroupRequest
 
 EPOCHS, SAMPLES = 2, 960
 workspace = Path(sys.argv[1])
@@ -29,11 +29,11 @@ def after(steps: int) -> None:
     elif steps == 3:
         wait_for(Path(workspace, "begun").exists)
         asked.touch()
-        ask(workspace, Wish("leave", 1, 60.0))
+        ask(workspace, GroupRequest("leave", 1, 60.0))
         left.touch()
     elif steps == 6:
         for group in (1, 2):
-            ask(workspace, Wish("join", group))
+            ask(workspace, GroupRequest("join", group))
         wait_for(lambda: Path(workspace, "back 1").exists() and Path(workspace, "back 2").exists())
         on.touch()
 

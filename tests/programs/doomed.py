@@ -68,7 +68,7 @@ class Doom:
             self._happen(left[0])
 
     def sent(self, message: m.Message) -> None:
-        if isinstance(message, m.Deposit):
+        if isinstance(message, m.WorkerStatePart):
             if message.number <= 0:
                 return
             self._wanted = True

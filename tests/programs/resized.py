@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 from topotrain.config.job import ConfigError
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.resize import Resize
+from topotrain.launch.recovery.resize import ResizeRequest
 
 EPOCHS, SAMPLES = 3, 120
 workspace, changes = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split(",") if word]
@@ -40,7 +40,7 @@ def die_if(when: str) -> None:
 
 def wish(change: int) -> None:
     try:
-        ask(workspace, Resize("join" if change > 0 else "leave", abs(change), 60.0))
+        ask(workspace, ResizeRequest("join" if change > 0 else "leave", abs(change), 60.0))
     except ConfigError as error:
         with Path(workspace, "refused").open("a") as file:
             file.write(f"{error}\n")

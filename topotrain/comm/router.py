@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from topotrain.comm.backoff import spread
-from topotrain.comm.emulation.link import Network
-from topotrain.comm.security.handshake import Identity, Peer, Stranger
+from topotrain.comm.emulation.link import EmulatedNetwork
+from topotrain.comm.security.handshake import Identity, NotOurProtocol, Peer
 from topotrain.comm.store import Store
-from topotrain.comm.store.maintained_values import KeptValues
-from topotrain.comm.transport import Broken, Refused, Resident, Unreachable, Wire, WireError
-from topotrain.comm.transport.inline_reader import Pump
-from topotrain.comm.transport.inprocess import LocalWire
-from topotrain.comm.transport.shared_memory import Memory, ShmWire
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.store.maintained_values import MaintainedValues
+from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, Refused, Transport, TransportError
+from topotrain.comm.transport.inline_reader import InlineReader
+from topotrain.comm.transport.inprocess import InProcessTransport
+from topotrain.comm.transport.shared_memory import ProcessMemory, SharedMemoryTransport
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Job, Road
 from topotrain.config.topology import Address, Topology, layout
 from topotrain.core.protocol import Message
@@ -36,7 +36,7 @@ def spoken(moves: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class ConnectTimeouts:
     """How long a process looks for another one before it gives up.
 
     again: an address may be known before anybody answers there, so whoever does not answer is called again and again;
@@ -49,7 +49,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RouterConfig:
     """Where a process belongs: its job, its layout, and how it finds and convinces the others."""
 
     job: Job
@@ -59,7 +59,7 @@ class Place:
     sockets: Path  # a private folder with a short path
     host: str = "127.0.0.1"  # the address at which other hosts reach this one
     port: int = 0  # where to listen; 0: the first free one from the job's `start_port` on
-    meeting: Meeting = Meeting()
+    meeting: ConnectTimeouts = ConnectTimeouts()
     resumed: Manifest | None = None  # the snapshot that the job goes on from
 
     @property
@@ -70,13 +70,13 @@ class Place:
     @staticmethod
     def of(
         job: Job, store: Store, token: bytes, sockets: Path, incarnation: int, hosts: Sequence[int], host: str
-    ) -> "Place":
+    ) -> "RouterConfig":
         """A process of a job whose units stand on these hosts."""
         identity = Identity(job.name, token, incarnation, 0, job.digest())
-        return Place(job, layout(job.cluster, hosts), identity, store, sockets, host)
+        return RouterConfig(job, layout(job.cluster, hosts), identity, store, sockets, host)
 
 
-class Roads:
+class Router:
     """The roads of one process, and which of them leads to whom.
 
     Args:
@@ -85,17 +85,19 @@ class Roads:
         pump: reads the connections of a process without threads for it; its peers all stand on this host.
     """
 
-    def __init__(self, place: Place, shared: Memory, pump: Pump | None = None) -> None:
+    def __init__(self, place: RouterConfig, shared: ProcessMemory, pump: InlineReader | None = None) -> None:
         road = place.job.cluster.road
-        self._local = LocalWire(manual=pump is not None)
+        self._local = InProcessTransport(manual=pump is not None)
         self._pump = pump
-        self._tcp: TcpWire | None = None
-        self._wires: dict[str, Wire] = {"local": self._local}
+        self._tcp: TcpTransport | None = None
+        self._wires: dict[str, Transport] = {"local": self._local}
         if road is not Road.kTcp:
-            self._wires["unix"] = self._unix = ShmWire(place.identity, str(place.sockets), shared, pump=pump)
+            self._wires["unix"] = self._unix = SharedMemoryTransport(
+                place.identity, str(place.sockets), shared, pump=pump
+            )
         if road is not Road.kShm and pump is None:
             cluster = place.job.cluster
-            self._wires["tcp"] = self._tcp = TcpWire(
+            self._wires["tcp"] = self._tcp = TcpTransport(
                 place.identity,
                 place.port or cluster.start_port,
                 place.host,
@@ -106,11 +108,11 @@ class Roads:
             )
         self._order = ("unix", "tcp") if road is not Road.kTcp else ("tcp",)
         self._store, self._meeting = place.store, place.meeting
-        self._published = KeptValues(place.store)
+        self._published = MaintainedValues(place.store)
         self._topology = place.topology
-        self._ways: dict[tuple[Address, Address], Wire] = {}
+        self._ways: dict[tuple[Address, Address], Transport] = {}
 
-    def attach(self, me: Address, resident: Resident, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
+    def attach(self, me: Address, resident: Endpoint, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
         """Let a resident in; returns the URLs at which others reach it. inside: those of this process, too."""
         # Who only calls others needs the one road that leads to all of them; a link, or another host, makes two of it.
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
@@ -131,11 +133,11 @@ class Roads:
             try:
                 self._connect(me, peer, kind, _LOOK_S if self._meeting.again else self._meeting.seconds, anew)
                 return
-            except WireError as error:
+            except TransportError as error:
                 if not self._meeting.again or not _may_change(error):
                     raise
                 if time.monotonic() + pause > until:
-                    raise WireError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
+                    raise TransportError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
                 self._meeting.waiting(peer, str(error))
             time.sleep(spread(pause))  # else all would knock at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
@@ -152,15 +154,15 @@ class Roads:
             try:
                 self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
                 return moves
-            except WireError as error:
+            except TransportError as error:
                 if isinstance(error, Refused) and error.code not in _NOT_HERE:
                     raise
                 if time.monotonic() + pause > until:
-                    raise WireError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
+                    raise TransportError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
             time.sleep(spread(pause))
             pause = min(2 * pause, _GLANCE_S)
             if moves and not self._is_published(peer, moves) and self._answers(me, peer, moves - 1):
-                raise Broken("it lives, but the way to it has ended")
+                raise ConnectionLost("it lives, but the way to it has ended")
             if self._is_published(peer, moves + 1):
                 moves += 1
 
@@ -171,7 +173,7 @@ class Roads:
         """Whether the process is there from which a server has moved, as it seemed."""
         try:
             self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
-        except (WireError, TimeoutError):
+        except (TransportError, TimeoutError):
             return False
         return True
 
@@ -180,7 +182,7 @@ class Roads:
             urls = self._store.watch(f"{kind}/{peer.group}/{peer.index}", seconds).decode().split("\n")
         except TimeoutError:
             text = f"{me} found no address of {peer} in the store within {seconds:g} s: is {peer} still starting?"
-            raise Unreachable(text) from None
+            raise PeerUnreachable(text) from None
         by_road = {_ROADS.get(url.partition(":")[0], url.partition(":")[0]): url for url in urls}
         fits = self._order if self._topology.together(me, peer) else ("tcp",)
         name = next(name for name in fits if name in by_road)
@@ -191,7 +193,7 @@ class Roads:
         self.found(me, peer, name)
 
     def admit(self, decide: Callable[[Peer, bool], None]) -> None:
-        """Let `decide` refuse whoever calls over TCP, see `SocketWire.admit`."""
+        """Let `decide` refuse whoever calls over TCP, see `SocketTransport.admit`."""
         if self._tcp is not None:
             self._tcp.admit = decide
 
@@ -215,18 +217,18 @@ class Roads:
         return (me, peer) in self._ways
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Send on the road that leads there; `wait` as in `Wire.send`. Raises WireError if none does."""
+        """Send on the road that leads there; `wait` as in `Transport.send`. Raises WireError if none does."""
         wire = self._ways.get((me, to))
         if wire is not None:
             wire.send(me, to, message, wait)
             return
         for name, candidate in self._wires.items():
             # The peer opened the way and has not spoken yet.
-            with suppress(WireError):
+            with suppress(TransportError):
                 candidate.send(me, to, message, wait)
                 self.found(me, to, name)
                 return
-        raise Broken(f"no way from {me} to {to}")
+        raise ConnectionLost(f"no way from {me} to {to}")
 
     def traffic(self) -> tuple[int, int]:
         """Bytes of messages out and in, over the roads that leave the process."""
@@ -260,21 +262,21 @@ def _may_change(error: Exception) -> bool:
     """Whether a call that failed like this may go well later."""
     if isinstance(error, Refused):
         return error.code == "FULL"
-    return isinstance(error, Unreachable | Stranger)
+    return isinstance(error, PeerUnreachable | NotOurProtocol)
 
 
-def _network(place: Place) -> Network | None:
+def _network(place: RouterConfig) -> EmulatedNetwork | None:
     link = place.job.cluster.link
     if link is None:
         return None
     key = sha256(b"link" + place.identity.token).hexdigest()[:16]  # several jobs may use the folder
-    return Network(link, place.sockets, key, place.topology.host_of)
+    return EmulatedNetwork(link, place.sockets, key, place.topology.host_of)
 
 
 class _Port:
     """A resident as one road sees it: whoever is heard there can be answered there."""
 
-    def __init__(self, roads: Roads, name: str, me: Address, resident: Resident) -> None:
+    def __init__(self, roads: Router, name: str, me: Address, resident: Endpoint) -> None:
         self._roads, self._name, self._me, self._resident = roads, name, me, resident
         self._known: set[Address] = set()
 

@@ -21,7 +21,7 @@ from topotrain.config import job as words
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import read_text
 from topotrain.config.proto_schema import FILE, new, pool, repeated
-from topotrain.config.singa_layers import Divided, divided_in_data, divided_in_text, warning
+from topotrain.config.singa_layers import DividedLayer, divided_in_data, divided_in_text, warning
 
 _Places = dict[str, tuple[int, int]]  # path of a field -> line and column of its first mention, from 1
 _NET = "neuralnet"
@@ -32,7 +32,7 @@ class _Read:
     """What a reader knows of a file besides the message: where fields stand, and which layers SINGA would divide."""
 
     places: _Places
-    divided: tuple[Divided, ...]
+    divided: tuple[DividedLayer, ...]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), program: str | None = None, args: Sequence[str] = ()) -> Job:
@@ -93,7 +93,7 @@ def _job(
     return job, list(_warnings(job, source, unused, read.divided))
 
 
-def _warnings(job: Job, source: str, unused: Sequence[str], divided: tuple[Divided, ...]) -> Iterator[str]:
+def _warnings(job: Job, source: str, unused: Sequence[str], divided: tuple[DividedLayer, ...]) -> Iterator[str]:
     if unused:
         yield f"{source}: {', '.join(unused)} play no part here: the model is the program's PyTorch module"
     workers = job.cluster.nworkers_per_group
@@ -239,7 +239,7 @@ def _read_text(text: str, source: str, message: Any) -> _Read:
     return _Read(places, divided)
 
 
-def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided, ...]]:
+def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[DividedLayer, ...]]:
     """Check braces, find where fields stand, and blank the insides of blocks that SINGA describes and job.proto not.
 
     Blanks keep every line and column, so that the errors of the real parser still point at the user's text.
@@ -258,7 +258,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
         return ConfigError("", None, accepted, _place(source, at(match)))
 
     blanks: list[tuple[int, int]] = []
-    divided: tuple[Divided, ...] = ()
+    divided: tuple[DividedLayer, ...] = ()
     for match in _TOKEN.finditer(text):
         token = match.group()
         if match.lastgroup == "comment":

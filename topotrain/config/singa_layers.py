@@ -17,7 +17,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class DividedLayer:
     """A layer, and SINGA's `partition_dim` of it (1: features, -1: the whole layer on one worker)."""
 
     layer: str
@@ -28,7 +28,7 @@ class Divided:
         return f"{self.layer} (partition_dim: {self.partition_dim}, {_DIMS[self.partition_dim]})"
 
 
-def divided_in_text(block: str) -> tuple[Divided, ...]:
+def divided_in_text(block: str) -> tuple[DividedLayer, ...]:
     """The divided layers of the text inside `neuralnet { … }`, whose braces are balanced."""
     net: dict[str, str] = {}
     layers: list[dict[str, str]] = []
@@ -54,7 +54,7 @@ def divided_in_text(block: str) -> tuple[Divided, ...]:
     return tuple(_divided(net, layers))
 
 
-def divided_in_data(block: Any) -> tuple[Divided, ...]:
+def divided_in_data(block: Any) -> tuple[DividedLayer, ...]:
     """The same of a mapping, as YAML has it; whatever else stands there is none."""
     if not isinstance(block, Mapping):
         return ()
@@ -67,15 +67,15 @@ def _fields(block: Mapping[Any, Any]) -> dict[str, str]:
     return {name: str(block[name]) for name in _FIELDS if block.get(name) is not None}
 
 
-def _divided(net: Mapping[str, str], layers: list[dict[str, str]]) -> Iterator[Divided]:
+def _divided(net: Mapping[str, str], layers: list[dict[str, str]]) -> Iterator[DividedLayer]:
     """A layer without a `partition_dim` has that of its net. 0, by samples, is what an undivided model does, too."""
     for number, layer in enumerate(layers):
         dim = layer.get("partition_dim", net.get("partition_dim", "0"))
         if dim in _DIMS:
-            yield Divided(layer.get("name", f"number {number}"), dim)
+            yield DividedLayer(layer.get("name", f"number {number}"), dim)
 
 
-def warning(divided: tuple[Divided, ...], workers: int) -> str:
+def warning(divided: tuple[DividedLayer, ...], workers: int) -> str:
     """What the user is told of layers that a group's `workers` do not divide here."""
     shown = ", ".join(one.words() for one in divided[:_SHOWN])
     more = f" and {len(divided) - _SHOWN} more" if len(divided) > _SHOWN else ""

@@ -1,6 +1,6 @@
 """The contract of every launcher, and the one table of what a unit has to be told.
 
-A launcher starts a unit once per unit of the layout and gives each the values of a `Place`. Where a
+A launcher starts a unit once per unit of the layout and gives each the values of a `UnitPlace`. Where a
 site's own tool starts the processes (srun, torchrun, a pod), the same values come as variables: a launcher is a table
 from its names to these, plus a way to start and to stop.
 """
@@ -18,7 +18,7 @@ OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class UnitPlace:
     """Where a unit stands.
 
     rank, nprocs: its number among so many units. rendezvous: the URL where all meet. run_dir: the folder, on its host,
@@ -63,21 +63,21 @@ RUN_VARIABLE = "TOPOTRAIN_RUN"
 """A random text in the environment of every process of one started job: by it a launcher finds what it must end."""
 
 
-def arguments(place: Place) -> list[str]:
+def arguments(place: UnitPlace) -> list[str]:
     """The command line of a unit at `place`."""
     return [word for name, (option, _) in TABLE.items() for word in (option, str(getattr(place, name)))]
 
 
 def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Let `parser` read a `Place`, each value from its argument or, without one, from its variable."""
-    for f in fields(Place):
+    """Let `parser` read a `UnitPlace`, each value from its argument or, without one, from its variable."""
+    for f in fields(UnitPlace):
         option, variable = TABLE[f.name]
         default = environ.get(variable, None if f.default is MISSING else f.default)
         parser.add_argument(option, type=f.type, default=default, required=default is None, help=f"or {variable}")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How a job ended.
 
     code: 0 all went well, 1 something failed, 2 it was set up wrongly, 128 + n ended by signal n.
@@ -117,7 +117,7 @@ class AlwaysTaken:
 class Launcher(Protocol):
     """One way to get the units of a job running, watched and ended."""
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
+    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
         """Run the whole job; returns when no process of it is left. Raises ConfigError before anything is started."""
         ...
 

@@ -24,7 +24,7 @@ _LOOK_MS = 100
 _LARGE = 1 << 18
 
 
-class Channel:
+class OutputQueue:
     """A descriptor that is written to by a thread of its own.
 
     A descriptor that can take something takes at least `select.PIPE_BUF` bytes, so that no write waits.
@@ -90,10 +90,10 @@ class Channel:
                 self._changed.notify_all()
 
 
-class Writer:
+class StreamWriter:
     """A text file over a channel, for what writes to `file`; all else of it is the file's."""
 
-    def __init__(self, file: IO[str], channel: Channel) -> None:
+    def __init__(self, file: IO[str], channel: OutputQueue) -> None:
         self._file, self._channel = file, channel
 
     @property
@@ -113,11 +113,11 @@ class Writer:
         return getattr(self._file, name)
 
 
-class Outlet:
-    """The channels of a launcher, one for each file that it prints to; see `launch.Outlet`."""
+class ConsoleOutput:
+    """The channels of a launcher, one for each file that it prints to; see `launch.ConsoleOutput`."""
 
     def __init__(self) -> None:
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._channels: dict[tuple[int, int], OutputQueue] = {}
         self._patient = True
 
     @property
@@ -135,8 +135,8 @@ class Outlet:
             return file
         place = info.st_dev, info.st_ino
         if place not in self._channels:
-            self._channels[place] = Channel(fd)
-        return Writer(file, self._channels[place])  # type: ignore[return-value]
+            self._channels[place] = OutputQueue(fd)
+        return StreamWriter(file, self._channels[place])  # type: ignore[return-value]
 
     def hurry(self) -> None:
         """A signal has ended the job: what is not taken within a moment is dropped, and that is told."""
@@ -162,12 +162,12 @@ class Outlet:
 
 
 @contextmanager
-def outlet(terminal: Console, log: str) -> Iterator[Outlet]:
+def outlet(terminal: Console, log: str) -> Iterator[ConsoleOutput]:
     """An outlet that the terminal prints through as long as the block lasts; then all is taken.
 
     Ctrl-C ends the wait for a reader that does not read, and so does an exception of the block after a moment.
     """
-    made, former = Outlet(), terminal.file
+    made, former = ConsoleOutput(), terminal.file
     terminal.file = made.writer(former)
     try:
         yield made
@@ -179,6 +179,6 @@ def outlet(terminal: Console, log: str) -> Iterator[Outlet]:
         made.finish(log)
 
 
-def out_of(outlet: Outlet, chatty: bool) -> IO[str] | None:
+def out_of(outlet: ConsoleOutput, chatty: bool) -> IO[str] | None:
     """Where the main worker's stdout goes; None: wherever the console writes."""
     return outlet.writer(sys.stdout) if chatty else None

@@ -19,8 +19,8 @@ from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import FILE_MODE
-from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, Answer, Wish
-from topotrain.launch.recovery.resize import Resize
+from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, AnswerRequest, GroupRequest
+from topotrain.launch.recovery.resize import ResizeRequest
 
 NAME = "door"
 CALLERS = 16
@@ -34,11 +34,11 @@ _CREDENTIALS = struct.Struct("3i")
 class _Caller:
     channel: socket.socket
     said: bytes = b""
-    wish: Wish | Resize | None = None
+    wish: GroupRequest | ResizeRequest | None = None
 
 
 @dataclass(slots=True)
-class Promise:
+class PendingAnswer:
     """An answer to a wish that comes later, from another life of the job perhaps. number: of what it is to tell."""
 
     number: int
@@ -53,7 +53,7 @@ class Promise:
             self._channel = None
 
 
-class Door:
+class ControlSocket:
     """See above.
 
     Args:
@@ -62,7 +62,9 @@ class Door:
         hear: takes a wish; its answer may come at any time.
     """
 
-    def __init__(self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[Wish | Resize], None]) -> None:
+    def __init__(
+        self, folder: Path, selector: selectors.BaseSelector, hear: Callable[[GroupRequest | ResizeRequest], None]
+    ) -> None:
         self._selector, self._hear = selector, hear
         self._callers: dict[int, _Caller] = {}
         self._listener = socket.socket(socket.AF_UNIX)
@@ -102,27 +104,27 @@ class Door:
                 return
             self._hear(caller.wish)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: AnswerRequest) -> None:
         """Tell all who have wished this."""
         said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
         for caller in list(self._callers.values()):
             wish = caller.wish
-            if isinstance(wish, Wish) and (wish.verb, wish.group) == (answer.verb, answer.group):
+            if isinstance(wish, GroupRequest) and (wish.verb, wish.group) == (answer.verb, answer.group):
                 self._tell(caller, said)
 
-    def refuse(self, wish: Resize, error: str) -> None:
+    def refuse(self, wish: ResizeRequest, error: str) -> None:
         """Tell whoever has wished just this, and not the same of others, why it cannot be."""
         for caller in list(self._callers.values()):
             if caller.wish is wish:
                 self._tell(caller, {"error": error})
 
-    def promise(self, wish: Resize, number: int, data: dict[str, Any]) -> Promise:
+    def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
         """Whoever has wished this waits on when the door closes."""
-        promise = Promise(number, data)
+        promise = PendingAnswer(number, data)
         for caller in list(self._callers.values()):
             if caller.wish is wish:
                 self._forget(caller)
-                promise = Promise(number, data, caller.channel)
+                promise = PendingAnswer(number, data, caller.channel)
         return promise
 
     def _tell(self, caller: _Caller, said: dict[str, Any]) -> None:
@@ -150,7 +152,7 @@ def _say(channel: socket.socket, said: dict[str, Any]) -> None:
         channel.send(json.dumps(said).encode() + b"\n")
 
 
-def _wish(line: bytes) -> Wish | Resize:
+def _wish(line: bytes) -> GroupRequest | ResizeRequest:
     """What a caller wants. Raises ValueError."""
     try:
         said = json.loads(line)
@@ -161,7 +163,7 @@ def _wish(line: bytes) -> Wish | Resize:
     numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
     if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
         raise ValueError(f"no wish: {said}")
-    return (Resize if "workers" in said else Wish)(verb, number, float(within_s))
+    return (ResizeRequest if "workers" in said else GroupRequest)(verb, number, float(within_s))
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def _short(folder: Path) -> Iterator[str]:
         os.close(number)
 
 
-def ask(workspace: Path, wish: Wish | Resize) -> dict[str, Any]:
+def ask(workspace: Path, wish: GroupRequest | ResizeRequest) -> dict[str, Any]:
     """Wish something of the job that runs in a workspace; returns what it answers when it has been done.
 
     That is {"group": …, "text": …} of a group, and {"workers": …, "step": …, "text": …} of single workers: how many
@@ -191,7 +193,7 @@ def ask(workspace: Path, wish: Wish | Resize) -> dict[str, Any]:
         except OSError:
             accepted = "must be the workspace of a job that `topotrain run` has started, and that runs on this machine"
             raise ConfigError("WORKSPACE", str(workspace), accepted) from None
-        what = {"group": wish.group} if isinstance(wish, Wish) else {"workers": wish.workers}
+        what = {"group": wish.group} if isinstance(wish, GroupRequest) else {"workers": wish.workers}
         said = {"verb": wish.verb, **what, "within_s": wish.within_s}
         try:
             channel.sendall(json.dumps(said).encode() + b"\n")
@@ -199,9 +201,9 @@ def ask(workspace: Path, wish: Wish | Resize) -> dict[str, Any]:
         except (OSError, ValueError):
             raise ConfigError("WORKSPACE", str(workspace), "the job there ended before it answered") from None
     if "error" in answer:
-        option, number = ("--group", wish.group) if isinstance(wish, Wish) else ("--workers", wish.workers)
+        option, number = ("--group", wish.group) if isinstance(wish, GroupRequest) else ("--workers", wish.workers)
         raise ConfigError(option, number, answer["error"])
-    names = ("group", "text") if isinstance(wish, Wish) else ("workers", "step", "text")
+    names = ("group", "text") if isinstance(wish, GroupRequest) else ("workers", "step", "text")
     return {name: answer[name] for name in names}
 
 

@@ -16,16 +16,16 @@ from topotrain.config.job import Job
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice, Recovered
 from topotrain.extensions.elastic.eligibility import absent_groups
-from topotrain.launch import AlwaysTaken, Launcher, OnEvent, Outcome, Outlet, Place
-from topotrain.launch.agent.children import Calls, Life
-from topotrain.launch.agent.forkserver_handle import Kept
+from topotrain.launch import AlwaysTaken, JobOutcome, Launcher, OnEvent, Outlet, UnitPlace
+from topotrain.launch.agent.children import AttemptInfo, EntryPoints
+from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.stop_signals import signals
 from topotrain.launch.agent.workspace import LOGS, PROCESSES_FILE, claimed, prepare
-from topotrain.launch.control_socket import Promise
+from topotrain.launch.control_socket import PendingAnswer
 from topotrain.launch.recovery.recovery_policy import recovery
-from topotrain.launch.recovery.resume_point import Origin
-from topotrain.launch.registered_job import Listed, listed
-from topotrain.launch.run_loop import Grounds, Run
+from topotrain.launch.recovery.resume_point import ResumeSource
+from topotrain.launch.registered_job import RegisteredJob, listed
+from topotrain.launch.run_loop import RunFiles, RunLoop
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Told:
     """What happens is told to the listener, and to those who were promised to hear when a changed job trains."""
 
     on_event: OnEvent
-    _promises: list[Promise] = field(default_factory=list)
+    _promises: list[PendingAnswer] = field(default_factory=list)
 
     def __call__(self, event: Event) -> None:
         self.on_event(event)
@@ -42,7 +42,7 @@ class _Told:
                 if promise.number == event.number:
                     promise.keep()
 
-    def promised(self, promise: Promise | None) -> None:
+    def promised(self, promise: PendingAnswer | None) -> None:
         self._promises += [] if promise is None else [promise]
 
     def close(self) -> None:
@@ -60,13 +60,13 @@ class LocalLauncher(Launcher):
     `outlet`: where the program's output goes.
     """
 
-    calls: Calls = field(default_factory=Calls)
+    calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
     profile: int = 0
     resume: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
-    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> Outcome:
+    def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
         """Run the whole job; no process of it is left on return.
 
         `on_event` is called on this thread, and an exception of it ends the job. On the main thread SIGINT, SIGTERM
@@ -77,11 +77,17 @@ class LocalLauncher(Launcher):
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
             goes_on = recovery(job, topology, began)
             tell = _Told(on_event)
-            with closing(tell), closing(Kept(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept:
-                grounds = Grounds(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
-                life, origin = Life(0, self.resume, absent_groups(job, topology)), Origin(workspace, self.resume)
+            with (
+                closing(tell),
+                closing(ForkserverHandle(self.forkserver, workspace / "run" / "forkserver.log", mark)) as kept,
+            ):
+                grounds = RunFiles(workspace / PROCESSES_FILE, workspace / LOGS, workspace / "run")
+                life, origin = (
+                    AttemptInfo(0, self.resume, absent_groups(job, topology)),
+                    ResumeSource(workspace, self.resume),
+                )
                 while True:
-                    run = Run(job, topology, tell, grounds, heard, kept, mark, place, goes_on, outlet=self.outlet)
+                    run = RunLoop(job, topology, tell, grounds, heard, kept, mark, place, goes_on, outlet=self.outlet)
                     outcome = self._live(run, life, job, workspace, place)
                     tell.promised(run.promised)
                     if goes_on is None or not run.again or heard.came or (place is not None and place.over):
@@ -94,7 +100,7 @@ class LocalLauncher(Launcher):
                         goes_on.relaid(job, topology)
                         why = f"the job goes on with nworkers_per_group: {job.cluster.nworkers_per_group}"
                     resume = origin.newest(lambda text: on_event(Notice("launcher", text)))
-                    life = Life(life.number + 1, resume, goes_on.attendance.away, why)
+                    life = AttemptInfo(life.number + 1, resume, goes_on.attendance.away, why)
                     if place is not None:
                         place.again()
             if heard.came:
@@ -109,12 +115,14 @@ class LocalLauncher(Launcher):
                     return replace(outcome, code=128 + signal.SIGINT, cause=None)
             return outcome
 
-    def _live(self, run: Run, life: Life, job: Job, workspace: Path, place: Listed | None) -> Outcome:
+    def _live(
+        self, run: RunLoop, life: AttemptInfo, job: Job, workspace: Path, place: RegisteredJob | None
+    ) -> JobOutcome:
         """One run from its first process to its last."""
         try:
             url = prepare(job, workspace, self.profile)
             url, units = url if place is None else place.url, run.topology.units
-            run.begin(self.calls, [Place(u.rank, len(units), url, str(workspace / "run")) for u in units], life)
+            run.begin(self.calls, [UnitPlace(u.rank, len(units), url, str(workspace / "run")) for u in units], life)
             return run.watch()
         finally:
             run.destroy()

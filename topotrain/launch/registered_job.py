@@ -18,7 +18,7 @@ from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, sto
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Failed
-from topotrain.launch import Outcome
+from topotrain.launch import JobOutcome
 from topotrain.launch.launchers.submission import job_id
 from topotrain.launch.multinode.node_info import with_job
 from topotrain.launch.multinode.node_rendezvous import BEAT_S, forget
@@ -28,7 +28,7 @@ _LOOK_S = 0.25
 _LEAVE_S = 1.0  # for the thread to see that the job is over; it may be waiting for a store that is away
 
 
-class Listed:
+class RegisteredJob:
     """See `running.Company`; nobody else has a say in how this job ends.
 
     Args:
@@ -101,7 +101,7 @@ class Listed:
         self.url = with_job(self.url, f"{self._id}.{secrets.token_hex(4)}")
         self._urls.append(self.url)
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: JobOutcome) -> None:
         """Note how the job ended."""
         state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
         with suppress(StoreError):
@@ -122,7 +122,7 @@ class Listed:
 
 
 @contextmanager
-def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[Listed | None]:
+def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[RegisteredJob | None]:
     """The job's place in the store of its `rendezvous`; None for a job that names none. Raises ConfigError."""
     if not job.rendezvous:
         yield None
@@ -139,6 +139,6 @@ def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[Listed
             Registry(root).add(record)
         except StoreError as error:
             raise ConfigError("rendezvous", None, str(error)) from None
-        place = Listed(root, record, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"))
+        place = RegisteredJob(root, record, with_job(job.rendezvous, f"{id}.{secrets.token_hex(4)}"))
         stack.callback(place.close)
         yield place

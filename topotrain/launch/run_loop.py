@@ -2,10 +2,10 @@
 
 Rule: the first failure starts a short wait for its cause (who loses a peer is heard before the peer's end is), then
 everything is asked to end, then made to. Where other units run elsewhere, what ends the job is agreed upon with them
-first (`Company`), and unit 0 decides what starts again: it hears what the others have to tell, and says to them what is
-to be done (`Post`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the units
-and the forkserver find the end of their stdin. Where a job goes on when processes die, `Recovery` hears everything
-first, and what it says is done: a group starts again, or this run ends so that another one follows.
+first (`OtherUnits`), and unit 0 decides what starts again: it hears what the others have to tell, and says to them what
+is to be done (`Mailbox`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the
+units and the forkserver find the end of their stdin. Where a job goes on when processes die, `RecoveryPolicy` hears
+everything first, and what it says is done: a group starts again, or this run ends so that another one follows.
 """
 
 import contextlib
@@ -26,30 +26,30 @@ from topotrain.core.events import Event, Exited, Failed, Left, Lost, Notice, Sav
 from topotrain.launch import (
     RUN_VARIABLE,
     AlwaysTaken,
+    JobOutcome,
     OnEvent,
-    Outcome,
     Outlet,
-    Place,
+    UnitPlace,
     choose_cause,
     exit_code,
 )
-from topotrain.launch.agent.children import MAIN, Calls, Life
-from topotrain.launch.agent.forkserver_handle import Kept
+from topotrain.launch.agent.children import MAIN, AttemptInfo, EntryPoints
+from topotrain.launch.agent.forkserver_handle import ForkserverHandle
 from topotrain.launch.agent.pipes import ending, log_tail
-from topotrain.launch.agent.stop_signals import Signals
+from topotrain.launch.agent.stop_signals import StopSignals
 from topotrain.launch.agent.supervisor import GRACE_S
-from topotrain.launch.agent.unit_process import BegunUnit, begin
-from topotrain.launch.agent.workspace import Processes
-from topotrain.launch.control_socket import Door, Promise
+from topotrain.launch.agent.unit_process import UnitProcess, begin
+from topotrain.launch.agent.workspace import ProcessList
+from topotrain.launch.control_socket import ControlSocket, PendingAnswer
 from topotrain.launch.grace_period import LEADER, WORDS, grace, hint
-from topotrain.launch.multinode.follower import Following
-from topotrain.launch.multinode.mailbox import Back, Letter, News, Post, Vanished
+from topotrain.launch.multinode.follower import Follower
+from topotrain.launch.multinode.mailbox import Mailbox, News, UnitMessage, UnitReturned, UnitVanished
 from topotrain.launch.multinode.reliable_messages import Words
-from topotrain.launch.recovery.elastic_groups import Answer, Ask, Gone, Wish
-from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
-from topotrain.launch.recovery.recovery_policy import Recovery
-from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay, Resize
-from topotrain.launch.recovery.stall_detector import Standstill
+from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, GroupRequest, ReportGone
+from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartGroup, RestartJob, Word
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy
+from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized
+from topotrain.launch.recovery.stall_detector import StallDetector
 
 CAUSE_S = 1.0
 """How long after a first failure we listen for its cause."""
@@ -61,7 +61,7 @@ DECIDE_S = 15.0
 """How long the company may take to agree on a cause before this machine's units end without it."""
 
 
-class Company(Protocol):
+class OtherUnits(Protocol):
     """The units of the job that run elsewhere."""
 
     def fileno(self) -> int:
@@ -100,7 +100,7 @@ class Company(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Grounds:
+class RunFiles:
     """Where the files of a run are on this machine: the list of processes, the logs, and the folder of the door.
 
     door: None where nothing can be asked of the job: others start its units.
@@ -111,7 +111,7 @@ class Grounds:
     door: Path | None = None
 
 
-class Run:
+class RunLoop:
     """Some units of one started job, from the first process to the last.
 
     Args:
@@ -122,7 +122,7 @@ class Run:
         kept: the forkserver.
         mark: the run's, see RUN_VARIABLE.
         company: the units that run elsewhere, if there are any.
-        recovery: decides what starts again; None where a death ends the job. Where another unit decides, a `Following`.
+        recovery: decides what starts again; None where a death ends the job. Where another unit decides, a `Follower`.
         post: to and from the units that run elsewhere, where what starts again is decided for all of them.
         outlet: where the program's output goes.
     """
@@ -132,13 +132,13 @@ class Run:
         job: Job,
         topology: Topology,
         on_event: OnEvent,
-        grounds: Grounds,
-        signals: Signals,
-        kept: Kept,
+        grounds: RunFiles,
+        signals: StopSignals,
+        kept: ForkserverHandle,
         mark: str,
-        company: Company | None = None,
-        recovery: Recovery | Following | None = None,
-        post: Post | None = None,
+        company: OtherUnits | None = None,
+        recovery: RecoveryPolicy | Follower | None = None,
+        post: Mailbox | None = None,
         outlet: Outlet | None = None,
     ) -> None:
         self.job = job
@@ -157,7 +157,7 @@ class Run:
         self._listened = False
         self._began = time.monotonic()
         self._selector = selectors.DefaultSelector()
-        self._units: list[BegunUnit] = []
+        self._units: list[UnitProcess] = []
         self._pidfds: list[int] = []
         self._failures: list[Failed] = []
         self._exits: dict[str, int] = {}
@@ -165,7 +165,7 @@ class Run:
         self._workers = {str(worker) for unit in topology.units for worker in unit.workers}
         self._residents = self._workers | {str(server) for unit in topology.units for server in unit.servers}
         self._is_whole = len(self._workers) == topology.worker_groups * topology.workers_per_group
-        self._standstill = Standstill(self._workers)
+        self._standstill = StallDetector(self._workers)
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._stopping = False
         self._released = False
@@ -174,15 +174,15 @@ class Run:
         """The last snapshot that was heard of, here or elsewhere."""
         self.unread: list[News] = []
         """What was told to the life of the job after this one."""
-        self._door: Door | None = None
+        self._door: ControlSocket | None = None
         self.again = False
         """The job is not over: it is to start again as a whole."""
         self.relaid: Job | None = None
         """With another layout, as this job."""
-        self.promised: Promise | None = None
+        self.promised: PendingAnswer | None = None
         """What is to be said to whoever wanted that, once it trains."""
 
-    def begin(self, calls: Calls, places: Sequence[Place], life: Life = Life()) -> None:  # noqa: B008
+    def begin(self, calls: EntryPoints, places: Sequence[UnitPlace], life: AttemptInfo = AttemptInfo()) -> None:  # noqa: B008
         """Start the units at `places`."""
         environ = {**os.environ, RUN_VARIABLE: self._mark}
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
@@ -192,9 +192,9 @@ class Run:
             self._selector.register(self._post.fileno(), selectors.EVENT_READ, self._came)
         self._life = life.number
         served_at = self._kept.up(calls.preload, environ, again=life.number > 0)
-        self._processes = Processes(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
+        self._processes = ProcessList(self.topology, self._grounds.processes, own_forkserver=self._kept.own)
         if self._grounds.door is not None:
-            self._door = Door(self._grounds.door, self._selector, self._wished)
+            self._door = ControlSocket(self._grounds.door, self._selector, self._wished)
         served = self._kept.process
         if served is not None:
             self._watch_process(served, lambda: self._forkserver_ended(served))
@@ -206,7 +206,7 @@ class Run:
             if not life.number:
                 self._on_event(Left(group, "is not there yet", 0.0))
 
-    def _start_unit(self, place: Place, calls: Calls, life: Life, environ: dict[str, str]) -> None:
+    def _start_unit(self, place: UnitPlace, calls: EntryPoints, life: AttemptInfo, environ: dict[str, str]) -> None:
         unit = begin(place, calls, life, environ, self._grounds.logs / f"unit-{place.rank}.log")
         self._units.append(unit)
         self._selector.register(unit.lines.fd, selectors.EVENT_READ, lambda: self._heard(unit))
@@ -224,7 +224,7 @@ class Run:
 
         self._selector.register(pidfd, selectors.EVENT_READ, once)
 
-    def watch(self) -> Outcome:
+    def watch(self) -> JobOutcome:
         """Until every unit has ended."""
         while any(unit.process.returncode is None for unit in self._units) or self._is_needed():
             due = [self._alarm[0]] if self._alarm is not None else []
@@ -249,15 +249,15 @@ class Run:
             self._regulate()
         return self._outcome()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> JobOutcome:
         by_itself = self._saving and not self._stopping
         self.destroy()
         self._processes.save(self._missing)
         seconds = time.monotonic() - self._began
         if self._signals.came and not by_itself:
-            return Outcome(128 + self._signals.came[0], seconds, None, self._exits, self._pids)
+            return JobOutcome(128 + self._signals.came[0], seconds, None, self._exits, self._pids)
         cause = choose_cause(self._failures)
-        return Outcome(exit_code(cause) if cause else 0, seconds, cause, self._exits, self._pids)
+        return JobOutcome(exit_code(cause) if cause else 0, seconds, cause, self._exits, self._pids)
 
     # Hearing
 
@@ -267,7 +267,7 @@ class Run:
             self._holds = not self._holds
             self._send_here("hold", on=self._holds)
 
-    def _heard(self, unit: BegunUnit) -> None:
+    def _heard(self, unit: UnitProcess) -> None:
         for line in unit.lines.read() or []:
             self._tell(from_json(line.decode()))
         if not unit.lines.open:
@@ -283,31 +283,31 @@ class Run:
         """Do what the recovery says."""
         for word in words:
             match word:
-                case Regroup():
+                case RestartGroup():
                     self._regroup(word)
-                case Dismiss(who=who):
+                case EndProcess(who=who):
                     self._send("dismiss", who=who)  # one of them has it
-                case Reseat(who=who, number=number, why=why, seats=seats, unit=unit):
+                case PlaceReplica(who=who, number=number, why=why, seats=seats, unit=unit):
                     self._send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
                     if self._saving:  # whoever was asked to may be the one that has died
                         self._ask_to_save()
-                case Renew():
+                case RestartJob():
                     self._renew()
-                case Ask(wish=wish, group=group, incarnation=incarnation):
+                case AskServers(wish=wish, group=group, incarnation=incarnation):
                     self._tell_servers(group, wish, incarnation=incarnation)
-                case Gone(group=group, incarnation=incarnation):
+                case ReportGone(group=group, incarnation=incarnation):
                     self._tell_servers(group, "away", incarnation=incarnation)
-                case Answer():
+                case AnswerRequest():
                     if self._door is not None:
                         self._door.answer(word)
-                case AskSnapshot():
+                case RequestSnapshot():
                     self._ask_to_save()
-                case Refused(wish=wish, error=error):
+                case ResizeRefused(wish=wish, error=error):
                     if self._door is not None:
                         self._door.refuse(wish, error)
-                case Relay():
+                case RestartResized():
                     self._relay(word)
-                case GiveUp(failures=failures):
+                case FailJob(failures=failures):
                     for failed in failures:
                         self._on_event(failed)
                     self._failures += failures
@@ -316,7 +316,7 @@ class Run:
                     self._pass_on(event)
         if self._recovery is not None and self._recovery.complete:
             self._release()
-        if isinstance(self._recovery, Recovery) and self._recovery.listens is not self._listened:
+        if isinstance(self._recovery, RecoveryPolicy) and self._recovery.listens is not self._listened:
             self._listened = self._recovery.listens
             self._say("listen", on=self._listened)
 
@@ -338,7 +338,7 @@ class Run:
 
     def _say(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
         """Give a command to these of the units that run elsewhere, if this one decides for them."""
-        if self._post is None or not isinstance(self._recovery, Recovery):
+        if self._post is None or not isinstance(self._recovery, RecoveryPolicy):
             return
         for rank in self._post.others:
             if ranks is None or rank in ranks:
@@ -350,9 +350,9 @@ class Run:
         """Other units have something to say to this one, or to hear from it, though its own processes have ended."""
         return not (self._post is None or self._recovery is None or self._stopping or self._released)
 
-    def _await_post(self, post: Post) -> None:
+    def _await_post(self, post: Mailbox) -> None:
         """A store that is away for long does not keep anybody whose part is done."""
-        if isinstance(self._recovery, Following):
+        if isinstance(self._recovery, Follower):
             self._recovery.told(post.all_told, post.alone)
             return
         if self._recovery is not None:
@@ -365,28 +365,28 @@ class Run:
         assert self._post is not None
         for news in self._post.news():
             match news:
-                case Letter(rank=rank, words=words) if words.get("life") == self._life and "ready" not in words:
+                case UnitMessage(rank=rank, words=words) if words.get("life") == self._life and "ready" not in words:
                     if not self._stopping and not self._is_void(rank):
                         self._read(words)
-                case Letter():
+                case UnitMessage():
                     self.unread.append(news)
-                case Back():
+                case UnitReturned():
                     self._came_back(news)
-                case Vanished(rank=rank, failed=failed):
+                case UnitVanished(rank=rank, failed=failed):
                     self.unread.append(news)
                     self._lost_unit(rank, failed)
 
     def _is_void(self, rank: int) -> bool:
         """The job goes on without that unit: whoever lived there may live elsewhere."""
-        return isinstance(self._recovery, Recovery) and rank in self._recovery.gone
+        return isinstance(self._recovery, RecoveryPolicy) and rank in self._recovery.gone
 
     def _lost_unit(self, rank: int, failed: Failed) -> None:
-        if isinstance(self._recovery, Recovery) and not self._stopping:
+        if isinstance(self._recovery, RecoveryPolicy) and not self._stopping:
             self._obey(self._recovery.vanished(rank, failed, time.monotonic()))
             if not self._stopping and self._post is not None:  # if it lives after all, it must not go on
                 self._post.say(rank, {"life": self._life, "outcast": True})
 
-    def _came_back(self, news: Back) -> None:
+    def _came_back(self, news: UnitReturned) -> None:
         """Somebody stands where a unit was lost; the job that starts again takes it in, and no other one can."""
         what = f"unit {news.rank} is gone, and {news.unit.who} has come in its place"
         self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
@@ -404,7 +404,7 @@ class Run:
 
     def _read(self, words: Words) -> None:
         """An event of another unit, or what unit 0 says is to be done."""
-        if isinstance(self._recovery, Recovery):
+        if isinstance(self._recovery, RecoveryPolicy):
             event = from_json(json.dumps(words["event"]))
             if isinstance(event, Saved):
                 self.saved = event
@@ -414,7 +414,7 @@ class Run:
             # The other unit shows and keeps what it has told; it is in its report.
             self._obey([word for word in said if word is not event or isinstance(event, Failed)])
             return
-        assert isinstance(self._recovery, Following)
+        assert isinstance(self._recovery, Follower)
         if "outcast" in words:
             assert self._company is not None
             self._company.cast_out()
@@ -431,20 +431,20 @@ class Run:
                 self._send(command, **values)
         self._obey(())
 
-    def _wished(self, wish: Wish | Resize) -> None:
+    def _wished(self, wish: GroupRequest | ResizeRequest) -> None:
         """Somebody at the door wants something."""
         error = "the job is ending" if self._stopping or self._saving else ""
-        if not isinstance(self._recovery, Recovery):
+        if not isinstance(self._recovery, RecoveryPolicy):
             error = "with on_failure: kStop whoever is lost ends the job; kContinue is needed"
-        if isinstance(wish, Resize):
-            self._obey([Refused(wish, error)] if error else self._decider.resize(wish, time.monotonic()))
+        if isinstance(wish, ResizeRequest):
+            self._obey([ResizeRefused(wish, error)] if error else self._decider.resize(wish, time.monotonic()))
         else:
-            no = Answer(wish.verb, wish.group, "", error)
+            no = AnswerRequest(wish.verb, wish.group, "", error)
             self._obey([no] if error else self._decider.wish(wish, time.monotonic()))
 
     @property
-    def _decider(self) -> Recovery:
-        assert isinstance(self._recovery, Recovery)
+    def _decider(self) -> RecoveryPolicy:
+        assert isinstance(self._recovery, RecoveryPolicy)
         return self._recovery
 
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
@@ -456,14 +456,14 @@ class Run:
 
     def _home_of(self, server: Address) -> tuple[str, int]:
         """The server in whose process this one speaks, and the unit in which that is."""
-        if isinstance(self._recovery, Recovery):
+        if isinstance(self._recovery, RecoveryPolicy):
             return self._recovery.speaks(server)
         return str(server), self.topology.unit_of(server)
 
     def _ask_to_save(self) -> None:
         """Ask the process in which the first server speaks for a last snapshot, if it is here, or if we know it."""
         twice = self.job.cluster.replicas > 1
-        if twice and isinstance(self._recovery, Following):  # it may have moved: the unit that decides asks it
+        if twice and isinstance(self._recovery, Follower):  # it may have moved: the unit that decides asks it
             return
         home, rank = self._home_of(LEADER)
         send = self._send if twice else self._send_here
@@ -474,12 +474,12 @@ class Run:
         """Workers that are not there, and that nobody waits for."""
         return set() if self._recovery is None else self._recovery.missing
 
-    def _regroup(self, word: Regroup) -> None:
+    def _regroup(self, word: RestartGroup) -> None:
         ranks = {self.topology.unit_of(worker) for worker in self.topology.workers(word.group)}
         values = {"group": word.group, "incarnation": word.incarnation, "why": word.why, "who": word.who}
         self._send("restart", ranks, **values)
 
-    def _relay(self, word: Relay) -> None:
+    def _relay(self, word: RestartResized) -> None:
         """The same with another layout; whoever wanted it waits for the first step."""
         self.relaid = word.job
         if self._door is not None:
@@ -520,7 +520,7 @@ class Run:
             case _:
                 pass
 
-    def _unit_ended(self, unit: BegunUnit) -> None:
+    def _unit_ended(self, unit: UnitProcess) -> None:
         for line in unit.lines.drain():
             with contextlib.suppress(ValueError):  # a killed unit may leave half a line
                 self._tell(from_json(line.decode()))
@@ -604,7 +604,7 @@ class Run:
         if self._saving:
             return
         self._saving = True
-        if isinstance(self._recovery, Recovery):
+        if isinstance(self._recovery, RecoveryPolicy):
             self._obey(self._recovery.ends())
         self._alarm = (time.monotonic() + seconds, self._ends_now)
         text = f"asked to end: one more snapshot is taken, for which there are {seconds:g} s"

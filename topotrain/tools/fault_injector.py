@@ -27,7 +27,7 @@ _MOMENT = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Torment:
+class FaultPlan:
     """What is to be done.
 
     Args:
@@ -54,7 +54,7 @@ class Torment:
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
+class InjectedFault:
     """What was done: SIGKILL, or SIGSTOP for `frozen_s` seconds; `at_s` is seconds since the first step.
 
     moment: one of MOMENTS; "" where the clock chose.
@@ -72,7 +72,7 @@ class Blow:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class FaultStep:
     """One throw of the dice: wait so long, then this. `pick` in [0, 1) says whom among those that live.
 
     second: in [0, 1), whom else at once among the others; -1: nobody.
@@ -84,7 +84,7 @@ class Step:
     second: float = -1.0
 
 
-def steps(torment: Torment) -> Iterator[Step]:
+def steps(torment: FaultPlan) -> Iterator[FaultStep]:
     """The blows in their order, for ever; the same for the same seed."""
     dice = random.Random(torment.seed)
     while True:
@@ -93,11 +93,11 @@ def steps(torment: Torment) -> Iterator[Step]:
         freezes = dice.random() < torment.freeze
         second = dice.random()
         pairs = dice.random() < torment.pairs and not freezes
-        yield Step(wait_s, pick, frozen_s if freezes else 0.0, second if pairs else -1.0)
+        yield FaultStep(wait_s, pick, frozen_s if freezes else 0.0, second if pairs else -1.0)
 
 
 @dataclass(slots=True)
-class Held:
+class HeldResources:
     """How many descriptors and threads a process had, each time that somebody had come again beside it."""
 
     looked: list[tuple[int, int]] = field(default_factory=list)
@@ -109,14 +109,14 @@ class Held:
         return last_fds - fds, last_threads - threads
 
 
-class Tormentor:
-    """Hears a job's events, and does to its processes what a `Torment` says, on a thread of its own.
+class FaultInjector:
+    """Hears a job's events, and does to its processes what a `FaultPlan` says, on a thread of its own.
 
     Processes are named after their first resident. `blows` is what has been done so far; `held` what each process that
-    lives held when it was looked at first and last, see `Held`.
+    lives held when it was looked at first and last, see `HeldResources`.
     """
 
-    def __init__(self, torment: Torment) -> None:
+    def __init__(self, torment: FaultPlan) -> None:
         self._torment = torment
         self.seed = torment.seed
         self._lock = threading.Lock()
@@ -128,10 +128,10 @@ class Tormentor:
         self._back = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
-        self.blows: list[Blow] = []
-        self.held: dict[int, Held] = {}
+        self.blows: list[InjectedFault] = []
+        self.held: dict[int, HeldResources] = {}
 
-    def __enter__(self) -> "Tormentor":
+    def __enter__(self) -> "FaultInjector":
         self._thread.start()
         return self
 
@@ -198,7 +198,7 @@ class Tormentor:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(known[1], signal.SIGKILL)
                 began = time.monotonic() if self._until is None else self._until - self._torment.for_s
-                self.blows.append(Blow(time.monotonic() - began, who, known[0], 0.0, moment))
+                self.blows.append(InjectedFault(time.monotonic() - began, who, known[0], 0.0, moment))
 
     def _look(self) -> None:
         """What those hold that live, now that somebody has come again."""
@@ -207,7 +207,7 @@ class Tormentor:
         for pid in pids:
             with contextlib.suppress(OSError):
                 now = tuple(len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
-                self.held.setdefault(pid, Held()).looked.append((now[0], now[1]))
+                self.held.setdefault(pid, HeldResources()).looked.append((now[0], now[1]))
 
     def _run(self) -> None:
         self._began.wait()
@@ -228,7 +228,7 @@ class Tormentor:
     def _enough(self) -> bool:
         return 0 < self._torment.kills <= len(self.blows)
 
-    def _strike(self, step: Step, at_s: float) -> None:
+    def _strike(self, step: FaultStep, at_s: float) -> None:
         with self._lock:
             living = sorted(self._living.items())
             if not living:
@@ -238,9 +238,9 @@ class Tormentor:
                 hit.append(living[int(step.second * len(living))])
             hit = [(who, (pid, os.dup(descriptor))) for who, (pid, descriptor) in hit]
         for who, (pid, descriptor) in hit:
-            self._hit(step, Blow(at_s, who, pid, step.frozen_s), descriptor)
+            self._hit(step, InjectedFault(at_s, who, pid, step.frozen_s), descriptor)
 
-    def _hit(self, step: Step, blow: Blow, descriptor: int) -> None:
+    def _hit(self, step: FaultStep, blow: InjectedFault, descriptor: int) -> None:
         try:
             number = signal.SIGSTOP if step.frozen_s else signal.SIGKILL
             signal.pidfd_send_signal(descriptor, number)

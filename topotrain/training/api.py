@@ -17,11 +17,11 @@ from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, torch_dtype
 from topotrain.core.optim import kernel_choice
 from topotrain.core.optim.adapter import build, set_lr
-from topotrain.extensions.resume.script_resume import Continuing
+from topotrain.extensions.resume.script_resume import ScriptResume
 from topotrain.extensions.tables.frontend.embedding import Embedding, follow
 from topotrain.extensions.tables.frontend.sparse_embedding import RowPaths, find_sparse
 from topotrain.extensions.tables.frontend.table_registry import roads_of
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.parallel.api.device_placement import scope
 from topotrain.parallel.api.prepare_split import split
 from topotrain.parallel.capture import device_scopes
@@ -31,13 +31,13 @@ from topotrain.training.context import Context, Metric
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
 from topotrain.training.final_parameters import FINAL, reserve
 from topotrain.training.loss_capture import watch_losses
-from topotrain.training.loss_watch import Rising
-from topotrain.training.misuse_checks import ONE, Training
+from topotrain.training.loss_watch import LossWatch
+from topotrain.training.misuse_checks import ONE, MisuseChecks
 from topotrain.training.norm_log import NormLog
 from topotrain.training.parameters.devices import device_of
 from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.parameters.lazy_pull import wait_by_layer
-from topotrain.training.step_progress import Telling
+from topotrain.training.step_progress import ProgressReporter
 from topotrain.training.worker import Worker
 from topotrain.training.worker_limits import bound
 
@@ -67,7 +67,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     """
     _check_arguments(model, optimizer, loader, stateful)
     if process.planning():
-        raise process.Planning(model, optimizer, loader)
+        raise process.PlanRun(model, optimizer, loader)
     here = process.current()
     if here is None:
         if optimizer is None:
@@ -84,7 +84,7 @@ def prepare(model: Any, optimizer: Optimizer | None = None, loader: Any = None, 
     for number, thing in enumerate(stateful):
         here.kept[f"prepare {number}"] = thing
     worker = _enter_job(here, model, optimizer, loader)
-    here.continuing = Continuing(here, worker, optimizer)
+    here.continuing = ScriptResume(here, worker, optimizer)
     if isinstance(here.loader, ShardedLoader):
         here.loader.memory = here.continuing
     updater = here.place.job.updater
@@ -183,12 +183,12 @@ def _enter_job(here: Context, model: nn.Module, optimizer: Optimizer, loader: ob
     here.worker = worker
     rows.follow(worker)
     _warn(here, worker)
-    rising = Rising(here, worker)
+    rising = LossWatch(here, worker)
     watch_losses(worker, rising)
-    worker.after_step.append(Telling(here, worker, roads.traffic, rising))
+    worker.after_step.append(ProgressReporter(here, worker, roads.traffic, rising))
     if place.job.debug and here.is_main:
         worker.after_step.insert(0, NormLog(worker, here.workspace / "debug.jsonl"))
-    here.training = Training(here, worker, optimizer)
+    here.training = MisuseChecks(here, worker, optimizer)
     here.spans.step_done(0)
     return worker
 
@@ -200,7 +200,7 @@ def _warn(here: Context, worker: Worker) -> None:
         here.emit(Notice(str(here.me), text))
 
 
-def _share_values(roads: WorkerRoads, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
+def _share_values(roads: WorkerConnections, fd: int, slice_map: SliceMap, flats: FlatBuffers) -> None:
     """Let the parameters lie in memory that all workers of the unit share (in-memory Hogwild)."""
     sizes = [-(-space.length * space.itemsize // 64) * 64 for space in slice_map.spaces]
     region = roads.memory.adopt(fd, sum(sizes))

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address
 from topotrain.core.events import Event
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.training.worker import Worker
 
 Metric = float | Callable[[], float]
 
 
-class Closeable(Protocol):
+class TrafficCounter(Protocol):
     """Roads that count and can be left."""
 
     def traffic(self) -> tuple[int, int]: ...
@@ -30,13 +30,13 @@ class Closeable(Protocol):
 class Context:
     """A worker process of a job."""
 
-    place: Place
+    place: RouterConfig
     me: Address
     workspace: Path
     emit: Callable[[Event], None]
     shared_values: int | None = None  # descriptor of a memfd that several workers of the unit share
     worker: Worker | None = None
-    roads: Closeable | None = None
+    roads: TrafficCounter | None = None
     loader: Any = None
     tables: Any = None  # keeping.InJob, once the script has a table
     split: Any = None  # splitting.Split, where the model is split over the group
@@ -48,7 +48,7 @@ class Context:
     finishing: Callable[[], None] | None = None
     parting: Callable[[], None] | None = None  # the last word of one that leaves while the job goes on
     spans: Recorder = SILENT
-    roads_of: Callable[[Place, Address], WorkerRoads] = WorkerRoads
+    roads_of: Callable[[RouterConfig, Address], WorkerConnections] = WorkerConnections
     gpus: bool = True  # `tt.device` may name one
     counted: bool = False  # the training loop goes by the number of batches that an epoch is said to have
     loop_ended: Callable[[], None] | None = None  # called where the script comes to the end of a pass, or of `epochs`
@@ -65,7 +65,7 @@ class Context:
         return self.me.group * self.place.topology.workers_per_group + self.me.index
 
 
-class Planning(BaseException):
+class PlanRun(BaseException):
     """Carries what `prepare` got out of a script that was run only up to there (topotrain plan)."""
 
     def __init__(self, model: Any, optimizer: Any, loader: Any = None) -> None:

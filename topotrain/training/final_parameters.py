@@ -24,7 +24,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_file, open_for_reading
 from topotrain.extensions.checkpointing.checkpoint_reader import bytes_of
 from topotrain.extensions.checkpointing.checkpoint_writer import sync_folder, write_at
-from topotrain.extensions.checkpointing.safetensors_layout import PAIRED, Told, lay_out, said_of
+from topotrain.extensions.checkpointing.safetensors_layout import PAIRED, TensorDescription, lay_out, said_of
 from topotrain.training.parameters.flat_parameters import ModelParts, in_file
 
 FINAL = "final.safetensors"
@@ -115,8 +115,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
         raise NotSaved(path, error) from None
 
 
-def _told(name: str, tensor: torch.Tensor) -> Told:
-    return Told(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
+def _told(name: str, tensor: torch.Tensor) -> TensorDescription:
+    return TensorDescription(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
 
 
 def reserve(path: Path, nbytes: int) -> None:

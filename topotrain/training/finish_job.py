@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from topotrain.comm.transport import Broken, Unreachable
+from topotrain.comm.transport import ConnectionLost, PeerUnreachable
 from topotrain.config import async_momentum
 from topotrain.config.job import ConfigError, NonFinite
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Final, Finished, Metrics, Notice
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, Manifest, name_of, numbers
 from topotrain.extensions.tables.frontend.table_finish import bring_home, say_goodbye
-from topotrain.parallel.api.prepare_split import Split
+from topotrain.parallel.api.prepare_split import SplitModel
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import FINAL, NotSaved, release, save_final
 from topotrain.training.parameters.flat_parameters import ModelParts
@@ -81,7 +81,7 @@ def _no_step(here: Context) -> str:
 def _whole(here: Context, worker: Worker) -> ModelParts:
     """The job's result stands in the model."""
     if here.split is not None:
-        cut: Split = here.split
+        cut: SplitModel = here.split
         return cut.whole(worker)
     worker.take_final()
     return worker.parts
@@ -156,4 +156,4 @@ def kind_of(error: BaseException) -> str:
         return "config"
     if isinstance(error, JobError):  # may be about a worker that left its loop with an exception, which explains more
         return "quarantine" if error.quarantine else "internal"
-    return "peer" if isinstance(error, PeerLost | Unreachable | Broken) else "program"
+    return "peer" if isinstance(error, PeerLost | PeerUnreachable | ConnectionLost) else "program"

@@ -22,7 +22,7 @@ _OF_THE_GAIN = 0.5
 _OF_THE_LOWEST = 0.25
 
 
-class Trend:
+class LossTrend:
     """Losses one by one; tells when they have risen for good."""
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class Trend:
         return min(block) > largest and self.latest > lowest + (lost if math.isfinite(lost) else 0.0)
 
 
-class Rising:
+class LossWatch:
     """Says so, once, where worker groups do not wait for each other."""
 
     def __init__(self, here: Context, worker: Worker) -> None:
         self._here, self._worker = here, worker
         watches = here.is_main and groups_apart(here.place.topology) > 1
-        self._trend: Trend | None = Trend() if watches else None
+        self._trend: LossTrend | None = LossTrend() if watches else None
 
     def __call__(self, loss: float) -> None:
         """A backward has begun at this loss."""
@@ -89,7 +89,7 @@ class Rising:
         if self._trend is not None and self._trend.end():
             self._say(self._trend)
 
-    def _say(self, trend: Trend) -> None:
+    def _say(self, trend: LossTrend) -> None:
         self._trend = None
         why = explanation(self._here.place.topology, self._worker.momentum)
         lowest = f"{trend.lowest:.3g} at its lowest" if math.isfinite(trend.lowest) else "never finite"

@@ -21,7 +21,7 @@ ONE = "one optimizer with a parameter group for each part: torch.optim.SGD([{'pa
 """What is there instead of several optimizers."""
 
 
-class Training:
+class MisuseChecks:
     """Watches the steps of a script from `tt.prepare` to the end of this worker's part.
 
     Args:

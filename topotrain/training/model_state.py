@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.api.prepare_split import Split
+from topotrain.parallel.api.prepare_split import SplitModel
 from topotrain.training import context as process
 
 
@@ -32,7 +32,7 @@ def state_dict(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _gathered(here: process.Context, model: nn.Module) -> dict[str, Any] | None:
-    cut: Split = here.split
+    cut: SplitModel = here.split
     if not cut.is_of(model):
         raise ConfigError("tt.state_dict", type(model).__name__, "must be the model that tt.prepare split")
     if here.me.group:

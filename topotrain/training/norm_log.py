@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from topotrain.config.private_files import create_text
-from topotrain.core.client.client import Outcome
+from topotrain.core.client.client import StepOutcome
 from topotrain.training.worker import Worker
 
 
@@ -17,7 +17,7 @@ class NormLog:
         self._worker = worker
         self._file = create_text(path)
 
-    def __call__(self, outcome: Outcome | None) -> None:
+    def __call__(self, outcome: StepOutcome | None) -> None:
         norms = {}
         for tensor, described in zip(self._worker.parts.tensors, self._worker.parts.parameters, strict=True):
             if tensor.is_meta:  # another worker of the group holds it

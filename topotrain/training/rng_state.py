@@ -14,7 +14,7 @@ Stand = dict[str, torch.Tensor]
 """Where generators stand: tensors under names, as they can be written to a file."""
 
 
-class Dice:
+class RngState:
     """The three global random number generators (torch's for the CPU, numpy's, Python's) as one thing to swap.
 
     Inside `with`, they go on where they stood at the end of the last `with` of this object, the first time from

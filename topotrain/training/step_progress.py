@@ -7,20 +7,20 @@ from collections.abc import Callable
 import torch
 
 from topotrain.config.async_momentum import explanation
-from topotrain.core.client.client import Outcome
+from topotrain.core.client.client import StepOutcome
 from topotrain.core.events import Finished, Notice, Skipped, StepDone
 from topotrain.training.context import Context
-from topotrain.training.loss_watch import Rising
+from topotrain.training.loss_watch import LossWatch
 from topotrain.training.worker import Worker
 
 INTERVAL_S = 0.25
 
 
-class Telling:
+class ProgressReporter:
     """Called after every step."""
 
     def __init__(
-        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: Rising | None = None
+        self, here: Context, worker: Worker, traffic: Callable[[], tuple[int, int]], rising: LossWatch | None = None
     ) -> None:
         self._rising = rising
         self._loss: float | None = None  # the last that was told
@@ -28,7 +28,7 @@ class Telling:
         self._due = 0.0
         here.finishing, here.parting = self.finish, self.part
 
-    def __call__(self, outcome: Outcome | None) -> None:
+    def __call__(self, outcome: StepOutcome | None) -> None:
         if outcome is None or not outcome.late:
             self._worker.tally.losses += 1
         self._tell_skips()

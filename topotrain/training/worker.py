@@ -18,12 +18,12 @@ from topotrain.config.async_momentum import explanation, momentum_of
 from topotrain.config.job import Apply, ConfigError, Correction, Grads, Job, NonFinite, Pull
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Topology
-from topotrain.core.client.client import Exchange, JobError, Outcome, StepEnd
+from topotrain.core.client.client import Client, JobError, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, Schema, effective, slice_map_for, torch_dtype
-from topotrain.core.optim.adapter import Hyper, OptimizerSpec, describe
-from topotrain.core.server.nonfinite import NOBODY, Strikes, complaint
+from topotrain.core.optim.adapter import HyperEncoder, OptimizerSpec, describe
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
 from topotrain.extensions.compression.codecs import all_finite
-from topotrain.training.parameters.device_parameters import HostMirror
+from topotrain.training.parameters.device_parameters import HostParameters
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts, in_file
 from topotrain.training.parameters.gradient_hooks import ArrivalPath, GradientPath, MeanPath, PushPath
 
@@ -31,7 +31,7 @@ _FEW_OWN, _MOST_OWN = 10, 501  # steps whose own time is known, before it is tol
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
+class SkippedStep:
     """Step `step` (from 1) of a worker counted for nothing, for some gradient was not finite.
 
     by: the worker whose gradient it was, "" where only the group's sum is known; parameter: one of which it is true, ""
@@ -44,7 +44,7 @@ class Skip:
 
 
 @dataclass(slots=True)
-class Tally:
+class WorkerStats:
     """What a worker has done. Staleness counts versions, per step and slice; losses are those since `take_loss`."""
 
     steps: int = 0
@@ -52,7 +52,7 @@ class Tally:
     lost: int = 0  # batches that a stream did not give again
     dropped: int = 0  # batches that came too late, and that the script did not wait to be given again
     skipped: int = 0  # steps whose batch is used up, and has changed no value
-    skips: list[Skip] = field(default_factory=list)  # those since `take_skips`
+    skips: list[SkippedStep] = field(default_factory=list)  # those since `take_skips`
     staleness_sum: int = 0
     staleness_count: int = 0
     staleness_max: int = 0
@@ -68,7 +68,7 @@ class Tally:
         """Median time that this worker itself takes for a step, in seconds; None: too few were measured."""
         return median(self.own) if len(self.own) >= _FEW_OWN else None
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: StepOutcome) -> None:
         """Count a committed step."""
         self.staleness_sum += sum(outcome.staleness)
         self.staleness_count += len(outcome.staleness)
@@ -79,12 +79,12 @@ class Tally:
         """Mean over steps and slices."""
         return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
 
-    def skip(self, skip: Skip) -> None:
+    def skip(self, skip: SkippedStep) -> None:
         """Count a step that was skipped."""
         self.skipped += 1
         self.skips.append(skip)
 
-    def take_skips(self) -> list[Skip]:
+    def take_skips(self) -> list[SkippedStep]:
         """The skips since the last call."""
         taken, self.skips = self.skips, []
         return taken
@@ -121,7 +121,7 @@ class Worker:
         topology: Topology,
         parts: ModelParts,
         optimizer: torch.optim.Optimizer,
-        exchange: Exchange,
+        exchange: Client,
         flats: Callable[[SliceMap], FlatBuffers],
         aside: Sequence[torch.nn.Parameter] = (),
     ) -> None:
@@ -131,7 +131,7 @@ class Worker:
         self.optimizer = optimizer
         self.exchange = exchange
         exchange.clock = time.monotonic
-        self.tally = Tally()
+        self.tally = WorkerStats()
         spec = describe(optimizer, parts.tensors, job.cluster.slicing, job.import_, aside)
         self._groups = len(optimizer.param_groups)
         self._topology = topology
@@ -146,13 +146,13 @@ class Worker:
         sees_means = topology.workers_per_group > 1 and job.grads is Grads.kVisible
         exchange.device = next((t.device for t in (*parts.tensors, *aside) if not t.is_meta), exchange.device)
         # To a device values are copied when all are here.
-        self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostMirror)
+        self.lazy = job.pull is Pull.kLazy and isinstance(self.mirror, HostParameters)
         exchange.open(schema, self.map, self.buffers.flats, on_arrival, sees_means, self.lazy)
         self._said_weight: float | None = None
         self._samples_weight = 1.0
         self._marks: dict[int, tuple[int, int]] = {}  # stream -> first and last batch of this step
         self._hyper = b""
-        self._hyper_now = Hyper(optimizer)
+        self._hyper_now = HyperEncoder(optimizer)
         self._clip = (0.0, 2.0)
         self.last_norm = float("nan")
         self.snapshot = 0
@@ -168,14 +168,14 @@ class Worker:
         self._own_samples = 0  # since the last call of `step`
         self._loss: tuple[float | torch.Tensor, int] = (0.0, 0)  # of the tally when the last step was over
         self._freed: tuple[float, float] | None = None  # when this worker's last wait for a step was over
-        self._strikes = Strikes(job.nonfinite)
+        self._strikes = NonfiniteLimit(job.nonfinite)
         self._committed = 0
         self._accrued: set[int] = set()
         self.final_buffers: list[torch.Tensor] = []
         self._speaks = me.group == topology.worker_groups_of(topology.server_group_of(me.group))[0]
         self.path: GradientPath = self._make_path(topology.workers_per_group)
         self.before_commit: list[Callable[[int, StepEnd], None]] = []
-        self.after_step: list[Callable[[Outcome | None], None]] = []
+        self.after_step: list[Callable[[StepOutcome | None], None]] = []
         self.after_epoch: list[Callable[[], None]] = []
         """Called where the others have made steps while this worker had no batch left."""
         self.counts: Callable[[], float] = self.weight
@@ -285,7 +285,7 @@ class Worker:
 
     # --- a step --------------------------------------------------------------------------------------------------
 
-    def step(self, inv_scale: float = 1.0, check_finite: bool = False) -> Outcome | None:
+    def step(self, inv_scale: float = 1.0, check_finite: bool = False) -> StepOutcome | None:
         """Commit the step; the new values stand in the parameters when this returns.
 
         Returns None where the job lets a worker go on alone for some steps (`n_push` > 1).
@@ -336,7 +336,7 @@ class Worker:
                 f"done again (no gradient accumulation, no batches ahead; or cluster.backup: 0)"
             )
 
-    def _move(self, outcome: Outcome) -> None:
+    def _move(self, outcome: StepOutcome) -> None:
         """The group has made steps without this worker."""
         self.tally.steps += outcome.next - self._committed
         self._committed = outcome.next
@@ -344,7 +344,7 @@ class Worker:
         self.path.go_to(outcome.next)
         self._hyper = b""  # whether all servers know what was said with a step that was late
 
-    def _drop(self, outcome: Outcome) -> None:
+    def _drop(self, outcome: StepOutcome) -> None:
         """What this worker has contributed to the step came too late: nothing of it counts."""
         self._verdict = False
         self.tally.late += 1
@@ -365,7 +365,7 @@ class Worker:
         fetch: bool,
         meanwhile: Callable[[], None] = lambda: None,
         lazy: bool = False,
-    ) -> Outcome | None:
+    ) -> StepOutcome | None:
         step = self._committed
         self.exchange.settle()
         try:
@@ -421,7 +421,7 @@ class Worker:
             if tensor.grad is not None:
                 yield index, tensor.grad, tensor.grad._version
 
-    def _settled(self, outcome: Outcome) -> None:
+    def _settled(self, outcome: StepOutcome) -> None:
         """A step that was committed lazily is over; meanwhile its gradients were still read."""
         self._count(outcome, self._committed)
         for index, gradient, version in self._left:
@@ -432,7 +432,7 @@ class Worker:
                 )
         self._left = []
 
-    def _count(self, outcome: Outcome, step: int) -> None:
+    def _count(self, outcome: StepOutcome, step: int) -> None:
         if outcome.norm >= 0:
             self.last_norm = outcome.norm
         self.snapshot = outcome.snapshot or self.snapshot
@@ -442,14 +442,14 @@ class Worker:
         if refused and (outcome.found_inf or self.me.index in refused):
             self.tally.skip(self._skip(step, refused))
 
-    def _skip(self, step: int, refused: dict[int, int]) -> Skip:
+    def _skip(self, step: int, refused: dict[int, int]) -> SkippedStep:
         """Whose fault it was: this worker's own before that of others, and of what is known of a sum nothing at all."""
         by = self.me.index if self.me.index in refused else max(refused)
         parameter = self.parts.parameters[refused[by]].name if refused[by] >= 0 else ""
         if by != NOBODY:
-            return Skip(step, str(self.me._replace(index=by)), parameter)
+            return SkippedStep(step, str(self.me._replace(index=by)), parameter)
         mine = self._spoiled(self.path.sent)
-        return Skip(step, str(self.me) if mine else "", mine or parameter)
+        return SkippedStep(step, str(self.me) if mine else "", mine or parameter)
 
     def _spoiled(self, sent: Sequence[torch.Tensor | None]) -> str:
         """Of these gradients, by parameter, the name of one that is not finite, or ""."""
@@ -460,7 +460,7 @@ class Worker:
 
     # --- Downpour's own steps (n_push, n_fetch) --------------------------------------------------------------------
 
-    def _step_alone(self, inv_scale: float, check_finite: bool) -> Outcome | None:
+    def _step_alone(self, inv_scale: float, check_finite: bool) -> StepOutcome | None:
         """Local plain SGD between pushes of the summed gradient (Dean et al., 2012, section 4.1)."""
         rate = {id(p): float(g["lr"]) for g in self.optimizer.param_groups for p in g["params"]}
         push = self._own_steps % self.job.cluster.n_push == 0
@@ -491,14 +491,14 @@ class Worker:
         if scaled:
             return bool(name)
         if name:
-            self.tally.skip(Skip(self._own_steps, str(self.me), name))
+            self.tally.skip(SkippedStep(self._own_steps, str(self.me), name))
         if self._strikes.step(self.me.group, [self.me.index] if name else []) is not None:
             why = explanation(self._topology, self.momentum)
             words = complaint(str(self.me), name, self._own_steps, self._strikes.most, why)
             raise JobError(f"worker group {self.me.group}: {words}", False, self._strikes.quarantine)
         return bool(name)
 
-    def _push_accrued(self, fetch: bool) -> Outcome | None:
+    def _push_accrued(self, fetch: bool) -> StepOutcome | None:
         kept = {index: self.parts.tensors[index].grad for index in range(len(self.parts.tensors))}
         for index, tensor in enumerate(self.parts.tensors):
             tensor.grad = self.mirror.room("accrued", index) if index in self._accrued else None

@@ -13,7 +13,7 @@ from topotrain.core.profiling.spans import SILENT, ProcessSpans, Recorder, Serve
 from topotrain.launch.agent.workspace import SPANS, profiled_step
 
 
-class Profile:
+class ProfileRecorders:
     """Makes the recorders of one process; nobody asked for a profile: silent ones.
 
     Args:

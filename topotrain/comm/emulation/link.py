@@ -40,7 +40,7 @@ _LINGER_S = 2.0  # given to what is under way at the end of a connection
 _TIME = struct.Struct("d")
 
 
-class Meter:
+class LinkMeter:
     """One direction of one host's link: until when it is taken. All processes that open the same file share it.
 
     Args:
@@ -76,13 +76,13 @@ class Meter:
         return float(end)
 
 
-class Route:
+class EmulatedRoute:
     """The way from one host to another, for one connection: when its pieces are through. Knows no clock.
 
     link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid; None: unlimited.
     """
 
-    def __init__(self, link: Link, up: Meter | None, down: Meter | None, dice: random.Random) -> None:
+    def __init__(self, link: Link, up: LinkMeter | None, down: LinkMeter | None, dice: random.Random) -> None:
         self._link, self._up, self._down, self._dice = link, up, down, dice
         self._through = self._there = 0.0
 
@@ -116,7 +116,7 @@ class Route:
         return rounds, again
 
 
-class UnderWay:
+class PiecesInFlight:
     """Pieces that are paid for and not there yet, in order, and how many bytes they are. Knows no clock."""
 
     def __init__(self) -> None:
@@ -140,8 +140,8 @@ class UnderWay:
         self.nbytes -= len(self._pieces.popleft()[1])
 
 
-class Shaped(socket.socket):
-    """A connected stream socket whose sending direction is a `Route`; takes over the descriptor of `raw`.
+class ShapedSocket(socket.socket):
+    """A connected stream socket whose sending direction is a `EmulatedRoute`; takes over the descriptor of `raw`.
 
     A send takes at most one piece and blocks as the link does; one that must not wait (MSG_DONTWAIT) never takes
     anything, so that a writer's thread does it. `close` waits for what is under way.
@@ -153,13 +153,13 @@ class Shaped(socket.socket):
         room: bytes that may be under way.
     """
 
-    def __init__(self, raw: socket.socket, route: Route, piece: int, room: int) -> None:
+    def __init__(self, raw: socket.socket, route: EmulatedRoute, piece: int, room: int) -> None:
         super().__init__(raw.family, raw.type, raw.proto, raw.detach())
         self.settimeout(None)
         self._route, self._piece, self._room = route, piece, room
         self._lock = threading.Lock()
         self._sent, self._freed = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._under_way = UnderWay()
+        self._under_way = PiecesInFlight()
         self._last = False  # nothing more will be sent
         self._over = threading.Event()  # the sender must not sleep any longer
         self._cut = threading.Event()  # nor what is under way
@@ -256,7 +256,7 @@ class Shaped(socket.socket):
         super().close()
 
 
-class Network:
+class EmulatedNetwork:
     """The pretended network as one process sees it: it turns connected sockets into ways from host to host.
 
     Args:
@@ -269,7 +269,7 @@ class Network:
     def __init__(self, link: Link, directory: Path, key: str, host_of: Callable[[Address], int]) -> None:
         self._link, self._directory, self._key, self._host_of = link, directory, key, host_of
         self._rate = None if link.bandwidth is None else link.bandwidth * 1e6 / 8
-        self._meters: dict[tuple[int, str], Meter] = {}
+        self._meters: dict[tuple[int, str], LinkMeter] = {}
         self._lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -286,17 +286,17 @@ class Network:
                 + int(self._rate * 2 * _AHEAD_S)
                 + 2 * piece
             )
-        route = Route(self._link, self._meter(here, "up"), self._meter(there, "down"), random.Random())
-        return Shaped(sock, route, piece, room)
+        route = EmulatedRoute(self._link, self._meter(here, "up"), self._meter(there, "down"), random.Random())
+        return ShapedSocket(sock, route, piece, room)
 
-    def _meter(self, host: int, direction: str) -> Meter | None:
+    def _meter(self, host: int, direction: str) -> LinkMeter | None:
         if self._rate is None:
             return None
         with self._lock:
             found = self._meters.get((host, direction))
             if found is None:
                 file = self._directory / f"{self._key}-{host}-{direction}"
-                found = self._meters[host, direction] = Meter(file, self._rate)
+                found = self._meters[host, direction] = LinkMeter(file, self._rate)
             return found
 
 

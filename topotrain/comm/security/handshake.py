@@ -26,8 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 
-from topotrain.comm.transport import Broken, Refused, WireError
-from topotrain.comm.transport.multi_socket import Line
+from topotrain.comm.transport import ConnectionLost, Refused, TransportError
+from topotrain.comm.transport.multi_socket import HandshakeSocket
 from topotrain.config.topology import Address, Role
 
 TOKEN_BYTES = 32
@@ -47,15 +47,15 @@ _TEXT_BYTES = 320
 _KIND_HELLO, _KIND_CHALLENGE, _KIND_PROOF, _KIND_WELCOME, _KIND_REFUSE = range(1, 6)
 
 
-class Stranger(WireError):
+class NotOurProtocol(TransportError):
     """Somebody connected who does not speak our handshake: garbage, silence, or too slow."""
 
 
-class TooSlow(Stranger, Broken):
+class HandshakeTimeout(NotOurProtocol, ConnectionLost):
     """The handshake's time was over. A loaded machine does that to a peer of ours too."""
 
 
-class HungUp(Stranger, Broken):
+class HandshakeAborted(NotOurProtocol, ConnectionLost):
     """The other side ended in the handshake, or is not interested."""
 
 
@@ -93,7 +93,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class SocketNumber:
     """Which socket of a connection this is: number `lane` of `lanes`, and 16 bytes that all of them have in common."""
 
     lane: int = 0
@@ -101,7 +101,7 @@ class Lane:
     bundle: bytes = bytes(16)
 
 
-ONLY = Lane()
+ONLY = SocketNumber()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,16 @@ class Peer:
     address: Address
     incarnation: int
     generation: int
-    lane: Lane = ONLY
+    lane: SocketNumber = ONLY
 
 
 def dial(
-    sock: Line,
+    sock: HandshakeSocket,
     identity: Identity,
     me: Address,
     wanted: Address,
     seconds: float = DEADLINE,
-    lane: Lane = ONLY,
+    lane: SocketNumber = ONLY,
     binding: bytes = b"",
 ) -> Peer:
     """Introduce `me` to the resident `wanted` at the other end of a connected socket.
@@ -153,7 +153,7 @@ def dial(
 
 
 def answer(
-    sock: Line,
+    sock: HandshakeSocket,
     identity: Identity,
     lives_here: Callable[[Address], bool],
     seconds: float = DEADLINE,
@@ -176,7 +176,7 @@ def answer(
         raise
 
 
-def refuse(sock: Line, refused: Refused) -> None:
+def refuse(sock: HandshakeSocket, refused: Refused) -> None:
     """Tell the dialer no, without waiting for it to listen."""
     _Talk(sock, DEADLINE).refuse(refused)
 
@@ -191,9 +191,9 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
         raise Refused("JOB", "this process belongs to another job")
     dialer, me = _address(*fields[3:6]), _address(*fields[6:9])
     incarnation, generation = fields[9:11]
-    lane = Lane(*fields[11:14])
+    lane = SocketNumber(*fields[11:14])
     if not lane.lane < lane.lanes <= MAX_LANES:
-        raise Stranger(f"no such lane: {lane.lane} of {lane.lanes}")
+        raise NotOurProtocol(f"no such lane: {lane.lane} of {lane.lanes}")
     body = _CHALLENGE.pack(version, identity.incarnation, identity.generation, secrets.token_bytes(32))
     key = _key(identity, "answer", me)
     talk.send_proven(_KIND_CHALLENGE, body, key)
@@ -217,7 +217,7 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
 class _Talk:
     """One side of a handshake: bounded bytes, one deadline, and the running transcript that every proof covers."""
 
-    def __init__(self, sock: Line, seconds: float, binding: bytes = b"") -> None:
+    def __init__(self, sock: HandshakeSocket, seconds: float, binding: bytes = b"") -> None:
         self._sock = sock
         self._end = time.monotonic() + seconds
         self._left = BUDGET
@@ -242,11 +242,13 @@ class _Talk:
         """The body of the next message, which must be of this kind and size; its proof is checked by `proven`."""
         magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
         if magic != MAGIC or length > self._left:
-            raise Stranger("the other side does not speak this handshake")
+            raise NotOurProtocol("the other side does not speak this handshake")
         if got == _KIND_REFUSE and length >= 1:
             raise _refusal(self._read(length))
         if got != kind or length != size + mac_bytes:
-            raise Stranger(f"message {got} of {length} bytes in the handshake, expected {kind} of {size + mac_bytes}")
+            raise NotOurProtocol(
+                f"message {got} of {length} bytes in the handshake, expected {kind} of {size + mac_bytes}"
+            )
         raw = self._read(length)
         body, self._claim = raw[:size], raw[size:]
         self._due = self._digest_with(kind, body)
@@ -279,25 +281,25 @@ class _Talk:
             self._sock.settimeout(self._seconds_left())
             self._sock.sendall(raw)
         except TimeoutError as error:
-            raise TooSlow("the other side was too slow in the handshake") from error
+            raise HandshakeTimeout("the other side was too slow in the handshake") from error
         except OSError:
             pass  # it may have refused us and closed: its reason, if any, is what the next read finds
 
     def _read(self, size: int) -> bytes:
         self._left -= size
         if self._left < 0:
-            raise Stranger(f"more than {BUDGET} bytes in the handshake")
+            raise NotOurProtocol(f"more than {BUDGET} bytes in the handshake")
         raw = b""
         while len(raw) < size:
             try:
                 self._sock.settimeout(self._seconds_left())
                 part = self._sock.recv(size - len(raw))
             except TimeoutError as error:
-                raise TooSlow("the other side was too slow in the handshake") from error
+                raise HandshakeTimeout("the other side was too slow in the handshake") from error
             except OSError as error:
-                raise HungUp(f"the connection broke in the handshake: {error}") from error
+                raise HandshakeAborted(f"the connection broke in the handshake: {error}") from error
             if not part:
-                raise HungUp("the other side hung up in the handshake")
+                raise HandshakeAborted("the other side hung up in the handshake")
             raw += part
         return raw
 
@@ -320,13 +322,13 @@ def _job_hash(identity: Identity) -> bytes:
 
 def _address(role: int, group: int, index: int) -> Address:
     if role not in tuple(Role) or group < 0 or index < 0:
-        raise Stranger(f"no such address: role {role}, group {group}, index {index}")
+        raise NotOurProtocol(f"no such address: role {role}, group {group}, index {index}")
     return Address(Role(role), group, index)
 
 
-def _refusal(raw: bytes) -> WireError:
+def _refusal(raw: bytes) -> TransportError:
     if raw[0] >= len(CODES):
-        return Stranger(f"refused with unknown code {raw[0]}")
+        return NotOurProtocol(f"refused with unknown code {raw[0]}")
     return Refused(CODES[raw[0]], "".join(c if c.isprintable() else "?" for c in raw[1:].decode("utf-8", "replace")))
 
 

@@ -23,8 +23,8 @@ from datetime import datetime
 from hashlib import sha256
 from typing import Any, Self, cast
 
-from topotrain.comm.security.handshake import DEADLINE, MAGIC, HungUp, Stranger, TooSlow
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.security.handshake import DEADLINE, MAGIC, HandshakeAborted, HandshakeTimeout, NotOurProtocol
+from topotrain.comm.transport import Refused, TransportError
 
 PIECE = 1 << 17  # bytes that are sealed at once
 BUDGET = 1 << 14  # bytes taken from a peer before `trust`: both handshakes need about 2000
@@ -129,7 +129,7 @@ class TlsChannel:
                     pass
                 self._say(until)
                 if not done and not self._feed(0, until):
-                    raise HungUp("the other side hung up in the TLS handshake")
+                    raise HandshakeAborted("the other side hung up in the TLS handshake")
         self.settimeout(before)
 
     def _say(self, until: float) -> None:
@@ -146,20 +146,20 @@ class TlsChannel:
         try:
             yield
         except TimeoutError as error:
-            raise TooSlow("the other side was too slow in the TLS handshake") from error
+            raise HandshakeTimeout("the other side was too slow in the TLS handshake") from error
         except ssl.SSLError as error:
             # Who has no thread for us says so before there is any TLS.
             if not self._tls.server_side and self._read[: len(MAGIC)] == MAGIC:
                 raise Refused("FULL", "the other side has no room for a connection now") from error
-            raise Stranger(f"the other side does not speak TLS 1.3 as we do ({error.reason})") from error
+            raise NotOurProtocol(f"the other side does not speak TLS 1.3 as we do ({error.reason})") from error
         except OSError as error:
-            raise HungUp(f"the connection broke in the TLS handshake: {error}") from error
+            raise HandshakeAborted(f"the connection broke in the TLS handshake: {error}") from error
 
     def certificate(self) -> bytes:
         """The one that the listening end has shown to this one, in DER."""
         shown = self._tls.getpeercert(binary_form=True)
         if shown is None:
-            raise Stranger("the other side has shown no certificate")
+            raise NotOurProtocol("the other side has shown no certificate")
         return shown
 
     def trust(self) -> None:
@@ -251,7 +251,7 @@ class TlsChannel:
         if self._budget is not None:
             self._budget -= count
             if self._budget < 0:
-                raise Stranger(f"more than {BUDGET} bytes from a peer that has not proven itself")
+                raise NotOurProtocol(f"more than {BUDGET} bytes from a peer that has not proven itself")
         with self._lock:
             self._in.write(self._read[:count])
         return count > 0
@@ -300,7 +300,7 @@ def _self_signed() -> tuple[bytes, bytes, bytes]:
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     except ImportError as error:
-        raise WireError(
+        raise TransportError(
             "an address that other machines reach needs TLS, and TLS the package cryptography: "
             "pip install 'topotrain[tls]'"
         ) from error

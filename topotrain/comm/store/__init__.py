@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from topotrain.comm.store.key_validation import StoreError
-from topotrain.comm.store.store_base import Store, Within, within
+from topotrain.comm.store.store_base import PrefixStore, Store, within
 from topotrain.comm.store.store_url import StoreUrl, parse
 
-__all__ = ["Served", "Store", "StoreError", "host_store", "open_store", "serve_store", "within"]
+__all__ = ["StoreService", "Store", "StoreError", "host_store", "open_store", "serve_store", "within"]
 
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach a server that is away."""
 
 
-class Served(Protocol):
+class StoreService(Protocol):
     """A tcp:// store that this process serves, on threads of its own."""
 
     url: str
@@ -53,10 +53,10 @@ def open_store(
         inner: Store = find(address, environ, secret, patience, open_store)
     else:
         inner = _open(address, secret, patience, environ)
-    return Within(inner, f"jobs/{address.job}", owner=True) if address.job else inner
+    return PrefixStore(inner, f"jobs/{address.job}", owner=True) if address.job else inner
 
 
-def serve_store(host: str, port: int, secret: bytes) -> Served:
+def serve_store(host: str, port: int, secret: bytes) -> StoreService:
     """Serve a tcp:// store at an address of this machine (port 0: any) until it is closed.
 
     Raises:
@@ -69,7 +69,7 @@ def serve_store(host: str, port: int, secret: bytes) -> Served:
     return TcpServer(host, port, secret)
 
 
-def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str] | None = None) -> Served | None:
+def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str] | None = None) -> StoreService | None:
     """For the unit of rank 0: serve the store of the URL if that is to be done here, else None.
 
     A tcp:// URL (or one that env:// stands for) is served when its address belongs to this machine and no store is

@@ -15,7 +15,7 @@ LOOK_S = 1.0
 _CLOSING_S = 1.0  # for a look that is under way; the store that it asks may be away
 
 
-class KeptValues:
+class MaintainedValues:
     """The values that one process keeps in `store`, from the first one until `close`; several threads may use it."""
 
     def __init__(self, store: Store) -> None:

@@ -28,7 +28,7 @@ class _Entry:
     until: float  # by the monotonic clock; inf: stays
 
 
-class Table:
+class MemoryTable:
     """Values under keys, for several threads. Keys and values have been checked."""
 
     def __init__(self) -> None:

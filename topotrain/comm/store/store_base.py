@@ -49,7 +49,7 @@ class Store(Protocol):
         ...
 
 
-class Within:
+class PrefixStore:
     """A store whose keys all lie under `prefix` of another store.
 
     owner: closing the view closes the other store, too.
@@ -99,4 +99,4 @@ class Within:
 
 def within(store: Store, prefix: str) -> Store:
     """The part of a store under `prefix`, as a store; `prefix` is a key. Closing it leaves the whole store open."""
-    return Within(store, prefix)
+    return PrefixStore(store, prefix)

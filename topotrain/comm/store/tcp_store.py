@@ -18,16 +18,16 @@ from topotrain.comm.store.key_validation import StoreError, check_key, check_pre
 from topotrain.comm.store.tcp_store_handshake import go_in, identity, resolve, shown
 from topotrain.comm.store.tcp_store_protocol import (
     MAX_WAIT,
-    Garbled,
+    MalformedFrame,
     Op,
     Reply,
-    Request,
     Status,
+    StoreRequest,
     receive_reply,
     send_request,
 )
-from topotrain.comm.transport import Refused, WireError
-from topotrain.comm.transport.multi_socket import Line
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.multi_socket import HandshakeSocket
 
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach its server."""
@@ -36,7 +36,7 @@ _KEPT = 8  # idle connections
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between attempts
 
 
-class Denied(StoreError):
+class AccessDenied(StoreError):
     """The server will not have us, however often we ask."""
 
 
@@ -56,22 +56,22 @@ class TcpStore:
         self._identity = identity(secret)
         self._patience = patience
         self._lock = threading.Lock()
-        self._idle: list[Line] = []
-        self._busy: set[Line] = set()
+        self._idle: list[HandshakeSocket] = []
+        self._busy: set[HandshakeSocket] = set()
         self._process = os.getpid()
         self._closed = False
 
     def get(self, key: str) -> bytes | None:
         """The value, or None when there is none."""
         check_key(key)
-        reply = self._ask(Request(Op.GET, key))
+        reply = self._ask(StoreRequest(Op.GET, key))
         return reply.body if reply.status is Status.YES else None
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
         """Write a value, whatever was there."""
         check_key(key)
         check_value(value)
-        self._ask(Request(Op.SET, key, value, life=check_ttl(ttl)))
+        self._ask(StoreRequest(Op.SET, key, value, life=check_ttl(ttl)))
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
         """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
@@ -79,17 +79,17 @@ class TcpStore:
         check_value(value)
         if expected is not None:
             check_value(expected)
-        return self._ask(Request(Op.COMPARE_AND_SET, key, value, expected, check_ttl(ttl))).status is Status.YES
+        return self._ask(StoreRequest(Op.COMPARE_AND_SET, key, value, expected, check_ttl(ttl))).status is Status.YES
 
     def delete(self, key: str) -> None:
         """Remove a value, if there is one."""
         check_key(key)
-        self._ask(Request(Op.DELETE, key))
+        self._ask(StoreRequest(Op.DELETE, key))
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys with a value that begin with `prefix`, sorted."""
         check_prefix(prefix)
-        return self._ask(Request(Op.KEYS, prefix)).body.decode().split()
+        return self._ask(StoreRequest(Op.KEYS, prefix)).body.decode().split()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
@@ -97,7 +97,7 @@ class TcpStore:
         if known is not None:
             check_value(known)
         until = time.monotonic() + timeout
-        reply = self._ask(Request(Op.WATCH, key, known=known), max(0.0, timeout), until)
+        reply = self._ask(StoreRequest(Op.WATCH, key, known=known), max(0.0, timeout), until)
         if reply.status is Status.TIMEOUT:
             raise TimeoutError(f"nothing new under {key!r} in {self._url} within {timeout} s")
         return reply.body
@@ -111,7 +111,7 @@ class TcpStore:
                     sock.shutdown(socket.SHUT_RDWR)
         self._hang_up()
 
-    def _ask(self, request: Request, wait: float = 0.0, until: float | None = None) -> Reply:
+    def _ask(self, request: StoreRequest, wait: float = 0.0, until: float | None = None) -> Reply:
         """Ask until there is an answer. `wait`, `until`: of a watch. Raises StoreError."""
         lost_at, pause = None, _FIRST_PAUSE
         while True:
@@ -119,7 +119,7 @@ class TcpStore:
                 wait = max(0.0, until - time.monotonic())
             try:
                 reply = self._attempt(request, min(wait, MAX_WAIT))
-            except (OSError, Garbled, WireError) as error:
+            except (OSError, MalformedFrame, TransportError) as error:
                 self._hang_up()  # when one was lost, the others mostly are, too
                 self._give_up_on(error)
                 now = time.monotonic()
@@ -135,7 +135,7 @@ class TcpStore:
                 raise StoreError(f"store {self._url}: {reply.body.decode('utf-8', 'replace')}")
             return reply
 
-    def _attempt(self, request: Request, wait: float) -> Reply:
+    def _attempt(self, request: StoreRequest, wait: float) -> Reply:
         sock = self._take()
         try:
             self._use(sock)
@@ -150,7 +150,7 @@ class TcpStore:
         self._put_back(sock)
         return reply
 
-    def _use(self, sock: Line) -> None:
+    def _use(self, sock: HandshakeSocket) -> None:
         """From now on `close` ends what happens on this connection."""
         with self._lock:
             self._check_open()
@@ -160,7 +160,7 @@ class TcpStore:
         if self._closed:
             raise StoreError(f"store {self._url}: was closed")
 
-    def _take(self) -> Line:
+    def _take(self) -> HandshakeSocket:
         with self._lock:
             self._check_open()
             if self._process != os.getpid():  # after a fork these belong to the parent, who goes on using them
@@ -169,7 +169,7 @@ class TcpStore:
                 return self._idle.pop()
         return self._connect()
 
-    def _put_back(self, sock: Line) -> None:
+    def _put_back(self, sock: HandshakeSocket) -> None:
         with self._lock:
             self._busy.discard(sock)
             if not self._closed and len(self._idle) < _KEPT:
@@ -184,7 +184,7 @@ class TcpStore:
             with suppress(OSError):
                 sock.close()
 
-    def _connect(self) -> Line:
+    def _connect(self) -> HandshakeSocket:
         _, address = resolve(self._host, self._port)
         sock = socket.create_connection((address, self._port), timeout=DEADLINE)
         try:
@@ -197,5 +197,5 @@ class TcpStore:
         """Raise StoreError for what trying again would not change."""
         if isinstance(error, Refused) and error.code != "FULL":
             if error.code == "AUTH":
-                raise Denied(f"store {self._url} has another secret than we have") from error
-            raise Denied(f"store {self._url} refused us: {error}") from error
+                raise AccessDenied(f"store {self._url} has another secret than we have") from error
+            raise AccessDenied(f"store {self._url} refused us: {error}") from error

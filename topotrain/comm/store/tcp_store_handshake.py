@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from topotrain.comm.security.handshake import Identity, answer, dial
 from topotrain.comm.security.secret import job_key
 from topotrain.comm.store.key_validation import StoreError
-from topotrain.comm.transport import WireError
-from topotrain.comm.transport.multi_socket import Line
+from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.multi_socket import HandshakeSocket
 from topotrain.config.topology import Address, Role
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certi
 
     try:
         return Certificate.make()
-    except WireError as error:
+    except TransportError as error:
         raise StoreError(f"store {shown(host, port)}: {error}") from error
 
 
-def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | None") -> Line:
+def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | None") -> HandshakeSocket:
     """Hear a client out; returns the way to talk to it. Raises WireError, OSError."""
     prepare(sock)
-    line: Line = sock
+    line: HandshakeSocket = sock
     binding = b""
     if certificate is not None:
         from topotrain.comm.security.tls import server_side
@@ -109,7 +109,7 @@ def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | No
     return line
 
 
-def go_in(sock: socket.socket, proof: Identity) -> Line:
+def go_in(sock: socket.socket, proof: Identity) -> HandshakeSocket:
     """Introduce ourselves to the server at the other end; returns the way to talk to it. Raises WireError, OSError."""
     prepare(sock)
     if is_loopback(str(sock.getpeername()[0])):

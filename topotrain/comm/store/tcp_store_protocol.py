@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from topotrain.comm.store.key_validation import MAX_KEY, MAX_TTL, MAX_VALUE
-from topotrain.comm.transport.multi_socket import Line
+from topotrain.comm.transport.multi_socket import HandshakeSocket
 
 MAX_REPLY = 64 << 20  # bytes: the keys of a big store
 MAX_WAIT = 366 * 86_400.0  # seconds
@@ -20,7 +20,7 @@ _REPLY = struct.Struct("<2sBI")
 _MAGIC = b"tS"
 
 
-class Garbled(Exception):
+class MalformedFrame(Exception):
     """The other side does not keep to the protocol, or hung up in the middle of a frame."""
 
 
@@ -45,7 +45,7 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StoreRequest:
     """One question.
 
     known: the expected value of COMPARE_AND_SET, the known one of WATCH. life: milliseconds, 0 for ever. seconds: how
@@ -69,7 +69,7 @@ class Reply:
     body: bytes = b""
 
 
-def send_request(sock: Line, request: Request) -> None:
+def send_request(sock: HandshakeSocket, request: StoreRequest) -> None:
     """Raises OSError."""
     known, key = request.known, request.key.encode()
     sizes = (len(key), len(known or b""), len(request.value))
@@ -78,7 +78,7 @@ def send_request(sock: Line, request: Request) -> None:
     sock.sendall(b"".join((head, key, known or b"", request.value)))
 
 
-def receive_request(sock: Line, seconds: float) -> Request | None:
+def receive_request(sock: HandshakeSocket, seconds: float) -> StoreRequest | None:
     """The next request, or None when the client has hung up; `seconds` are for all but its first byte.
 
     Raises:
@@ -92,34 +92,34 @@ def receive_request(sock: Line, seconds: float) -> Request | None:
     head = _REQUEST.unpack(first + _exactly(sock, _REQUEST.size - 1))
     magic, op, flags, once, life, wait, key_size, known_size, value_size = head
     if magic != _MAGIC or op not in tuple(Op) or flags > 1:
-        raise Garbled("no request")
+        raise MalformedFrame("no request")
     if key_size > MAX_KEY or known_size > MAX_VALUE or value_size > MAX_VALUE:
-        raise Garbled("a request that is too big")
+        raise MalformedFrame("a request that is too big")
     if life > MAX_TTL * 1000 or not 0 <= wait <= MAX_WAIT:
-        raise Garbled("a request with a time that is none")
+        raise MalformedFrame("a request with a time that is none")
     key = _exactly(sock, key_size).decode("ascii", "replace")
     known, value = _exactly(sock, known_size), _exactly(sock, value_size)
-    return Request(Op(op), key, value, known if flags else None, life, wait, once)
+    return StoreRequest(Op(op), key, value, known if flags else None, life, wait, once)
 
 
-def send_reply(sock: Line, reply: Reply) -> None:
+def send_reply(sock: HandshakeSocket, reply: Reply) -> None:
     """Raises OSError."""
     sock.sendall(_REPLY.pack(_MAGIC, reply.status, len(reply.body)) + reply.body)
 
 
-def receive_reply(sock: Line) -> Reply:
+def receive_reply(sock: HandshakeSocket) -> Reply:
     """Raises OSError (also when the socket's own timeout is over), Garbled."""
     magic, status, size = _REPLY.unpack(_exactly(sock, _REPLY.size))
     if magic != _MAGIC or status not in tuple(Status) or size > MAX_REPLY:
-        raise Garbled("no reply")
+        raise MalformedFrame("no reply")
     return Reply(Status(status), _exactly(sock, size))
 
 
-def _exactly(sock: Line, size: int) -> bytes:
+def _exactly(sock: HandshakeSocket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         part = sock.recv(min(size - len(parts), 1 << 20))
         if not part:
-            raise Garbled("the other side hung up")
+            raise MalformedFrame("the other side hung up")
         parts += part
     return bytes(parts)

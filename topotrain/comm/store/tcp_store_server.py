@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING
 
 from topotrain.comm.security.handshake import refuse
 from topotrain.comm.store.key_validation import StoreError, check_key, check_prefix
-from topotrain.comm.store.memory_store import Table
+from topotrain.comm.store.memory_store import MemoryTable
 from topotrain.comm.store.tcp_store_handshake import bound, certificate_for, come_in, identity, resolve, shown
-from topotrain.comm.store.tcp_store_protocol import Garbled, Op, Reply, Request, Status, receive_request, send_reply
-from topotrain.comm.transport import Refused, WireError
-from topotrain.comm.transport.multi_socket import Line
+from topotrain.comm.store.tcp_store_protocol import (
+    MalformedFrame,
+    Op,
+    Reply,
+    Status,
+    StoreRequest,
+    receive_request,
+    send_reply,
+)
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.multi_socket import HandshakeSocket
 
 if TYPE_CHECKING:
     from topotrain.comm.security.tls import Certificate
@@ -41,15 +49,15 @@ class TcpServer:
     host: an address of this machine; port: 0 for any that is free. url: where others reach it.
 
     Raises:
-        StoreError: the address cannot be served at; `AddressInUse` and `NotHere` say why, `StoreError` the rest.
-        ValueError: the secret does not have 32 bytes.
+        StoreError: the address cannot be served at; `AddressInUse` and `AddressElsewhere` say why, `StoreError` the
+        rest. ValueError: the secret does not have 32 bytes.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._identity = identity(secret)
         self._listener, self._certificate = _listen(host, port, secret)
         self.url = shown(host, self._listener.getsockname()[1])
-        self._table = Table()
+        self._table = MemoryTable()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._strangers = 0
@@ -97,7 +105,7 @@ class TcpServer:
         sock.close()
 
     def _host(self, sock: socket.socket) -> None:
-        with sock, suppress(OSError, WireError, Garbled):
+        with sock, suppress(OSError, TransportError, MalformedFrame):
             try:
                 try:
                     line = come_in(sock, self._identity, self._certificate)
@@ -109,7 +117,7 @@ class TcpServer:
                 with self._lock:
                     self._threads.pop(sock, None)
 
-    def _serve(self, sock: Line) -> None:
+    def _serve(self, sock: HandshakeSocket) -> None:
         while not self._stop.is_set():
             request = receive_request(sock, FRAME_SECONDS)
             if request is None:
@@ -121,7 +129,7 @@ class TcpServer:
                 reply = Reply(Status.REFUSED, str(error).encode())
             send_reply(sock, reply)
 
-    def _watch(self, sock: Line, request: Request) -> Reply:
+    def _watch(self, sock: HandshakeSocket, request: StoreRequest) -> Reply:
         """Wait for the value. Raises Garbled when the client hangs up or speaks meanwhile."""
         until = time.monotonic() + request.seconds
         bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -139,7 +147,7 @@ class TcpServer:
                         return Reply(Status.TIMEOUT)
                     ready = dict(sight.poll(min(left, 3600.0) * 1000 + 1))
                     if sock.fileno() in ready:
-                        raise Garbled("a client that watches has hung up")
+                        raise MalformedFrame("a client that watches has hung up")
                     if bell in ready:
                         os.eventfd_read(bell)
         finally:
@@ -150,7 +158,7 @@ class AddressInUse(StoreError):
     """Somebody listens there already."""
 
 
-class NotHere(StoreError):
+class AddressElsewhere(StoreError):
     """The address belongs to another machine."""
 
 
@@ -163,12 +171,12 @@ def _listen(host: str, port: int, secret: bytes) -> "tuple[socket.socket, Certif
     try:
         sock = bound(family, address, port, _BACKLOG)
     except OSError as error:
-        kinds = {errno.EADDRINUSE: AddressInUse, errno.EADDRNOTAVAIL: NotHere}
+        kinds = {errno.EADDRINUSE: AddressInUse, errno.EADDRNOTAVAIL: AddressElsewhere}
         raise kinds.get(error.errno or 0, StoreError)(f"store {shown(host, port)}: {error.strerror}") from error
     return sock, certificate
 
 
-def _answer(table: Table, request: Request) -> Reply:
+def _answer(table: MemoryTable, request: StoreRequest) -> Reply:
     key, value, known, life, once = request.key, request.value, request.known, request.life, request.once
     if request.op is Op.GET:
         found = table.get(key)

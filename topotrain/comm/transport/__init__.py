@@ -1,8 +1,8 @@
 """The contract of every road: who lives where, and how a message gets there.
 
-A `Resident` lives at an `Address`. A `Wire` attaches residents and carries messages between them. Messages of one
+A `Endpoint` lives at an `Address`. A `Transport` attaches residents and carries messages between them. Messages of one
 sender to one receiver arrive in order and once on the real roads; only the simulated road drops, doubles or reorders.
-`Resident.handle` may be called from several threads at once, and never blocks on the network: it runs on a reader's
+`Endpoint.handle` may be called from several threads at once, and never blocks on the network: it runs on a reader's
 thread, and a reader that waits for a writer is how two processes stop each other for ever.
 """
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:  # whoever only shakes hands (a store, the command line) does 
     from topotrain.core.protocol import Message
 
 
-class WireError(Exception):
+class TransportError(Exception):
     """A road could not be opened, or a peer was refused; the text is for the user."""
 
 
-class Refused(WireError):
+class Refused(TransportError):
     """The peer at the other end refused us: `code` is VERSION, JOB, CONFIG, AUTH, FENCED or FULL."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -29,15 +29,15 @@ class Refused(WireError):
         self.text = text
 
 
-class Unreachable(WireError):
+class PeerUnreachable(TransportError):
     """Nobody answers at an address, as far as the system can tell: perhaps not yet."""
 
 
-class Broken(WireError):
+class ConnectionLost(TransportError):
     """The way to a peer is no more, or broke while it was made: the peer has probably ended."""
 
 
-class Resident(Protocol):
+class Endpoint(Protocol):
     """Whoever lives at an address."""
 
     def place(self, sender: Address, message: "Message", viewable: bool) -> "torch.Tensor | None":
@@ -58,10 +58,10 @@ class Resident(Protocol):
         ...
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """One kind of road, as seen by one process."""
 
-    def attach(self, me: Address, resident: Resident) -> str:
+    def attach(self, me: Address, resident: Endpoint) -> str:
         """Make a resident reachable; returns the URL that others connect to."""
         ...
 

@@ -5,8 +5,8 @@ the size of the tensor its receiver names for it, and is received right into tha
 ends the connection, with a reason that both sides get to know. Each direction carries its frames in order and once;
 they are numbered, and a gap ends the connection.
 
-With a `Regions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as large as
-the region.
+With a `SharedRegions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as
+large as the region.
 """
 
 import threading
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from topotrain.comm.transport import Broken, Resident
+from topotrain.comm.transport import ConnectionLost, Endpoint
 from topotrain.comm.transport.frame import (
     BEAT,
     BODY,
@@ -30,8 +30,8 @@ from topotrain.comm.transport.frame import (
     REGION_IS,
     Header,
 )
-from topotrain.comm.transport.frame_reader import Ended, Intake
-from topotrain.comm.transport.frame_writer import Outbox, Reading
+from topotrain.comm.transport.frame_reader import EndOfStream, FrameReader
+from topotrain.comm.transport.frame_writer import FrameWriter, ReaderThread
 from topotrain.comm.transport.multi_socket import Channel
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import MAX_BODY, Message, ProtocolError, decode, encode
@@ -40,7 +40,7 @@ _MAX_REGIONS = 4096
 _MAX_REASON = 1000  # bytes
 
 
-class Region(Protocol):
+class SharedRegion(Protocol):
     """A piece of shared memory: its number in this process, its file descriptor and its size in bytes."""
 
     @property
@@ -51,10 +51,10 @@ class Region(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Regions(Protocol):
+class SharedRegions(Protocol):
     """The shared memory of this process, and what it maps of others."""
 
-    def find(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[SharedRegion, int] | None:
         """The region that the tensor lies in and its offset there in bytes, or None."""
         ...
 
@@ -75,9 +75,9 @@ class Connection:
         sock: Channel,
         me: Address,
         peer: Address,
-        resident: Resident,
+        resident: Endpoint,
         generation: int,
-        memory: Regions | None = None,
+        memory: SharedRegions | None = None,
         greeting: bytes = b"",
         ended: Callable[["Connection"], None] = lambda _: None,
     ) -> None:
@@ -86,8 +86,8 @@ class Connection:
         self.interrupted = False
         self.sent = self.received = 0  # bytes of messages; a reference counts as the payload it stands for
         self._sock, self._resident, self._memory, self._ended = sock, resident, memory, ended
-        self._intake = Intake(sock, with_fds=memory is not None)
-        self._out = Outbox(sock, f"to {peer}", greeting, self._note)
+        self._intake = FrameReader(sock, with_fds=memory is not None)
+        self._out = FrameWriter(sock, f"to {peer}", greeting, self._note)
         self._reader: threading.Thread | None = None
         self._done = threading.Event()
         self._closing = self._lingering = False
@@ -110,7 +110,7 @@ class Connection:
         return self._out.queued
 
     def send(self, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, if it has a body, when there is room (see `wire.Wire.send`).
+        """Queue a message; with `wait`, if it has a body, when there is room (see `wire.Transport.send`).
 
         Raises:
             WireError: the connection has ended or is ending, perhaps while this waited.
@@ -127,7 +127,7 @@ class Connection:
             if wait and body is not None:
                 self._out.wait_for_room(0 if found is not None else size)
             if self._closing:
-                raise Broken(f"no way from {self.me} to {self.peer}: {self.reason}")
+                raise ConnectionLost(f"no way from {self.me} to {self.peer}: {self.reason}")
             if found is not None:
                 region, offset = found
                 self._announce(region)
@@ -141,7 +141,7 @@ class Connection:
             self.interrupted = False
             raise KeyboardInterrupt
 
-    def _announce(self, region: Region) -> None:
+    def _announce(self, region: SharedRegion) -> None:
         if region.id not in self._announced:
             self._announced.add(region.id)
             self._frame_out(CONTROL, REGION, REGION_IS.pack(region.id, region.nbytes), fds=(region.fd,))
@@ -173,7 +173,7 @@ class Connection:
 
     def start(self) -> None:
         """Read on a thread of its own."""
-        self._reader = Reading(target=self.run, name=f"from {self.peer}", daemon=True)
+        self._reader = ReaderThread(target=self.run, name=f"from {self.peer}", daemon=True)
         self._reader.start()
 
     def run(self) -> None:
@@ -209,7 +209,7 @@ class Connection:
                     return True
         except ProtocolError as error:
             self._turn_away(str(error))
-        except (Ended, OSError) as error:
+        except (EndOfStream, OSError) as error:
             self._fault = self._fault or _broke(error)
         except Exception as error:  # a resident's own fault must not leave a connection that nobody reads
             self._turn_away(f"internal error: {type(error).__name__}: {error}")
@@ -353,7 +353,7 @@ def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.T
 def _broke(error: Exception) -> str:
     if isinstance(error, ConnectionResetError | BrokenPipeError):  # whoever finds us out of reach has no other word
         return f"the connection broke ({error.strerror}): its process died, or its host found this one out of reach"
-    return str(error) if isinstance(error, Ended) else f"the connection broke: {error}"
+    return str(error) if isinstance(error, EndOfStream) else f"the connection broke: {error}"
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

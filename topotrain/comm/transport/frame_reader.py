@@ -16,11 +16,11 @@ _FD = struct.calcsize("i")
 _MAX_FDS = 8
 
 
-class Ended(Exception):
+class EndOfStream(Exception):
     """The stream ended in the middle of a frame."""
 
 
-class Intake:
+class FrameReader:
     """Reads a socket; with `with_fds` it also receives file descriptors, which `pop_fd` hands over in order."""
 
     def __init__(self, sock: Channel, with_fds: bool) -> None:
@@ -44,7 +44,7 @@ class Intake:
             return bytes(whole)
         while self._end - self._at < size:
             if not self._more():
-                raise Ended("the stream ended in the middle of a frame")
+                raise EndOfStream("the stream ended in the middle of a frame")
         self._at += size
         return bytes(self._buffer[self._at - size : self._at])
 
@@ -57,7 +57,7 @@ class Intake:
             # All in one call: each return to Python would wait for the interpreter, which a busy script holds.
             count = self._sock.recv_into(target[ready:], 0, socket.MSG_WAITALL)
             if not count:
-                raise Ended("the stream ended in the middle of a payload")
+                raise EndOfStream("the stream ended in the middle of a payload")
             ready += count
 
     @property
@@ -94,5 +94,5 @@ class Intake:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds.extend(fd for (fd,) in struct.iter_unpack("i", data[: len(data) // _FD * _FD]))
         if len(self._fds) > _MAX_FDS:
-            raise Ended("more file descriptors than anybody asked for")
+            raise EndOfStream("more file descriptors than anybody asked for")
         return count

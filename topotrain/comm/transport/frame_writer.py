@@ -25,7 +25,7 @@ LIMIT = 1 << 26  # bytes; a body may be as large, so one always fits into an emp
 OVERHEAD = 1 << 10  # bytes; a waiting frame occupies about that in Python's objects, however small it is
 
 
-class Reading(threading.Thread):
+class ReaderThread(threading.Thread):
     """A thread on which a road reads: whatever is called there never waits for a writer."""
 
 
@@ -38,7 +38,7 @@ class _Chunk:
     cost: int = 0  # what it counts for while it is queued
 
 
-class Outbox:
+class FrameWriter:
     """The queue of one socket. `broken` is told of an error; the socket is shut down, so its reader sees the end.
 
     `greeting` goes out before everything else, when `greet` is called or somebody puts something.
@@ -81,7 +81,7 @@ class Outbox:
 
         The lock is held, but not while waiting. On a thread that reads this returns at once.
         """
-        if isinstance(threading.current_thread(), Reading):
+        if isinstance(threading.current_thread(), ReaderThread):
             return
         while self._queue and self.queued + nbytes + OVERHEAD > LIMIT and not self._last:
             self._room.wait()

@@ -11,7 +11,7 @@ import threading
 from typing import Protocol
 
 
-class Turning(Protocol):
+class InlineConnection(Protocol):
     """A connection that is read in turns (see `stream.Connection`)."""
 
     def fileno(self) -> int: ...
@@ -23,7 +23,7 @@ class Turning(Protocol):
     def start(self) -> None: ...
 
 
-class Pump:
+class InlineReader:
     """The connections of one process that are read by whoever calls `turn`, until `release` gives each a thread."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pump:
         self._lock = threading.Lock()
         self.released = False
 
-    def add(self, connection: Turning) -> None:
+    def add(self, connection: InlineConnection) -> None:
         """Read this one, too."""
         with self._lock:
             if not self.released:
@@ -42,7 +42,7 @@ class Pump:
     def turn(self, seconds: float) -> None:
         """Handle what has come; wait at most so long if nothing has."""
         for key, _ in self._selector.select(seconds):
-            connection: Turning = key.data
+            connection: InlineConnection = key.data
             if not connection.turn():
                 with self._lock:
                     self._selector.unregister(key.fd)  # before its number is free for another socket

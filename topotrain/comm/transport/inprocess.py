@@ -14,10 +14,10 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from topotrain.comm.transport import Broken, Resident, WireError
+from topotrain.comm.transport import ConnectionLost, Endpoint, TransportError
 from topotrain.comm.transport.connection import checked
 from topotrain.comm.transport.frame import HEADER_BYTES
-from topotrain.comm.transport.frame_writer import Reading
+from topotrain.comm.transport.frame_writer import ReaderThread
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message, ProtocolError
 
@@ -28,7 +28,7 @@ _Work = Callable[[], None]
 
 @dataclass(slots=True)
 class _House:
-    resident: Resident
+    resident: Endpoint
     queue: "SimpleQueue[_Work | None]" = field(default_factory=SimpleQueue)
     thread: threading.Thread | None = None
     open: bool = True
@@ -42,8 +42,8 @@ class _Way:
     open: bool = True
 
 
-class LocalWire:
-    """The `Wire` of residents that live in one process; they all use the same object.
+class InProcessTransport:
+    """The `Transport` of residents that live in one process; they all use the same object.
 
     manual: nothing is delivered but by `deliver`, on the thread that calls it, until `release` starts the dispatchers.
     """
@@ -56,20 +56,20 @@ class LocalWire:
         self._closed = False
         self._sent = self._received = 0
 
-    def attach(self, me: Address, resident: Resident) -> str:
+    def attach(self, me: Address, resident: Endpoint) -> str:
         """Make a resident reachable, and start its dispatcher."""
         with self._lock:
             if self._closed:
-                raise WireError("this road is closed")
+                raise TransportError("this road is closed")
             if me in self._houses:
-                raise WireError(f"{me} is attached already")
+                raise TransportError(f"{me} is attached already")
             self._houses[me] = house = _House(resident)
             if not self._manual:
                 self._dispatch(me, house)
         return f"local:{me.role.name.lower()}/{me.group}/{me.index}"
 
     def _dispatch(self, me: Address, house: _House) -> None:
-        house.thread = Reading(target=_dispatch, args=(house.queue,), name=f"to {me}", daemon=True)
+        house.thread = ReaderThread(target=_dispatch, args=(house.queue,), name=f"to {me}", daemon=True)
         house.thread.start()
 
     def deliver(self) -> None:
@@ -93,7 +93,7 @@ class LocalWire:
         with self._lock:
             for address in (me, peer):
                 if address not in self._houses:
-                    raise WireError(f"cannot reach {peer} at {url}: {address} is not attached here")
+                    raise TransportError(f"cannot reach {peer} at {url}: {address} is not attached here")
             self._ways.setdefault(ends, _Way(ends))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
@@ -101,7 +101,7 @@ class LocalWire:
         with self._lock:
             way = self._ways.get(frozenset((me, to)))
             if way is None:
-                raise Broken(f"no way from {me} to {to}")
+                raise ConnectionLost(f"no way from {me} to {to}")
             self._sent += _size(message)
             house = self._houses[to]
             house.queue.put(lambda: self._deliver(way, house, me, message))
@@ -176,7 +176,7 @@ def _join(house: _House, seconds: float) -> None:
         house.thread.join(max(0.0, seconds))
 
 
-def _received(resident: Resident, sender: Address, message: Message, body: torch.Tensor) -> torch.Tensor:
+def _received(resident: Endpoint, sender: Address, message: Message, body: torch.Tensor) -> torch.Tensor:
     view = body.detach().view(torch.uint8)
     target = resident.place(sender, message, True)
     if target is None:

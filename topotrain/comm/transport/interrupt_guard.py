@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from topotrain.comm.transport.connection import Connection
-from topotrain.comm.transport.frame_writer import Outbox
+from topotrain.comm.transport.frame_writer import FrameWriter
 
 AGAIN_S = 0.05
 """A frame is on its way within microseconds: whoever has not raised by then had sent already."""
@@ -54,7 +54,7 @@ def _once_more(connection: Connection, number: int) -> None:
 def sender(frame: FrameType | None) -> Connection | None:
     """The connection whose frame these instructions send; whoever waits for room in its queue sends none yet."""
     while frame is not None:
-        if frame.f_code is Outbox.wait_for_room.__code__:
+        if frame.f_code is FrameWriter.wait_for_room.__code__:
             return None
         if frame.f_code is Connection.send.__code__:
             found = frame.f_locals["self"]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.topology import Address
 
 STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has learned what a connection can do
@@ -34,7 +34,7 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class Line(Channel, Protocol):
+class HandshakeSocket(Channel, Protocol):
     """What a handshake needs besides; the calls are those of `socket.socket`, too."""
 
     def sendall(self, data: Any, flags: int = 0, /) -> None: ...
@@ -54,7 +54,7 @@ class _Place:
             self.lane, self.left = (self.lane + 1) % self._lanes, STRIPE
 
 
-class Bundle:
+class MultiSocketChannel:
     """Connected stream sockets, or what stands for such, as one `Channel`.
 
     At most one thread sends and one receives at a time.
@@ -147,35 +147,35 @@ def _without(views: list[memoryview], size: int) -> list[memoryview]:
     return rest
 
 
-class Parking:
+class PendingSockets:
     """Lanes of dialers that have proven who they are, until their lane 0 comes and takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, Line]]] = {}
+        self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
 
-    def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: Line) -> None:
+    def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
         """Keep a lane. Those of an earlier try of the same dialer are closed. Raises WireError when all is closed."""
         with self._lock:
             if self._closed:
-                raise WireError("this road is closed")
+                raise TransportError("this road is closed")
             known, lanes = self._parked.get(way, (bundle, {}))
             if known != bundle:
                 _close(lanes)
                 lanes = {}
             if lane in lanes:
-                raise WireError(f"lane {lane} came twice")
+                raise TransportError(f"lane {lane} came twice")
             lanes[lane] = sock
             self._parked[way] = (bundle, lanes)
 
-    def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[Line]:
+    def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
         """Lanes 1 to count - 1 of a bundle. Raises WireError when they are not all there."""
         with self._lock:
             known, lanes = self._parked.pop(way, (b"", {}))
         if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):
             _close(lanes)
-            raise WireError(f"{len(lanes) + 1} lanes of {count} came")
+            raise TransportError(f"{len(lanes) + 1} lanes of {count} came")
         return [lanes[lane] for lane in range(1, count)]
 
     def close(self) -> None:
@@ -187,6 +187,6 @@ class Parking:
             self._parked.clear()
 
 
-def _close(lanes: dict[int, Line]) -> None:
+def _close(lanes: dict[int, HandshakeSocket]) -> None:
     for sock in lanes.values():
         sock.close()

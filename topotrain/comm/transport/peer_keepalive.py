@@ -33,7 +33,7 @@ _AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: an end that sends nothing of wh
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class KernelSignals:
     """What the kernel knows of a connection.
 
     silent_s: seconds since the other host last acknowledged anything. again: segments sent again since the beginning.
@@ -48,14 +48,14 @@ class Signs:
     waiting: bool = False
 
 
-class Line(Protocol):
+class WatchedSocket(Protocol):
     """A TCP socket, or what stands for one; the calls are those of `socket.socket`."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
 
 
-class Guarded(Protocol):
+class WatchedConnection(Protocol):
     """A connection (see `stream.Connection`)."""
 
     def beat(self) -> None: ...
@@ -63,26 +63,26 @@ class Guarded(Protocol):
     def cut(self, reason: str) -> None: ...
 
 
-def signs(line: Line) -> Signs:
+def signs(line: WatchedSocket) -> KernelSignals:
     """Ask the kernel. Raises OSError for a socket that is closed."""
     raw = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
-    return Signs(info[_LAST_ACK_MS] / 1000, info[_TOTAL_RETRANS], info[_RETRANSMITS], info[_PROBES], waiting)
+    return KernelSignals(info[_LAST_ACK_MS] / 1000, info[_TOTAL_RETRANS], info[_RETRANSMITS], info[_PROBES], waiting)
 
 
-class Lease:
+class SilenceTimer:
     """For how long one host has been silent, while we were looking. Pure: it is told the time.
 
-    lease_s: as in `Watch`. now: seconds, of the clock that `look` is told.
+    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `look` is told.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:
         self._lease_s, self._looked = lease_s, now
-        self._heard = Signs(0.0)
+        self._heard = KernelSignals(0.0)
         self.silent_s = 0.0
 
-    def look(self, signs: Signs, now: float) -> bool:
+    def look(self, signs: KernelSignals, now: float) -> bool:
         """Whether the host is out of reach."""
         passed, self._looked = now - self._looked, now
         most = 2 * beat_s(self._lease_s)
@@ -99,7 +99,7 @@ def beat_s(lease_s: float) -> float:
     return lease_s / _BEATS
 
 
-class Watch:
+class KeepaliveWatch:
     """Looks after the connections of one process, on a thread of its own, until it is closed.
 
     lease_s: seconds of silence after which a connection is cut, so that its reader hears of its end.
@@ -108,23 +108,23 @@ class Watch:
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._lease_s = lease_s
         self._change = threading.Condition()
-        self._wards: dict[Guarded, list[tuple[Line, Lease]]] = {}
+        self._wards: dict[WatchedConnection, list[tuple[WatchedSocket, SilenceTimer]]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, connection: Guarded, lines: Sequence[Line]) -> None:
+    def add(self, connection: WatchedConnection, lines: Sequence[WatchedSocket]) -> None:
         """Look after this one, too, which travels on these."""
         now = time.monotonic()
         with self._change:
             if self._closed:
                 return
-            self._wards[connection] = [(line, Lease(self._lease_s, now)) for line in lines]
+            self._wards[connection] = [(line, SilenceTimer(self._lease_s, now)) for line in lines]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
                 self._thread.start()
             self._change.notify()
 
-    def remove(self, connection: Guarded) -> None:
+    def remove(self, connection: WatchedConnection) -> None:
         """It has ended."""
         with self._change:
             self._wards.pop(connection, None)
@@ -144,7 +144,7 @@ class Watch:
                 with suppress(OSError):  # its socket has just been closed
                     self._look(connection, lines)
 
-    def _next(self) -> list[tuple[Guarded, list[tuple[Line, Lease]]]]:
+    def _next(self) -> list[tuple[WatchedConnection, list[tuple[WatchedSocket, SilenceTimer]]]]:
         """Whom to look at, when it is time; nobody at the end."""
         with self._change:
             due = time.monotonic() + beat_s(self._lease_s)
@@ -155,7 +155,7 @@ class Watch:
                 self._change.wait(left if self._wards else None)
         return []
 
-    def _look(self, connection: Guarded, lines: Sequence[tuple[Line, Lease]]) -> None:
+    def _look(self, connection: WatchedConnection, lines: Sequence[tuple[WatchedSocket, SilenceTimer]]) -> None:
         now = time.monotonic()
         found = [(lease, signs(line)) for line, lease in lines]
         silent = [lease.silent_s for lease, sign in found if lease.look(sign, now)]
@@ -170,5 +170,5 @@ class Watch:
         elif not any(sign.waiting for _, sign in found) and any(self._quiet(sign) for _, sign in found):
             connection.beat()
 
-    def _quiet(self, sign: Signs) -> bool:
+    def _quiet(self, sign: KernelSignals) -> bool:
         return 2 * sign.silent_s >= beat_s(self._lease_s)

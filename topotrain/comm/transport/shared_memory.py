@@ -1,6 +1,6 @@
 """Shared memory on one host: frames over a Unix socket, payloads as references to memory that both sides map.
 
-Rule: a payload that lies in a region of the sender's `Memory` is never copied by the road; the receiver sees the
+Rule: a payload that lies in a region of the sender's `ProcessMemory` is never copied by the road; the receiver sees the
 sender's own bytes. A region is a memfd: it has no name, dies with its last user (also after SIGKILL) and is sealed
 against truncation, so a reference that was checked once can never fault. Regions are populated when made, because
 fresh pages cost several times the copy they are made for.
@@ -23,9 +23,9 @@ from urllib.parse import SplitResult, unquote
 import torch
 
 from topotrain.comm.security.handshake import Identity
-from topotrain.comm.transport import WireError
-from topotrain.comm.transport.inline_reader import Pump
-from topotrain.comm.transport.socket_transport import BACKLOG, SocketWire
+from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.inline_reader import InlineReader
+from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
 from topotrain.config.private_files import FILE_MODE
 from topotrain.core.protocol import ProtocolError
 
@@ -36,7 +36,7 @@ _SUN_PATH = 107  # bytes of a Unix socket's path
 _UCRED = struct.Struct("3i")
 
 
-class Region:
+class OwnRegion:
     """One memfd of ours, mapped. `bytes` shows all of it, `tensor` gives parts with a storage of their own."""
 
     def __init__(self, number: int, fd: int, nbytes: int) -> None:
@@ -53,7 +53,7 @@ class Region:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
-class Memory:
+class ProcessMemory:
     """The shared memory of one process: it makes regions, finds tensors in them, and maps those of peers.
 
     Memory is given out once and kept until every tensor over it and this object are gone.
@@ -62,8 +62,11 @@ class Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made = 0
-        self._arena: Region | None = None
-        self._sorted: tuple[list[int], list[Region]] = ([], [])  # by address; replaced, never changed: no lock to read
+        self._arena: OwnRegion | None = None
+        self._sorted: tuple[list[int], list[OwnRegion]] = (
+            [],
+            [],
+        )  # by address; replaced, never changed: no lock to read
         self._seen: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +81,7 @@ class Memory:
             self._arena.used += -(-nbytes // ALIGN) * ALIGN
             return self._arena.tensor(offset, numel, dtype)
 
-    def adopt(self, fd: int, nbytes: int) -> Region:
+    def adopt(self, fd: int, nbytes: int) -> OwnRegion:
         """Map a memfd made by `unsized_memfd` that several processes share; the first gives it its size.
 
         The descriptor stays the caller's. All must name the same `nbytes`.
@@ -94,14 +97,14 @@ class Memory:
             size = os.fstat(own).st_size
         except OSError as error:
             os.close(own)
-            raise WireError(f"shared memory of {nbytes} bytes cannot be set up: {error}") from error
+            raise TransportError(f"shared memory of {nbytes} bytes cannot be set up: {error}") from error
         if size != nbytes:
             os.close(own)
-            raise WireError(f"shared memory of {size} bytes, this process needs {nbytes}: do the models differ?")
+            raise TransportError(f"shared memory of {size} bytes, this process needs {nbytes}: do the models differ?")
         with self._lock:
             return self._add(own, nbytes)
 
-    def find(self, tensor: torch.Tensor) -> tuple[Region, int] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[OwnRegion, int] | None:
         """The region of ours that the tensor lies in and its offset there in bytes, or None."""
         address = tensor.data_ptr()
         bases, regions = self._sorted
@@ -128,22 +131,22 @@ class Memory:
         finally:
             os.close(fd)
 
-    def _make(self, nbytes: int) -> Region:
+    def _make(self, nbytes: int) -> OwnRegion:
         fd = unsized_memfd()
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
         except OSError as error:
             os.close(fd)
-            raise WireError(f"no shared memory of {nbytes} bytes: {error}") from error
+            raise TransportError(f"no shared memory of {nbytes} bytes: {error}") from error
         return self._add(fd, nbytes)
 
-    def _add(self, fd: int, nbytes: int) -> Region:
+    def _add(self, fd: int, nbytes: int) -> OwnRegion:
         try:
-            region = Region(self._made, fd, nbytes)
+            region = OwnRegion(self._made, fd, nbytes)
         except (OSError, ValueError) as error:
             os.close(fd)
-            raise WireError(f"no shared memory of {nbytes} bytes: {error}") from error
+            raise TransportError(f"no shared memory of {nbytes} bytes: {error}") from error
         self._made += 1
         info = os.fstat(fd)
         self._seen[info.st_dev, info.st_ino] = region.bytes
@@ -153,7 +156,7 @@ class Memory:
 
 
 def unsized_memfd() -> int:
-    """A memfd of size 0 for `Memory.adopt`; a supervisor makes it and hands it to the processes that share it."""
+    """A memfd of size 0 for `ProcessMemory.adopt`; a supervisor makes it and hands it to the processes that share it."""
     return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
@@ -162,7 +165,7 @@ def socket_directory() -> str:
     return tempfile.mkdtemp(prefix="tt-")
 
 
-class ShmWire(SocketWire):
+class SharedMemoryTransport(SocketTransport):
     """The road inside a host; its socket lives in `directory`, which only this user may enter (made if missing).
 
     Raises:
@@ -172,17 +175,26 @@ class ShmWire(SocketWire):
     schemes = ("unix",)
 
     def __init__(
-        self, identity: Identity, directory: str, memory: Memory, patience: float = 10.0, pump: Pump | None = None
+        self,
+        identity: Identity,
+        directory: str,
+        memory: ProcessMemory,
+        patience: float = 10.0,
+        pump: InlineReader | None = None,
     ) -> None:
         super().__init__(identity, memory, patience, pump)
         self.memory = memory
         self._path = os.path.join(os.path.abspath(directory), secrets.token_hex(6))
         if len(os.fsencode(self._path)) > _SUN_PATH:
-            raise WireError(f"directory = {directory!r}: too long for a Unix socket, use one under the temp directory")
+            raise TransportError(
+                f"directory = {directory!r}: too long for a Unix socket, use one under the temp directory"
+            )
         os.makedirs(directory, mode=0o700, exist_ok=True)
         info = os.stat(directory)
         if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise WireError(f"directory = {directory!r}: must belong to this user and be closed to others (mode 0700)")
+            raise TransportError(
+                f"directory = {directory!r}: must belong to this user and be closed to others (mode 0700)"
+            )
 
     def close(self) -> None:
         """End all connections, as every socket road does, and remove the socket."""
@@ -197,7 +209,7 @@ class ShmWire(SocketWire):
             sock.listen(BACKLOG)
         except OSError as error:
             sock.close()
-            raise WireError(f"cannot listen at {self._path}: {error}") from error
+            raise TransportError(f"cannot listen at {self._path}: {error}") from error
         return sock, Path(self._path).as_uri().replace("file:", "unix:", 1)
 
     def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
@@ -214,7 +226,7 @@ class ShmWire(SocketWire):
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         _, uid, _ = _UCRED.unpack(raw)
         if uid != os.geteuid():
-            raise WireError(f"the process at the other end belongs to user {uid}")
+            raise TransportError(f"the process at the other end belongs to user {uid}")
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

@@ -18,12 +18,22 @@ from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
 from topotrain.comm.backoff import spread
-from topotrain.comm.security.handshake import DEADLINE, HungUp, Identity, Lane, Peer, TooSlow, answer, dial, refuse
-from topotrain.comm.transport import Broken, Refused, Resident, Unreachable, WireError
-from topotrain.comm.transport.connection import Connection, Regions
-from topotrain.comm.transport.frame_writer import LINGER, Reading
-from topotrain.comm.transport.inline_reader import Pump
-from topotrain.comm.transport.multi_socket import Bundle, Channel, Line, Parking
+from topotrain.comm.security.handshake import (
+    DEADLINE,
+    HandshakeAborted,
+    HandshakeTimeout,
+    Identity,
+    Peer,
+    SocketNumber,
+    answer,
+    dial,
+    refuse,
+)
+from topotrain.comm.transport import ConnectionLost, Endpoint, PeerUnreachable, Refused, TransportError
+from topotrain.comm.transport.connection import Connection, SharedRegions
+from topotrain.comm.transport.frame_writer import LINGER, ReaderThread
+from topotrain.comm.transport.inline_reader import InlineReader
+from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket, MultiSocketChannel, PendingSockets
 from topotrain.config.topology import Address
 from topotrain.core.protocol import Message
 
@@ -32,8 +42,8 @@ BACKLOG = 128
 _HEARING = DEADLINE  # seconds for which whoever called is heard, before it has proven who it is
 
 
-class SocketWire:
-    """A `Wire` over stream sockets; the subclasses know how to listen, how to reach a peer, and whom to hear at all.
+class SocketTransport:
+    """A `Transport` over stream sockets; the subclasses know how to listen, how to reach a peer, and whom to hear at all.
 
     patience: seconds for which `connect` tries again when the peer is FULL, or too slow in the handshake.
     pump: reads the connections; without it each is read on a thread of its own.
@@ -45,17 +55,17 @@ class SocketWire:
     def __init__(
         self,
         identity: Identity,
-        memory: Regions | None = None,
+        memory: SharedRegions | None = None,
         patience: float = 10.0,
-        pump: Pump | None = None,
+        pump: InlineReader | None = None,
         lanes: int = 1,
     ) -> None:
         self._pump = pump
-        self._lanes, self._parking = lanes, Parking()
+        self._lanes, self._parking = lanes, PendingSockets()
         self._identity, self._regions, self._patience = identity, memory, patience
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._residents: dict[Address, Resident] = {}
+        self._residents: dict[Address, Endpoint] = {}
         self._ways: dict[tuple[Address, Address], Connection] = {}
         self._connections: set[Connection] = set()
         self._strangers: dict[socket.socket, threading.Thread] = {}
@@ -81,14 +91,16 @@ class SocketWire:
     def _inspect(self, sock: socket.socket) -> None:
         """Prepare a connected socket; raises WireError when the system says that its peer must not be heard."""
 
-    def _secure(self, sock: socket.socket, seconds: float, url: SplitResult | None = None) -> tuple[Line, bytes]:
+    def _secure(
+        self, sock: socket.socket, seconds: float, url: SplitResult | None = None
+    ) -> tuple[HandshakeSocket, bytes]:
         """How to talk over a connected socket, before anything is said, and what our proofs are bound to.
 
         url: what was dialed; None on the side that was called. Raises WireError.
         """
         return sock, b""
 
-    def _shape(self, line: Line, peer: Peer) -> Channel:
+    def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
         """The line through which to talk to a proven peer; it may take over the one given."""
         return line
 
@@ -97,13 +109,13 @@ class SocketWire:
 
     # --- the contract --------------------------------------------------------------------------------------------
 
-    def attach(self, me: Address, resident: Resident) -> str:
+    def attach(self, me: Address, resident: Endpoint) -> str:
         """Make a resident reachable; all residents of a process share one URL."""
         with self._lock:
             if self._stop.is_set():
-                raise WireError("this road is closed")
+                raise TransportError("this road is closed")
             if me in self._residents:
-                raise WireError(f"{me} is attached already")
+                raise TransportError(f"{me} is attached already")
             if self._listener is None:
                 self._listener, self._url = self._listen()
                 self._doorman = threading.Thread(target=self._accept, name=f"door {self._url}", daemon=True)
@@ -119,14 +131,14 @@ class SocketWire:
         parts = urlsplit(url)
         if parts.scheme not in self.schemes:
             taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
-            raise WireError(f"{url}: this road takes {taken} addresses")
+            raise TransportError(f"{url}: this road takes {taken} addresses")
         until, pause = time.monotonic() + self._patience, 0.02
         while anew or (me, peer) not in self._ways:
             try:
                 self._dial(me, peer, parts)
                 return
-            except (Refused, TooSlow) as error:
-                busy = isinstance(error, TooSlow) or error.code == "FULL"
+            except (Refused, HandshakeTimeout) as error:
+                busy = isinstance(error, HandshakeTimeout) or error.code == "FULL"
                 if not busy or time.monotonic() + pause > until:
                     raise
             self._stop.wait(spread(pause))
@@ -136,7 +148,7 @@ class SocketWire:
         """Queue a message; with `wait`, a body when there is room. Raises WireError when there is no way (any more)."""
         connection = self._ways.get((me, to))
         if connection is None:
-            raise Broken(f"no way from {me} to {to}")
+            raise ConnectionLost(f"no way from {me} to {to}")
         connection.send(message, wait)
 
     def traffic(self) -> tuple[int, int]:
@@ -202,7 +214,7 @@ class SocketWire:
             self._hear_apart(sock)
 
     def _hear_apart(self, sock: socket.socket) -> None:
-        thread = Reading(target=self._hear, args=(sock,), name="handshake", daemon=True)
+        thread = ReaderThread(target=self._hear, args=(sock,), name="handshake", daemon=True)
         with self._lock:
             room = len(self._strangers) < MAX_STRANGERS and not self._stop.is_set()
             if room:
@@ -237,7 +249,7 @@ class SocketWire:
             except Refused as refused:
                 refuse(line, refused)
                 raise
-        except (WireError, OSError) as error:
+        except (TransportError, OSError) as error:
             with self._lock:
                 self._refused[error.code if isinstance(error, Refused) else "STRANGER"] += 1
         finally:
@@ -255,8 +267,8 @@ class SocketWire:
 
     def _dial(self, me: Address, peer: Address, url: SplitResult) -> None:
         if me not in self._residents:
-            raise WireError(f"{me} is not attached here")
-        lines: list[Line] = []
+            raise TransportError(f"{me} is not attached here")
+        lines: list[HandshakeSocket] = []
         bundle = secrets.token_bytes(16)
         try:
             for number in reversed(range(self._lanes)):
@@ -264,7 +276,7 @@ class SocketWire:
                 lines.insert(0, sock)
                 until = time.monotonic() + DEADLINE
                 lines[0], binding = self._secure(sock, DEADLINE, url)
-                lane, left = Lane(number, self._lanes, bundle), until - time.monotonic()
+                lane, left = SocketNumber(number, self._lanes, bundle), until - time.monotonic()
                 proven = dial(lines[0], self._identity, me, peer, left, lane, binding)
             connection = self._enter(lines, proven)
         except BaseException:
@@ -282,7 +294,7 @@ class SocketWire:
         except BlockingIOError as error:  # a local socket whose backlog is full
             raise Refused("FULL", f"{peer} at {url.geturl()} has no room for a connection now") from error
         except OSError as error:
-            raise Unreachable(f"cannot reach {peer} at {url.geturl()}: {error}") from error
+            raise PeerUnreachable(f"cannot reach {peer} at {url.geturl()}: {error}") from error
         try:
             self._inspect(sock)
         except BaseException:
@@ -293,7 +305,7 @@ class SocketWire:
     # --- both ----------------------------------------------------------------------------------------------------
 
     def _enter(
-        self, lines: list[Line], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
+        self, lines: list[HandshakeSocket], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
     ) -> Connection:
         """Put a connection whose peer is proven into the table; what is sent from now on follows the greeting.
 
@@ -302,13 +314,13 @@ class SocketWire:
         way = (peer.me, peer.address)
         with self._lock:
             if self._stop.is_set():
-                raise WireError("this road is closed")
+                raise TransportError("this road is closed")
             if peer.incarnation < self._incarnations.get(peer.address, 0):
                 known = self._incarnations[peer.address]
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
             if caller is not None and _hung_up(caller):
                 # It may have tried again meanwhile, and must not lose its new connection to the one it gave up.
-                raise HungUp("the other side hung up before it was welcomed")
+                raise HandshakeAborted("the other side hung up before it was welcomed")
             if caller is not None:
                 self.admit(peer, way in self._ways)
                 lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]
@@ -316,7 +328,7 @@ class SocketWire:
             generation = self._identity.generation
             resident = self._residents[peer.me]
             roads = [self._shape(line, peer) for line in lines]
-            road = Bundle(roads, len(greeting)) if len(roads) > 1 else roads[0]
+            road = MultiSocketChannel(roads, len(greeting)) if len(roads) > 1 else roads[0]
             connection = Connection(road, *way, resident, generation, self._regions, greeting, self._leave)
             older, self._ways[way] = self._ways.get(way), connection
             self._connections.add(connection)

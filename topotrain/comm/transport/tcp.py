@@ -11,14 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
-from topotrain.comm.emulation.link import Network
+from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security.handshake import MAX_LANES, TOKEN_BYTES, Identity, Peer
 from topotrain.comm.security.tls import Certificate, TlsChannel, client_side, server_side
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
-from topotrain.comm.transport.multi_socket import Channel, Line
-from topotrain.comm.transport.peer_keepalive import LEASE_S, Watch
-from topotrain.comm.transport.socket_transport import BACKLOG, SocketWire
+from topotrain.comm.transport.multi_socket import Channel, HandshakeSocket
+from topotrain.comm.transport.peer_keepalive import LEASE_S, KeepaliveWatch
+from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
 
 # The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
 _CONGESTION = (b"cubic", b"reno")
@@ -26,7 +26,7 @@ _LAST_PORT = 65535
 _LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no asking
 
 
-class TcpWire(SocketWire):
+class TcpTransport(SocketTransport):
     """The road over TCP; its listener takes the first free port from `start_port` on (0: any).
 
     With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection. exact:
@@ -47,7 +47,7 @@ class TcpWire(SocketWire):
         start_port: int = 0,
         host: str = "127.0.0.1",
         patience: float = 10.0,
-        network: Network | None = None,
+        network: EmulatedNetwork | None = None,
         lanes: int = 1,
         exact: bool = False,
         tls: bool = False,
@@ -55,16 +55,18 @@ class TcpWire(SocketWire):
     ) -> None:
         super().__init__(identity, patience=patience, lanes=lanes)
         if not 1 <= lanes <= MAX_LANES:
-            raise WireError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
+            raise TransportError(f"lanes = {lanes}: must be 1 to {MAX_LANES}")
         if not 0 <= start_port <= _LAST_PORT:
-            raise WireError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
+            raise TransportError(f"start_port = {start_port}: must be 0 to {_LAST_PORT}")
         self._home = home(host)
         if not self._home.loopback and identity.token == bytes(TOKEN_BYTES):
-            raise WireError(f"host = {host!r}: other machines reach it, so the job needs a secret; its token is zeros")
+            raise TransportError(
+                f"host = {host!r}: other machines reach it, so the job needs a secret; its token is zeros"
+            )
         self._certificate = Certificate.make() if tls or not self._home.loopback else None
         self._start_port, self._exact = start_port, exact
         self._network = network
-        self._watch = Watch(lease_s)
+        self._watch = KeepaliveWatch(lease_s)
 
     def _listen(self) -> tuple[socket.socket, str]:
         last = self._start_port if self._exact else _LAST_PORT
@@ -83,29 +85,33 @@ class TcpWire(SocketWire):
                 scheme = "tcp" if self._certificate is None else "tls"
                 return sock, f"{scheme}://{self._home}:{sock.getsockname()[1]}"
         if self._exact:
-            raise WireError(f"port {self._start_port} of {self._home} cannot be used: {error}")
-        raise WireError(f"no free port on {self._home} from {self._start_port} on: {error}")
+            raise TransportError(f"port {self._start_port} of {self._home} cannot be used: {error}")
+        raise TransportError(f"no free port on {self._home} from {self._start_port} on: {error}")
 
     def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
         try:
             host, port = url.hostname, url.port
         except ValueError as error:
-            raise WireError(f"{url.geturl()}: {error}") from error
+            raise TransportError(f"{url.geturl()}: {error}") from error
         if not host or not port:
-            raise WireError(f"{url.geturl()}: must be {url.scheme}://ADDRESS:PORT")
+            raise TransportError(f"{url.geturl()}: must be {url.scheme}://ADDRESS:PORT")
         if url.scheme == "tcp" and not _loopback(host):
-            raise WireError(f"{url.geturl()}: tcp:// is for loopback addresses such as 127.0.0.1, others have tls://")
+            raise TransportError(
+                f"{url.geturl()}: tcp:// is for loopback addresses such as 127.0.0.1, others have tls://"
+            )
         return socket.create_connection((_LOCALHOST.get(host, host), port), timeout=seconds)
 
     def _inspect(self, sock: socket.socket) -> None:
         prepare(sock)
 
-    def _secure(self, sock: socket.socket, seconds: float, url: SplitResult | None = None) -> tuple[Line, bytes]:
+    def _secure(
+        self, sock: socket.socket, seconds: float, url: SplitResult | None = None
+    ) -> tuple[HandshakeSocket, bytes]:
         if url is None:
             return (sock, b"") if self._certificate is None else server_side(sock, self._certificate, seconds)
         return client_side(sock, seconds) if url.scheme == "tls" else (sock, b"")
 
-    def _shape(self, line: Line, peer: Peer) -> Channel:
+    def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
         if isinstance(line, TlsChannel):
             line.trust()
             line.relay(lambda sock: self._shaped(sock, peer))
@@ -124,7 +130,7 @@ class TcpWire(SocketWire):
         super()._leave(connection)
 
     def close(self) -> None:
-        """As `SocketWire.close`; until its end, whoever is out of reach is noticed."""
+        """As `SocketTransport.close`; until its end, whoever is out of reach is noticed."""
         super().close()
         self._watch.close()
 
@@ -133,7 +139,7 @@ class TcpWire(SocketWire):
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class ListenAddress:
     """An address of this machine to listen at, literally; `loopback`: no other machine reaches it."""
 
     family: socket.AddressFamily
@@ -144,7 +150,7 @@ class Home:
         return f"[{self.address}]" if ":" in self.address else self.address
 
 
-def home(host: str) -> Home:
+def home(host: str) -> ListenAddress:
     """The address that a host stands for here; of a name with several, the first that this machine has.
 
     Raises:
@@ -153,17 +159,17 @@ def home(host: str) -> Home:
     try:
         found = socket.getaddrinfo(_LOCALHOST.get(host, host), None, type=socket.SOCK_STREAM) if host else []
     except (OSError, UnicodeError) as error:
-        raise WireError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
+        raise TransportError(f"host = {host!r}: must be an address or a name of this machine ({error})") from error
     for *_, (literal, *_) in found:
         address = _plain(str(literal))
         if address is None:
             continue
         if address.is_unspecified:
-            raise WireError(f"host = {host!r}: stands for every interface; must be the address of one")
+            raise TransportError(f"host = {host!r}: stands for every interface; must be the address of one")
         family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
         if not address.is_multicast and _is_here(family, str(address)):
-            return Home(family, str(address), address.is_loopback)
-    raise WireError(f"host = {host!r}: must be an address of this machine, of one of its interfaces")
+            return ListenAddress(family, str(address), address.is_loopback)
+    raise TransportError(f"host = {host!r}: must be an address of this machine, of one of its interfaces")
 
 
 def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.comm.security.secret import load_secret
-from topotrain.compat.caffe2.shard_rendezvous import Meeting, Rendezvous, shard_name
+from topotrain.compat.caffe2.shard_rendezvous import ShardRendezvous, ShardStart, shard_name
 from topotrain.config.job import Cluster, ConfigError, Job, Reduce, Road
 from topotrain.config.topology import Address, Role
-from topotrain.launch.by_hand.manual_server import Terms
+from topotrain.launch.by_hand.manual_server import SharedSettings
 from topotrain.launch.by_hand.manual_worker import join, leave
 from topotrain.training import context as process
 from topotrain.training.api import prepare
@@ -26,7 +26,7 @@ from topotrain.training.api import prepare
 COMPARE = "num_shards, and what is given to Parallelize"
 
 
-class Model:
+class NetModel:
     """What the builder functions get: the module, the batch at hand, and values by name.
 
     Everything that the module has, this has, too: `model.parameters()`, `model(images)`.
@@ -55,9 +55,9 @@ class Model:
         return getattr(self.module, name)
 
 
-InputBuilder = Callable[[Model], Any]  # batches, or None
-ForwardBuilder = Callable[[Model, float], Sequence[torch.Tensor]]
-OptimizerBuilder = Callable[[Model], Optimizer]
+InputBuilder = Callable[[NetModel], Any]  # batches, or None
+ForwardBuilder = Callable[[NetModel, float], Sequence[torch.Tensor]]
+OptimizerBuilder = Callable[[NetModel], Optimizer]
 
 
 class Net:
@@ -70,14 +70,14 @@ class Net:
     """
 
     def __init__(
-        self, model: Model, forward: ForwardBuilder, meets: Rendezvous | None, patience_s: float, workspace: str
+        self, model: NetModel, forward: ForwardBuilder, meets: ShardRendezvous | None, patience_s: float, workspace: str
     ) -> None:
         self._placed = process.placed()
         self.model = model
         self.optimizer: Optimizer | None = None
         self._forward, self._meets = forward, None if self._placed else meets
         self._patience_s, self._workspace = patience_s, workspace
-        self._meeting: Meeting | None = None
+        self._meeting: ShardStart | None = None
         self.started = self._over = False
         self._exit_nets = [] if meets is None else meets.exit_nets
         self._batches: Iterator[Any] = iter(())
@@ -127,11 +127,11 @@ class Net:
             prepare(self.model.module, self.optimizer)
         self.started = True
 
-    def _join(self, meets: Rendezvous) -> None:
+    def _join(self, meets: ShardRendezvous) -> None:
         count, number = meets.num_shards, meets.shard_id
         secret = load_secret(os.environ)
         assert meets.handler is not None
-        self._meeting = Meeting(meets.handler, number, count, self._patience_s)
+        self._meeting = ShardStart(meets.handler, number, count, self._patience_s)
         cluster = Cluster(
             nworkers_per_group=count,
             nservers_per_group=count,
@@ -148,7 +148,7 @@ class Net:
             meets.host,
             serves=[Address(Role.SERVER, 0, number)],
             url=self._meeting.url,
-            terms=Terms(f"{count} shards", COMPARE, self._patience_s, shard_name),
+            terms=SharedSettings(f"{count} shards", COMPARE, self._patience_s, shard_name),
             gpus=self.model.device.type == "cuda",
         )
 
@@ -222,7 +222,7 @@ class Net:
             net()
 
 
-def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
+def _batches(inputs: InputBuilder, model: NetModel) -> Iterator[Any]:
     """What the function gives, again and again."""
     source = inputs(model)
     if source is None:
@@ -233,7 +233,7 @@ def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     return _repeated(source)
 
 
-def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
+def _called(inputs: InputBuilder, model: NetModel) -> Iterator[Any]:
     while True:  # the first call was the one that told us how it is meant
         yield model.batch
         inputs(model)

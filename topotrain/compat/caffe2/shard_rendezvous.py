@@ -17,12 +17,12 @@ from urllib.parse import quote
 
 from topotrain.comm.store import Store, StoreError, open_store
 from topotrain.comm.store.discovery import generations, rank_claims
-from topotrain.comm.store.discovery.rank_claims import Attentive, Seat, SeatTaken
+from topotrain.comm.store.discovery.rank_claims import PollingStore, RankClaim, RankTaken
 from topotrain.comm.torch_store.c10d_store import encode
 from topotrain.config.job import ConfigError, Engine
 from topotrain.config.topology import Address, Role
 from topotrain.extensions.collectives.torch_backend import check_engine
-from topotrain.launch.by_hand.manual_server import Waiting
+from topotrain.launch.by_hand.manual_server import WaitNotice
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DEFAULT = "parallelize"
@@ -98,7 +98,7 @@ def _text(field: str, value: object) -> str:
     return value
 
 
-class Meeting:
+class ShardStart:
     """All shards of one start have met: a store that only they use, and this shard's seat.
 
     Args:
@@ -116,8 +116,8 @@ class Meeting:
         self._whole = open_store(handler.url(job))
         self._opened: Store | None = None
         try:
-            self._seat = Seat(self._whole, shard_id, str(num_shards))
-        except SeatTaken:
+            self._seat = RankClaim(self._whole, shard_id, str(num_shards))
+        except RankTaken:
             why = "must be another number in each process: a process that lives is this shard already"
             raise ConfigError("shard_id", shard_id, why) from None
         try:
@@ -165,12 +165,12 @@ def shard_name(shard: Address | int) -> str:
     return f"shard {shard.index}" if shard.role is Role.WORKER else f"the server of shard {shard.index}"
 
 
-class _Lobby(Attentive):
+class _Lobby(PollingStore):
     """Where shards wait for each other, and see whether they belong together."""
 
-    def __init__(self, store: Store, seat: Seat, num_shards: int) -> None:
+    def __init__(self, store: Store, seat: RankClaim, num_shards: int) -> None:
         super().__init__(store, f"lobby/{num_shards}", seat)
-        self._size, self._waiting = num_shards, Waiting(shard_name)
+        self._size, self._waiting = num_shards, WaitNotice(shard_name)
         self.missing = [number for number in range(num_shards) if number != seat.number]
 
     def look(self, others: dict[int, str]) -> None:
@@ -201,7 +201,7 @@ def address_of(interface: str) -> str:
 ENGINES = {"GLOO": Engine.kGloo, "NCCL": Engine.kNccl}
 
 
-class Rendezvous:
+class ShardRendezvous:
     """What stands in the dictionary `rendezvous`, checked."""
 
     NAMES = ("kv_handler", "shard_id", "num_shards", "engine", "exit_nets", "interface", "transport")

@@ -72,21 +72,21 @@ class Accelerator(PlacedAccelerator):
         if at is None:
             api.prepare(model, optimizer.optimizer)
         else:
-            found[at] = HandingOn(found[at], divide(model, optimizer, found[at]))
+            found[at] = ForwardingLoader(found[at], divide(model, optimizer, found[at]))
         return tuple(found) if isinstance(made, tuple) else found[0]
 
 
-def divide(model: nn.Module, optimizer: Any, loader: Any, counted: bool = False) -> external_loop.Handing:
+def divide(model: nn.Module, optimizer: Any, loader: Any, counted: bool = False) -> external_loop.ExternalAccounting:
     """Tie what accelerate has prepared to the job: from here on `loader` gives this worker's share. See `guest.tie`."""
     # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
     loader.base_dataloader, handing = external_loop.tie(model, optimizer.optimizer, loader.base_dataloader, counted)
     return handing
 
 
-class HandingOn:
+class ForwardingLoader:
     """A loader of accelerate; everything but the loop is the loader's own."""
 
-    def __init__(self, loader: Any, handing: external_loop.Handing) -> None:
+    def __init__(self, loader: Any, handing: external_loop.ExternalAccounting) -> None:
         self._loader, self._handing = loader, handing
 
     def __iter__(self) -> Iterator[Any]:

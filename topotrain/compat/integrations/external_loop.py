@@ -17,7 +17,7 @@ from topotrain.config.job import ConfigError, Shard
 from topotrain.core.events import Unrepeatable
 from topotrain.training import api
 from topotrain.training import context as process
-from topotrain.training.data.distributed_loader import Ledger, ShardedLoader
+from topotrain.training.data.distributed_loader import BatchAccounting, ShardedLoader
 
 # What torchrun, MPI and Slurm say of the processes that they have started; a worker is none of those.
 LAUNCHER_VARIABLES = (
@@ -40,14 +40,14 @@ def missing(library: str, extra: str) -> ImportError:
     return ImportError(f"{library} is not installed: pip install 'topotrain[{extra}]'")
 
 
-class Handing:
+class ExternalAccounting:
     """The ledger of a loader that somebody reads ahead: a draw is noted once its batch is handed on.
 
     Args:
         ledger: where draws are noted.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: BatchAccounting) -> None:
         self._ledger = ledger
         self._drawn: deque[tuple[int, int, float, int]] = deque()
 
@@ -73,7 +73,7 @@ class Handing:
         return weight
 
 
-def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = False) -> tuple[Any, Handing]:
+def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = False) -> tuple[Any, ExternalAccounting]:
     """`topotrain.prepare`, for a library that reads ahead: (the worker's share of the loader, its handing).
 
     Only in a job. counted: the library takes `len(loader)` for what an epoch has, and validates, or ends, by it. A
@@ -98,7 +98,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
     share.memory = here.continuing = None
     if counted and length_hint(share, 1) == 0:  # a stream may have no length
         raise ConfigError("len(loader)", 0, f"must be at least {groups} batches, one for each worker group")
-    return share, share.note_through(Handing)
+    return share, share.note_through(ExternalAccounting)
 
 
 def refuse(field: str, value: object, accepted: str) -> None:

@@ -58,7 +58,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
     def __init__(self, device: torch.device | str = "cpu", **more: Any) -> None:
         super().__init__(device, **more)
         self.global_rank = self.local_rank = rank_zero_only.rank = api.rank()
-        self._handing: external_loop.Handing | None = None
+        self._handing: external_loop.ExternalAccounting | None = None
 
     @property
     def is_global_zero(self) -> bool:

@@ -34,7 +34,7 @@ class Trainer(transformers.Trainer):
     Raises ConfigError in a job for what cannot hold there: resuming, and loading the best model at the end.
     """
 
-    _handing: external_loop.Handing | None = None
+    _handing: external_loop.ExternalAccounting | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in transformers; the accelerator learns which worker this is."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from topotrain.compat.mxnet.values import Kept, Key, as_list, is_list, pairs, rows_of, summed, tensor_of
+from topotrain.compat.mxnet.values import Key, KeyLayout, as_list, is_list, pairs, rows_of, summed, tensor_of
 from topotrain.config.job import ConfigError
 from topotrain.extensions.tables.frontend.optimizer_factories import SGD, Adagrad, Adam, SparseAdam
-from topotrain.extensions.tables.frontend.table_registry import Keeping, Own, Told, keeping
-from topotrain.extensions.tables.frontend.value_layout import Layout
+from topotrain.extensions.tables.frontend.table_registry import LocalTables, TableBackend, TableOptimizer, keeping
+from topotrain.extensions.tables.frontend.value_layout import ValueLayout
 from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
 from topotrain.extensions.tables.table_spec import DTYPES, TableSpec
 from topotrain.training import context as process
@@ -45,20 +45,20 @@ def create(name: str = "local") -> "KVStore":
     kind = _SAME.get(name, name) if isinstance(name, str) else ""
     if kind not in KINDS:
         raise ConfigError("tt.kvstore.create", name, f"must be one of {', '.join(KINDS)}")
-    return KVStore(kind, Own() if kind == "local" else keeping(process.current()))
+    return KVStore(kind, LocalTables() if kind == "local" else keeping(process.current()))
 
 
 class KVStore:
     """A store; made by `create`."""
 
-    def __init__(self, kind: str, kept: Keeping) -> None:
+    def __init__(self, kind: str, kept: TableBackend) -> None:
         self._kind = kind
         self._kept = kept
         self._number = kept.next_number()
-        self._keys: dict[Key, Kept] = {}
+        self._keys: dict[Key, KeyLayout] = {}
         self._optimizer: Optimizer | None = None
         self._factor = 1.0
-        self._rule = Told(self._rule_now)
+        self._rule = TableOptimizer(self._rule_now)
 
     @property
     def type(self) -> str:
@@ -107,11 +107,11 @@ class KVStore:
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ConfigError(f"kv.init {key!r}", dtype, f"must be one of {', '.join(DTYPES)}")
-        layout = Layout.of(tuple(value.shape))
+        layout = ValueLayout.of(tuple(value.shape))
         if not layout.rows:
             raise ConfigError(f"kv.init {key!r}", tuple(value.shape), "must have a row")
         dense = value.layout is torch.strided or value.dim() < 2
-        made = Kept(
+        made = KeyLayout(
             TableSpec(
                 f"kv{self._number}/{key!r}",
                 layout.rows,
@@ -130,7 +130,7 @@ class KVStore:
         if self._kept.rank == 0:
             self._put(made, value)
 
-    def _put(self, kept: Kept, value: torch.Tensor) -> None:
+    def _put(self, kept: KeyLayout, value: torch.Tensor) -> None:
         self._kept.give(kept.table, *rows_of(kept, value))
 
     def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0) -> None:
@@ -212,7 +212,7 @@ class KVStore:
             found.append(made if target is None else target.copy_(made))
         return found if is_list(key) else found[0]
 
-    def _row_numbers(self, key: Key, kept: Kept, ids: Any) -> torch.Tensor:
+    def _row_numbers(self, key: Key, kept: KeyLayout, ids: Any) -> torch.Tensor:
         if len(kept.layout.shape) < 2:
             raise ConfigError(f"kv.row_sparse_pull {key!r}", kept.layout.shape, "must have at least two dimensions")
         if ids is None:
@@ -271,14 +271,14 @@ class KVStore:
 
     # --- checks --------------------------------------------------------------------------------------------------
 
-    def _known(self, key: Key) -> Kept:
+    def _known(self, key: Key) -> KeyLayout:
         kept = self._keys.get(key) if isinstance(key, int | str) else None
         if kept is None:
             known = ", ".join(map(repr, list(self._keys)[:20])) or "none yet"
             raise ConfigError("kv key", key, f"was never given to kv.init; the store's keys: {known}")
         return kept
 
-    def _checked(self, key: Key, kept: Kept, value: Any) -> torch.Tensor:
+    def _checked(self, key: Key, kept: KeyLayout, value: Any) -> torch.Tensor:
         tensor = tensor_of(key, value, kept.dtype)
         if tuple(tensor.shape) != kept.layout.shape:
             raise ConfigError(f"kv key {key!r}", tuple(tensor.shape), f"must have the shape {kept.layout.shape}")
@@ -286,7 +286,7 @@ class KVStore:
             raise ConfigError(f"kv key {key!r}", str(tensor.dtype), f"must be {kept.dtype}")
         return tensor
 
-    def _written(self, key: Key, kept: Kept, value: torch.Tensor, targets: Any) -> Any:
+    def _written(self, key: Key, kept: KeyLayout, value: torch.Tensor, targets: Any) -> Any:
         if targets is None:
             return value
         for target in as_list(targets):

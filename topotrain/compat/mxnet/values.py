@@ -6,18 +6,18 @@ from typing import Any
 import torch
 
 from topotrain.config.job import ConfigError
-from topotrain.extensions.tables.frontend.value_layout import Layout
+from topotrain.extensions.tables.frontend.value_layout import ValueLayout
 from topotrain.extensions.tables.table_spec import TableSpec
 
 Key = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeyLayout:
     """One key: the table's name, and how the value lies in its rows."""
 
     spec: TableSpec
-    layout: Layout
+    layout: ValueLayout
 
     @property
     def table(self) -> str:
@@ -76,7 +76,7 @@ def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.T
     return detached
 
 
-def rows_of(kept: Kept, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A value's rows in the table, and their numbers: all, or those that a sparse value has."""
     if value.layout is torch.strided or value.dim() < 2:
         return torch.arange(kept.layout.rows), kept.layout.split(value.to_dense())

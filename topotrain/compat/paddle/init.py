@@ -10,7 +10,7 @@ from topotrain.comm.security.secret import load_secret
 from topotrain.compat.paddle.flags import COMPARE, Flags, from_values
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
-from topotrain.launch.by_hand.manual_server import Terms, serve
+from topotrain.launch.by_hand.manual_server import SharedSettings, serve
 from topotrain.launch.by_hand.manual_worker import join
 from topotrain.training import context as process
 
@@ -45,11 +45,11 @@ def run_pserver(flags: Flags) -> None:
     serve(flags.job(), flags.servers_here(), flags.store(), load_secret(os.environ), terms=terms_of(flags))
 
 
-def terms_of(flags: Flags) -> Terms:
+def terms_of(flags: Flags) -> SharedSettings:
     """What trainers and pservers must agree about, in Paddle's words."""
     trainers = flags.num_of_gradient_servers
     apart = (
         f"every trainer needs a trainer_id of its own, from 0 to num_of_gradient_servers - 1; "
         f"this process has trainer_id = {flags.trainer_id} and num_of_gradient_servers = {trainers}"
     )
-    return Terms(flags.words, COMPARE, flags.wait_s, flags.name, apart)
+    return SharedSettings(flags.words, COMPARE, flags.wait_s, flags.name, apart)

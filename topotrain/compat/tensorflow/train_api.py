@@ -24,11 +24,11 @@ from topotrain.compat.tensorflow.ps_placement import (
     byte_size_load_fn,
 )
 from topotrain.compat.tensorflow.session.session_client import TrainOp, minimize
-from topotrain.compat.tensorflow.session.session_server import Residence
-from topotrain.compat.tensorflow.session.session_task import Task
+from topotrain.compat.tensorflow.session.session_server import SessionServer
+from topotrain.compat.tensorflow.session.session_task import TaskAddress
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role, layout
-from topotrain.launch.by_hand.manual_server import Terms, serve, tell
+from topotrain.launch.by_hand.manual_server import SharedSettings, serve, tell
 from topotrain.launch.by_hand.manual_worker import join, leave
 from topotrain.training import context as process
 from topotrain.training.parameters.flat_parameters import HOME
@@ -111,7 +111,9 @@ class Server:
         self._job = _job_of(len(self._ps), len(workers), sync, workspace)
         how = "sync" if sync else "async"
         apart = f"every worker task needs a task_index of its own; this process has task_index = {self.task_index}"
-        self._terms = Terms(f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task, apart)
+        self._terms = SharedSettings(
+            f"{len(self._ps)} ps, {len(workers)} workers, {how}", COMPARE, wait_s, _task, apart
+        )
         self._placed = process.placed()
         if job_name == "worker" and not self._placed and not session:
             self._join()
@@ -156,9 +158,9 @@ class Server:
             serve(self._job, [me], StaticStore(self._ps), load_secret(os.environ), terms=self._terms)
 
     def _reside(self) -> None:
-        me = Task(self.job_name, self.task_index, self.address)
+        me = TaskAddress(self.job_name, self.task_index, self.address)
         try:
-            Residence(self.cluster.as_dict(), me, load_secret(os.environ)).stay()
+            SessionServer(self.cluster.as_dict(), me, load_secret(os.environ)).stay()
         except StoreError as error:
             raise ConfigError("cluster", self.address, f"cannot be served at: {error}") from None
 

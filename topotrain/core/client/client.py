@@ -1,6 +1,6 @@
 """A worker's door to the servers: push, wait.
 
-`Exchange` knows which server is home to which bucket and what has come back; it computes nothing and blocks only in
+`Client` knows which server is home to which bucket and what has come back; it computes nothing and blocks only in
 its `wait`, which belongs to whoever made it: live it is a condition variable woken by the roads' reader threads, in a
 simulation it hands the turn to the pretended network. The same object therefore runs in both.
 """
@@ -10,27 +10,35 @@ from contextlib import suppress
 
 import torch
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import Bucket, Piece, SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
-from topotrain.core.client.client_types import Crossing, JobError, Outcome, PeerLost, StepEnd, Tables, Waiter
-from topotrain.core.client.optimizer_state import StateDoor
+from topotrain.core.client.client_types import (
+    ActivationReceiver,
+    JobError,
+    PeerLost,
+    StepEnd,
+    StepOutcome,
+    TableReplies,
+    Waiter,
+)
+from topotrain.core.client.optimizer_state import OptimizerStateClient
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import FlatBuffers, Schema, torch_dtype, typed
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.protocol.message_validation import Manners, check_bits
+from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.consistency import pairs
 from topotrain.extensions.backup_workers.quorum import values_round
 from topotrain.extensions.compression.message_filter import WorkerEncoding
 from topotrain.extensions.resume import worker_state_store
-from topotrain.training.data.data_client import DeskDoor
+from topotrain.training.data.data_client import DataClient
 
-__all__ = ["Exchange", "JobError", "Outcome", "PeerLost", "StepEnd", "Waiter"]
+__all__ = ["Client", "JobError", "StepOutcome", "PeerLost", "StepEnd", "Waiter"]
 
 
-class Exchange:
+class Client:
     """One worker's door.
 
     Args:
@@ -57,8 +65,8 @@ class Exchange:
         self.servers = topology.servers(topology.server_group_of(me.group))
         self.desk = Address(Role.SERVER, 0, 0)
         self.group_size = topology.workers_per_group
-        self.data = DeskDoor(self, self.desk, self.servers[0], topology.cluster.max_staleness is not None)
-        self._state = StateDoor(self, self.servers)
+        self.data = DataClient(self, self.desk, self.servers[0], topology.cluster.max_staleness is not None)
+        self._state = OptimizerStateClient(self, self.servers)
         self.windowed = shared and topology.sees_memory(me.group)
         self.gives = topology.collective  # the gradients of its server's shard, as the script left them
         self._beside = self.servers[me.index] if topology.relayed else None
@@ -67,11 +75,11 @@ class Exchange:
         self._adders = self.servers if self._beside is None else (self._beside,)
         self._streams = False
         self._lazy = False
-        self._unsettled: tuple[int, StepEnd, Callable[[Outcome], None]] | None = None
-        self._windows: dict[int, m.Window] = {}
+        self._unsettled: tuple[int, StepEnd, Callable[[StepOutcome], None]] | None = None
+        self._windows: dict[int, m.SharedBuffer] = {}
         self._say = send
         self._waiter = waiter
-        self._manners = Manners(me, topology, shared)
+        self._manners = MessageValidator(me, topology, shared)
         self._is_open = False
         self._failure: Exception | None = None
         self._round: int | None = None  # the values that are awaited; a road may say others twice
@@ -79,17 +87,17 @@ class Exchange:
         self._applied: dict[Address, m.Applied] = {}
         self._late = -1  # the last step that was decided without this worker
         self._questions = 0  # of a worker that catches up
-        self._caught_up: dict[Address, m.CaughtUp] = {}
+        self._caught_up: dict[Address, m.StepCaughtUp] = {}
         self.clock: Callable[[], float] = lambda: 0.0
         self.waited = 0.0
         """Seconds by `clock` that this worker has waited for others."""
         self._backward: tuple[int, int] | None = None  # (step, ordinal) whose means are awaited
         self._means: dict[int, tuple[int, torch.Tensor]] = {}
-        self._reduced: dict[Address, m.Reduced] = {}
+        self._reduced: dict[Address, m.BackwardReduced] = {}
         self._buffers: dict[tuple[int, int], torch.Tensor] = {}
         self._buffer_groups = 0  # how many have left theirs, once all have been told
         self._exits = 0
-        self._unsaid: list[m.LeftEarly] = []
+        self._unsaid: list[m.LoopExited] = []
         self._fetches = 0  # the same on all workers of the group: they are shown the same moment
         self._leaving = False
         self._reasons: list[m.Fail] = []  # why the servers cannot go on, as they learned it
@@ -98,8 +106,8 @@ class Exchange:
         self.after_values: Callable[[], None] = lambda: None  # new values stand there
         self.spans: Recorder = SILENT
         self.device = torch.device("cpu")  # where the model is
-        self.tables: Tables | None = None
-        self.crossing: Crossing | None = None
+        self.tables: TableReplies | None = None
+        self.crossing: ActivationReceiver | None = None
 
     def come_back(self) -> None:
         """Tell everybody that this worker stands in for one that is gone; returns when all act on it.
@@ -108,7 +116,7 @@ class Exchange:
         """
         servers = sorted(self._unheard)
         for server in servers:
-            self._send(server, m.Return(self._incarnation))
+            self._send(server, m.WorkerRejoined(self._incarnation))
         self._wait(lambda: not self._unheard)
 
     def open(
@@ -152,7 +160,7 @@ class Exchange:
         for space in self.map.spaces:
             lo, hi = self.map.ranges[space.index][server.index]
             if hi > lo and space.on(self.me.index):
-                self._send(server, m.Window(name, space.index, body=self.flats.flat(name, space.index)[lo:hi]))
+                self._send(server, m.SharedBuffer(name, space.index, body=self.flats.flat(name, space.index)[lo:hi]))
 
     def take_windows(self) -> None:
         """Wait for the memory that the parameters are to live in; it becomes the flat buffer "params"."""
@@ -164,7 +172,7 @@ class Exchange:
     # --- the resident's side -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """Where a body is to be received (see `wire.Resident.place`)."""
+        """Where a body is to be received (see `wire.Endpoint.place`)."""
         self._manners.check(sender, message)
         if sender in self._unheard:
             return None
@@ -177,15 +185,15 @@ class Exchange:
             return self.flats.view(name, bucket)
         if isinstance(message, m.TableRows) and self.tables is not None:
             return self.tables.place(sender, message)
-        if isinstance(message, m.BufferPut) and self._is_open and 0 <= message.index < len(self.schema.buffers):
+        if isinstance(message, m.ModelBufferValue) and self._is_open and 0 <= message.index < len(self.schema.buffers):
             return torch.empty(self.schema.buffers[message.index].nbytes, dtype=torch.uint8)
         if isinstance(message, m.StatePart):
             bucket = self._bucket(sender, message.bucket)
             piece = self._piece(bucket, message.piece)
             return torch.empty(piece.hi - piece.lo, dtype=torch_dtype(self.map.spaces[bucket.space].dtype))
-        if isinstance(message, m.Deposit):
+        if isinstance(message, m.WorkerStatePart):
             return worker_state_store.room(self.me, message)
-        if isinstance(message, m.Mean) and not viewable:
+        if isinstance(message, m.ReducedGradient) and not viewable:
             bucket = self._bucket(sender, message.bucket)
             coded = self._encoding.is_coded(message, bucket)
             return self._encoding.landing(message, bucket) if coded else self.flats.view("mean", bucket)
@@ -215,18 +223,18 @@ class Exchange:
             elif isinstance(message, m.Values):
                 with self.spans.span("pull", round=message.round, bucket=message.bucket):
                     self._land(sender, message)
-            elif isinstance(message, m.Window):
+            elif isinstance(message, m.SharedBuffer):
                 self._windows[message.space] = message
-            elif isinstance(message, m.Mean | m.Reduced):
+            elif isinstance(message, m.ReducedGradient | m.BackwardReduced):
                 if self._is_open and (message.step, message.ordinal) == self._backward:
                     self._reduction(sender, message)
             elif isinstance(message, m.Applied):
                 known = self._applied.get(sender)
                 if known is None or known.step < message.step:
                     self._applied[sender] = message
-            elif isinstance(message, m.Late):
+            elif isinstance(message, m.StepMissed):
                 self._late = max(self._late, message.step)
-            elif isinstance(message, m.CaughtUp):
+            elif isinstance(message, m.StepCaughtUp):
                 if message.round == self._questions:
                     self._caught_up[sender] = message
             elif isinstance(message, m.Fail):
@@ -236,7 +244,7 @@ class Exchange:
                 if message.key:
                     self._piece(self._bucket(sender, message.bucket), message.piece)
                 self._state.take(sender, message)
-            elif isinstance(message, m.BufferPut):
+            elif isinstance(message, m.ModelBufferValue):
                 self._buffer_groups = self._buffer_groups if message.index >= 0 else message.group
                 if message.index >= 0:
                     if not self._is_open or message.index >= len(self.schema.buffers):
@@ -245,20 +253,20 @@ class Exchange:
             elif isinstance(message, m.TABLE_ANSWERS):
                 if self.tables is not None:
                     self.tables.take(sender, message)
-            elif isinstance(message, m.Activation | m.Greeting):
+            elif isinstance(message, m.Activation | m.ActivationHello):
                 if self.crossing is not None:
                     self.crossing.come(sender, message)
             else:
                 self.data.take(message)
 
     def _hear_again(self, server: Address, message: m.Message) -> None:
-        if isinstance(message, m.Return) and message.incarnation == self._incarnation:
+        if isinstance(message, m.WorkerRejoined) and message.incarnation == self._incarnation:
             self._unheard.discard(server)
             if message.begun:
                 self._begun.add(server)
 
-    def _reduction(self, sender: Address, message: m.Mean | m.Reduced) -> None:
-        if isinstance(message, m.Reduced):
+    def _reduction(self, sender: Address, message: m.ReducedGradient | m.BackwardReduced) -> None:
+        if isinstance(message, m.BackwardReduced):
             check_bits(message.contributed, self._bucket_range(sender)[1], f"{sender}: the buckets of a backward")
             self._reduced[sender] = message
             return
@@ -308,7 +316,8 @@ class Exchange:
         if self._failure is not None:
             raise self._failure
 
-    # --- for its parts: `data`, `tables`, `crossing` (`deskdoor.Voice`) --------------------------------------------
+    # --- for its parts: `data`, `tables`, `crossing` (`deskdoor.ClientAccess`)
+    # --------------------------------------------
 
     def tell(self, to: Address, message: m.Message) -> None:
         """Send a message."""
@@ -383,7 +392,7 @@ class Exchange:
     def rates(self, hyper: bytes) -> None:
         """Say the hyper-parameters of what is pushed from now on and applied on arrival."""
         for server in self.servers:
-            self._send(server, m.Rates(hyper))
+            self._send(server, m.StepRates(hyper))
 
     def _home(self, bucket: Bucket) -> Address:
         return self.servers[bucket.shard]
@@ -410,7 +419,7 @@ class Exchange:
             return
         self._exits += 1
         if self.group_size > 1:
-            self._unsaid.append(m.LeftEarly(self._exits, step, backwards))
+            self._unsaid.append(m.LoopExited(self._exits, step, backwards))
 
     def _send(self, to: Address, message: m.Message) -> None:
         """Send a message, after what is still unsaid."""
@@ -422,7 +431,7 @@ class Exchange:
 
     def mention(self, to: Address, message: m.Message) -> None:
         """Send what may be said while an iterator is collected: with the job over, there is nobody to tell."""
-        with suppress(WireError):
+        with suppress(TransportError):
             self._say(to, message)
 
     def _bucket_range(self, server: Address) -> tuple[int, int]:
@@ -461,9 +470,9 @@ class Exchange:
     def edit(self, step: int, bucket: Bucket, body: torch.Tensor) -> None:
         """Send a bucket's gradient as the script left it."""
         with self.spans.span("push (edit)", step=step + 1, bucket=bucket.id):
-            self._send(self._home(bucket), m.Edit(step, bucket.id, body=body))
+            self._send(self._home(bucket), m.GradientOverride(step, bucket.id, body=body))
 
-    def commit(self, step: int, end: StepEnd, meanwhile: Callable[[], None] = lambda: None) -> Outcome:
+    def commit(self, step: int, end: StepEnd, meanwhile: Callable[[], None] = lambda: None) -> StepOutcome:
         """Commit a step everywhere and wait until it is applied (and, with `fetch`, for the new values).
 
         meanwhile: what can be done while the servers work; what it raises ends the wait.
@@ -472,7 +481,7 @@ class Exchange:
         meanwhile()
         return self._end_commit(step, end)
 
-    def commit_lazily(self, step: int, end: StepEnd, settled: Callable[[Outcome], None]) -> None:
+    def commit_lazily(self, step: int, end: StepEnd, settled: Callable[[StepOutcome], None]) -> None:
         """Commit a step and go on; what became of it is told to `settled` in the next `settle`, on its thread."""
         self._begin_commit(step, end)
         self._unsettled = (step, end, settled)
@@ -506,7 +515,7 @@ class Exchange:
         """In a parameter buffer the values are new when the step is applied; lazily they are told bucket by bucket."""
         return end.fetch and (self._lazy or not self.windowed)
 
-    def _end_commit(self, step: int, end: StepEnd) -> Outcome:
+    def _end_commit(self, step: int, end: StepEnd) -> StepOutcome:
         servers = len(self.servers)
         with self.spans.span("wait for apply"):
             self._wait(lambda: self._late >= step or sum(a.step == step for a in self._applied.values()) == servers)
@@ -521,12 +530,12 @@ class Exchange:
         taken = max(reply.snapshot for reply in replies)
         found_inf, refused = any(r.found_inf for r in replies), tuple(pairs(replies[0].refused))
         leaves = any(reply.leaves for reply in replies)
-        outcome = Outcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused, leaves)
+        outcome = StepOutcome(replies[0].version, stale, found_inf, replies[0].norm, taken, refused, leaves)
         nothing = found_inf or any(worker == self.me.index for worker, _ in refused)
         self._encoding.step_done(nothing, end.weight, end.revisions, end.inv_scale)
         return outcome
 
-    def catch_up(self, through: int = -1) -> Outcome:
+    def catch_up(self, through: int = -1) -> StepOutcome:
         """With backup workers: wait for the values that the others are at, and learn which step they are in.
 
         through: not before all workers are through with the batches of this epoch, as this one is.
@@ -536,18 +545,18 @@ class Exchange:
             self._caught_up.clear()
         self.before_values()
         self._await_values(values_round(self._questions))
-        self._send(self.servers[0], m.CatchUp(self._questions, through))
+        self._send(self.servers[0], m.StepCatchUp(self._questions, through))
         with self.spans.span("wait for the others"):
             self._wait(lambda: len(self._caught_up) == len(self.servers))
         self._wait_values()
         self.after_values()
         replies = [self._caught_up[server] for server in self.servers]
         taken = max(reply.snapshot for reply in replies)
-        return Outcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
+        return StepOutcome(replies[0].version, (), False, -1.0, taken, late=True, next=replies[0].step)
 
     def through(self, epoch: int) -> None:
         """With backup workers: tell that this one wants no more batches of an epoch; never waits."""
-        self.mention(self.servers[0], m.CatchUp(0, epoch))
+        self.mention(self.servers[0], m.StepCatchUp(0, epoch))
 
     def _commit_for(self, server: Address, step: int, end: StepEnd) -> m.Commit:
         buckets, (low, number) = self.map.buckets_of(server.index), self._bucket_range(server)
@@ -584,9 +593,9 @@ class Exchange:
         for index, buffer in enumerate(buffers):
             if self.schema.buffers[index].speaker == self.me.index:
                 body = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
-                self._send(self.desk, m.BufferPut(self.me.group, index, body=body))
+                self._send(self.desk, m.ModelBufferValue(self.me.group, index, body=body))
         if self.me.index == 0:
-            self._send(self.desk, m.BufferPut(self.me.group, -1))
+            self._send(self.desk, m.ModelBufferValue(self.me.group, -1))
 
     def finish(self, steps: int) -> None:
         """The script ended."""
@@ -602,14 +611,14 @@ class Exchange:
         self.before_values()
         self._await_values(-1 - self._fetches)
         for server in self.servers:
-            self._send(server, m.FinalAsk(-1 - self._fetches))
+            self._send(server, m.FinalRequest(-1 - self._fetches))
         self._wait_values()
         self._awaited = self._count
         self.after_values()
 
     def final_buffers(self) -> dict[int, dict[int, torch.Tensor]]:
         """Worker (0,0): the model's buffers of every group that is there, as bytes: group -> index -> 1-D uint8."""
-        self._send(self.desk, m.BufferAsk())
+        self._send(self.desk, m.BufferRequest())
         each = len(self.schema.buffers)
         self._wait(lambda: self._buffer_groups > 0 and len(self._buffers) == self._buffer_groups * each)
         found: dict[int, dict[int, torch.Tensor]] = {}

@@ -1,6 +1,6 @@
 """What a worker's door speaks of: who waits, and how; what a step is, and what became of it; why it cannot go on.
 
-`Exchange` is told how to wait and who deals with what is not its own business; whoever makes one brings these along.
+`Client` is told how to wait and who deals with what is not its own business; whoever makes one brings these along.
 """
 
 from collections.abc import Callable
@@ -38,14 +38,14 @@ class Waiter(Protocol):
         ...
 
 
-class Crossing(Protocol):
+class ActivationReceiver(Protocol):
     """Who deals with what the other workers of the group send, where one model is split over them."""
 
     def place(self, sender: Address, message: m.Activation) -> torch.Tensor:
-        """As `wire.Resident.place`; never a view."""
+        """As `wire.Endpoint.place`; never a view."""
         ...
 
-    def come(self, sender: Address, message: m.Activation | m.Greeting) -> None:
+    def come(self, sender: Address, message: m.Activation | m.ActivationHello) -> None:
         """A message, under the waiter's exclusive access."""
         ...
 
@@ -54,11 +54,11 @@ class Crossing(Protocol):
         ...
 
 
-class Tables(Protocol):
+class TableReplies(Protocol):
     """Who deals with what servers say about tables."""
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor | None:
-        """As `wire.Resident.place`; never a view."""
+        """As `wire.Endpoint.place`; never a view."""
         ...
 
     def take(self, sender: Address, message: m.Message) -> None:
@@ -71,7 +71,7 @@ class Tables(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What became of a step: staleness per shard (versions), found_inf, global gradient norm (-1: not asked for).
 
     snapshot: of the values as this step has left them one is taken under this number; 0: none. refused: as in

@@ -6,10 +6,10 @@ import torch
 
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.training.data.data_client import Voice
+from topotrain.training.data.data_client import ClientAccess
 
 
-class StateDoor:
+class OptimizerStateClient:
     """Reads all of it, and loads it.
 
     Args:
@@ -17,7 +17,7 @@ class StateDoor:
         servers: of this worker.
     """
 
-    def __init__(self, voice: Voice, servers: Sequence[Address]) -> None:
+    def __init__(self, voice: ClientAccess, servers: Sequence[Address]) -> None:
         self._voice, self._servers = voice, servers
         self._rounds = 0
         self._parts: dict[Address, dict[tuple[int, int, str], m.StatePart]] = {}
@@ -30,7 +30,7 @@ class StateDoor:
             self._ended.clear()
             self._rounds += 1
         for server in self._servers:
-            self._voice.tell(server, m.StateAsk(self._rounds))
+            self._voice.tell(server, m.StateRequest(self._rounds))
         self._voice.wait_until(self._all_here)
         return [part for server in self._servers for part in self._parts[server].values()]
 

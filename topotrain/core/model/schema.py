@@ -31,7 +31,7 @@ come back: on a slow link, where a megabyte takes a tenth of a second, that wait
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class ModelBuffer:
     """A model buffer that is no parameter (BatchNorm statistics): `count` elements of `dtype` (torch's name).
 
     `owners` as in `slices.Parameter`: the workers of each group that hold it; empty: all do.
@@ -58,7 +58,7 @@ class Schema:
     """The model and its optimizer as every process of the job must see them."""
 
     parameters: tuple[Parameter, ...]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[ModelBuffer, ...]
     optimizer: str
     digest: str
 
@@ -95,8 +95,8 @@ def _check_sizes(schema: Schema) -> None:
         raise SchemaError(f"a model of {nbytes} bytes: must have at most {MOST_BYTES}")
 
 
-def _buffer(name: object, dtype: object, count: Any, owners: Sequence[Any] = ()) -> Buffer:
-    return Buffer(str(name), str(dtype), int(count), tuple(map(int, owners)))
+def _buffer(name: object, dtype: object, count: Any, owners: Sequence[Any] = ()) -> ModelBuffer:
+    return ModelBuffer(str(name), str(dtype), int(count), tuple(map(int, owners)))
 
 
 def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
@@ -118,8 +118,8 @@ def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
     return f"the cuts into slices differ between {me} and {them}"
 
 
-def _words(item: Parameter | Buffer) -> str:
-    if isinstance(item, Buffer):
+def _words(item: Parameter | ModelBuffer) -> str:
+    if isinstance(item, ModelBuffer):
         return f"{item.name} with {item.count} elements of {item.dtype}{_held(item.owners)}"
     more = ("" if item.trainable else ", frozen") + (f", at home on server {item.home}" if item.home >= 0 else "")
     return f"{item.name} of shape {item.shape}, {item.dtype}{more}{_held(item.owners)}"

@@ -17,7 +17,7 @@ import torch
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Topology
 from topotrain.core.model.schema import Allocate, torch_dtype
-from topotrain.core.protocol import ProtocolError, Window
+from topotrain.core.protocol import ProtocolError, SharedBuffer
 
 VALUES = "values"
 
@@ -60,7 +60,7 @@ def part(flats: Flats, slice_map: SliceMap, shard: int) -> Flats:
     return found
 
 
-def seen(message: Window, slice_map: SliceMap, shard: int | None) -> torch.Tensor:
+def seen(message: SharedBuffer, slice_map: SliceMap, shard: int | None) -> torch.Tensor:
     """A window as elements: the range of a shard, or the whole of the space. Raises ProtocolError."""
     if message.body is None or not 0 <= message.space < len(slice_map.spaces):
         raise ProtocolError(f"a window on space {message.space} of {len(slice_map.spaces)}")

@@ -181,7 +181,7 @@ def hyper(optimizer: Optimizer) -> bytes:
     return _ENCODER.encode(groups).encode()
 
 
-class Hyper:
+class HyperEncoder:
     """`hyper(optimizer)` at every step, encoded only when something has changed.
 
     As long as all settings are immutable it compares values; a tensor or a list may change in place, so with one of
@@ -212,7 +212,7 @@ class Hyper:
 
 
 def _snapshot(groups: Sequence[dict[str, Any]]) -> list[tuple[Callable[[Any], Any], int, Any]]:
-    """What `Hyper` compares with; empty if a setting could change in place."""
+    """What `HyperEncoder` compares with; empty if a setting could change in place."""
     known: list[tuple[Callable[[Any], Any], int, Any]] = []
     for group in groups:
         names = [name for name in group if name not in _BOOKKEEPING]

@@ -44,7 +44,7 @@ _RATE = 0.5  # also for a rate of 0, with which a warm-up begins
 Kind = tuple[torch.dtype, str]  # and the device's type
 
 
-class Verdict(Enum):
+class KernelVerdict(Enum):
     """What a trial has shown of a fused kernel."""
 
     RIGHT = auto()
@@ -66,27 +66,27 @@ def choose(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> dict[st
         check_named(cls, group, kinds)
     if "fused" not in group or group["fused"] is not None or group.get("foreach") is not None:
         return {}
-    right = not group.get("differentiable") and all(verdict(cls, group, *kind) is Verdict.RIGHT for kind in kinds)
+    right = not group.get("differentiable") and all(verdict(cls, group, *kind) is KernelVerdict.RIGHT for kind in kinds)
     return {"fused": right or None}
 
 
 def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> None:
     """Raises ConfigError where fused=True and that kernel has been seen to be wrong on this machine."""
     for dtype, device in kinds if group.get("fused") else ():
-        if verdict(cls, group, dtype, device) is Verdict.WRONG:
+        if verdict(cls, group, dtype, device) is KernelVerdict.WRONG:
             where = f"in {str(dtype).removeprefix('torch.')} on this machine (torch {torch.__version__}, {device})"
             wrong = f"{where} the fused kernel of {cls.__name__} does not compute what torch's plain loop computes"
             raise ConfigError("optimizer.fused", True, f"must be left out or False: {wrong}")
 
 
-def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> Verdict:
+def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> KernelVerdict:
     """Of the fused kernel of a class with a group's options; tried once per process."""
     known = _options(cls)
     settings = tuple((name, _tried(name, value)) for name, value in sorted(group.items()) if name in known)
     try:
         return _try(cls, settings, dtype, device)
     except TypeError:  # a setting that cannot be a key: of a class of the user's own
-        return Verdict.UNSEEN
+        return KernelVerdict.UNSEEN
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +103,7 @@ def _tried(name: str, value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: str) -> Verdict:
+def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, device: str) -> KernelVerdict:
     try:
         plain = _Trial(cls, dict(settings) | _PLAIN, dtype, device)
         fused = _Trial(cls, dict(settings) | _FUSED, dtype, device)
@@ -111,10 +111,10 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
             plain.step()
             fused.step()
         if not plain.agrees(fused):
-            return Verdict.WRONG
-        return Verdict.RIGHT if plain.moved() else Verdict.UNSEEN
+            return KernelVerdict.WRONG
+        return KernelVerdict.RIGHT if plain.moved() else KernelVerdict.UNSEEN
     except (*OWN_ERRORS, NotImplementedError):
-        return Verdict.UNSEEN
+        return KernelVerdict.UNSEEN
 
 
 class _Trial:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from topotrain.config.sharding import Parameter
-from topotrain.extensions.checkpointing.safetensors_layout import NAMES, FlatFile, Told, lay_out
+from topotrain.extensions.checkpointing.safetensors_layout import NAMES, FlatFile, TensorDescription, lay_out
 
 ELEMENTS, WHOLE, NUMBER = "elements", "whole", "number"
 PLAIN = ("float", "int", "bool")
@@ -27,7 +27,7 @@ class StateError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StateValue:
     """One entry of a parameter's state.
 
     ELEMENTS: a tensor of the parameter's shape, of this dtype. WHOLE: one of another `shape`. NUMBER: `value`; `dtype`
@@ -44,7 +44,7 @@ class Held:
         return [self.kind, self.dtype, list(self.shape), self.value]
 
 
-State = Mapping[str, Held]
+State = Mapping[str, StateValue]
 Table = Mapping[int, State]
 """Index of a parameter -> its entries by name; parameters without state are left out."""
 
@@ -88,7 +88,7 @@ def merge(tables: Iterable[Table], parameters: Sequence[Parameter]) -> dict[int,
 def model_file(parameters: Sequence[Parameter]) -> FlatFile:
     """Where the values stand. Raises ValueError as `lay_out`."""
     tied = {p.name: list(p.aliases) for p in parameters if p.aliases}
-    told = (Told(p.name, p.dtype, p.shape, p.stride) for p in parameters)
+    told = (TensorDescription(p.name, p.dtype, p.shape, p.stride) for p in parameters)
     return lay_out(told, {"format": "pt", "tied": json.dumps(tied)})
 
 
@@ -99,10 +99,14 @@ def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
         parameter = parameters[index]
         for name, held in sorted(table[index].items()):
             if held.kind == ELEMENTS:
-                told.append(Told(entry_name(parameter, name), held.dtype, parameter.shape, parameter.stride))
+                told.append(
+                    TensorDescription(entry_name(parameter, name), held.dtype, parameter.shape, parameter.stride)
+                )
             elif held.kind == WHOLE:
                 stride = tuple(accumulate(reversed(held.shape[1:]), lambda a, b: a * b, initial=1))[::-1]
-                told.append(Told(entry_name(parameter, name), held.dtype, held.shape, stride[: len(held.shape)]))
+                told.append(
+                    TensorDescription(entry_name(parameter, name), held.dtype, held.shape, stride[: len(held.shape)])
+                )
     return lay_out(told, {"format": "pt"})
 
 
@@ -132,7 +136,7 @@ def _indices(runs: Any, count: int) -> Iterable[int]:
         yield from range(run[0], run[1])
 
 
-def _held(name: str, data: Any) -> Held:
+def _held(name: str, data: Any) -> StateValue:
     wrong = StateError(f"no entry of an optimizer's state: {name[:80]!r} = {str(data)[:80]}")
     if not (isinstance(data, list) and len(data) == 4) or "/" in name:
         raise wrong
@@ -145,4 +149,4 @@ def _held(name: str, data: Any) -> Held:
         raise wrong
     if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         raise wrong
-    return Held(kind, dtype, tuple(shape), value)
+    return StateValue(kind, dtype, tuple(shape), value)

@@ -7,17 +7,17 @@ from topotrain.core import protocol as m
 from topotrain.core.profiling.spans import SILENT, Recorder
 
 _HANDLED: dict[type[m.Message], str] = {
-    **dict.fromkeys((m.Push, m.BackwardEnd, m.Edit, m.Hop), "reduce"),
+    **dict.fromkeys((m.Push, m.BackwardEnd, m.GradientOverride, m.CollectivePart), "reduce"),
     m.Commit: "commit",
-    m.Staged: "decide",
-    m.Apply: "apply",
-    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), "agree"),
+    m.StepVote: "decide",
+    m.StepDecision: "apply",
+    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply), "agree"),
 }
 _SENT: dict[type[m.Message], str] = {
     m.Values: "pull",
-    m.Mean: "reduce (send)",
-    m.Reduced: "reduce (send)",
-    m.Hop: "reduce (send)",
+    m.ReducedGradient: "reduce (send)",
+    m.BackwardReduced: "reduce (send)",
+    m.CollectivePart: "reduce (send)",
     m.Applied: "apply (send)",
 }
 
@@ -41,7 +41,7 @@ def _numbers(peer: Address, message: m.Message) -> dict[str, int]:
     numbers = {name: getattr(message, name) for name in ("ordinal", "round", "bucket") if hasattr(message, name)}
     if hasattr(message, "step"):
         numbers["step"] = message.step + 1
-    if isinstance(message, m.Apply | m.Staged):
+    if isinstance(message, m.StepDecision | m.StepVote):
         numbers["group"] = message.group
     elif peer.role is Role.WORKER:
         numbers |= {"group": peer.group, "index": peer.index}

@@ -23,12 +23,12 @@ _Rule = Callable[[Any], bool]
 _Entry = tuple[Collection[Address], _Rule]
 
 TABLE_WORDS = (
-    *(m.TableOpen, m.TablePush, m.TableStep, m.TablePull, m.TableGive, m.TableRule),
-    *(m.TableAsk, m.TableBarrier, m.TableList, m.TablesBye),
+    *(m.TableOpen, m.TablePush, m.TableStep, m.TablePull, m.TableAssign, m.TableRule),
+    *(m.TableStatsRequest, m.TableBarrier, m.TableList, m.TablesFinished),
 )
 
 
-class Manners:
+class MessageValidator:
     """What one resident is told, and by whom.
 
     Args:
@@ -95,31 +95,43 @@ def _server_hears(me: Address, topology: Topology, shared: bool) -> Mapping[type
     coordinator = frozenset({Address(Role.SERVER, me.group, 0)})
     return {
         m.SchemaPart: members | when(me.group == 0, twins),
-        m.Window: when(shared, members | when(not leads, coordinator)),
+        m.SharedBuffer: when(shared, members | when(not leads, coordinator)),
         m.Init: frozenset(topology.workers(0)) if me.group == 0 else first_twin,
         m.Fail: members | twins,
-        **dict.fromkeys((m.Fetch, m.Push, m.Rates, m.BackwardEnd, m.Edit, m.Commit, m.Finish, m.LeftEarly), members),
-        **dict.fromkeys((m.StateAsk, m.StatePart), members),
-        **dict.fromkeys((m.Rest, m.AppliedAsk), when(leads, members)),
-        m.CatchUp: when(leads and topology.cluster.backup > 0, members),
-        **dict.fromkeys((m.Staged, m.AskApply), when(leads, shards)),
-        m.Apply: when(not leads, coordinator),
-        m.Return: everybody if desk else members,
-        m.AskReturn: when(leads, shards) | when(desk, coordinators),
-        m.StreamsAt: coordinators if desk else when(leads, frozenset({Address(Role.SERVER, 0, 0)})),
         **dict.fromkeys(
-            (m.Delta, m.Master, m.RingOffer, m.RingReply, m.Drained, m.Remainder), when(topology.synced, twins)
+            (m.Fetch, m.Push, m.StepRates, m.BackwardEnd, m.GradientOverride, m.Commit, m.Finish, m.LoopExited), members
         ),
-        m.Final: when(topology.synced and me.group == 0, twins),
-        m.FinalAsk: when(me.group == 0, main),
-        m.BufferAsk: when(desk, main),
+        **dict.fromkeys((m.StateRequest, m.StatePart), members),
+        **dict.fromkeys((m.GroupIdle, m.AppliedBatchesRequest), when(leads, members)),
+        m.StepCatchUp: when(leads and topology.cluster.backup > 0, members),
+        **dict.fromkeys((m.StepVote, m.StepDecisionRequest), when(leads, shards)),
+        m.StepDecision: when(not leads, coordinator),
+        m.WorkerRejoined: everybody if desk else members,
+        m.RestartRequest: when(leads, shards) | when(desk, coordinators),
+        m.AppliedBatchesOfStreams: coordinators if desk else when(leads, frozenset({Address(Role.SERVER, 0, 0)})),
         **dict.fromkeys(
-            (m.BufferPut, m.LeaseAsk, m.LeaseFree, m.DrawAsk, m.Deposit, m.DepositAsk), when(desk, everybody)
+            (m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Drained, m.Remainder), when(topology.synced, twins)
         ),
-        m.DrawPut: when(desk, main),
-        **dict.fromkeys((m.SnapshotAsk, m.Leave, m.Away), when(leads, frozenset({me}))),  # its own host, in its name
+        m.FinalValue: when(topology.synced and me.group == 0, twins),
+        m.FinalRequest: when(me.group == 0, main),
+        m.BufferRequest: when(desk, main),
+        **dict.fromkeys(
+            (
+                m.ModelBufferValue,
+                m.LeaseRequest,
+                m.LeaseRelease,
+                m.DrawRequest,
+                m.WorkerStatePart,
+                m.WorkerStateRequest,
+            ),
+            when(desk, everybody),
+        ),
+        m.DrawnBatches: when(desk, main),
+        **dict.fromkeys(
+            (m.SnapshotRequest, m.GroupLeaveRequest, m.GroupLeft), when(leads, frozenset({me}))
+        ),  # its own host, in its name
         m.SnapshotPart: frozenset({me}) | (shards | when(desk, coordinators) | first_twin if leads else coordinator),
-        m.Hop: when(topology.relayed, shards),
+        m.CollectivePart: when(topology.relayed, shards),
         **dict.fromkeys(TABLE_WORDS, everybody),
     }
 
@@ -130,13 +142,15 @@ def _worker_hears(me: Address, topology: Topology) -> Mapping[type[m.Message], C
     desk = frozenset({Address(Role.SERVER, 0, 0)})
     others = frozenset(topology.workers(me.group)) - {me}
     return {
-        **dict.fromkeys((m.Values, m.Mean, m.Reduced, m.Applied, m.StatePart, *m.TABLE_ANSWERS), servers),
-        **dict.fromkeys((m.Window, m.Rest, m.AppliedAt), first),
-        m.Late: first if topology.cluster.backup else frozenset(),
-        m.CaughtUp: servers if topology.cluster.backup else frozenset(),
-        **dict.fromkeys((m.Fail, m.Return), servers | desk),
-        **dict.fromkeys((m.Lease, m.DrawPut, m.Deposit, m.BufferPut), desk),
-        **dict.fromkeys((m.Activation, m.Greeting), others),
+        **dict.fromkeys(
+            (m.Values, m.ReducedGradient, m.BackwardReduced, m.Applied, m.StatePart, *m.TABLE_ANSWERS), servers
+        ),
+        **dict.fromkeys((m.SharedBuffer, m.GroupIdle, m.AppliedBatchesReply), first),
+        m.StepMissed: first if topology.cluster.backup else frozenset(),
+        m.StepCaughtUp: servers if topology.cluster.backup else frozenset(),
+        **dict.fromkeys((m.Fail, m.WorkerRejoined), servers | desk),
+        **dict.fromkeys((m.Lease, m.DrawnBatches, m.WorkerStatePart, m.ModelBufferValue), desk),
+        **dict.fromkeys((m.Activation, m.ActivationHello), others),
     }
 
 
@@ -183,7 +197,14 @@ def _commit(message: m.Commit) -> bool:
 
 _LEASES = _in_bounds("epoch", "ordinal", below=MOST_EPOCHS)
 
-_ABOUT_GROUPS = (m.Staged, m.Apply, m.AskReturn, m.StreamsAt, m.Leave, m.Away)
+_ABOUT_GROUPS = (
+    m.StepVote,
+    m.StepDecision,
+    m.RestartRequest,
+    m.AppliedBatchesOfStreams,
+    m.GroupLeaveRequest,
+    m.GroupLeft,
+)
 """Their field `group` must be one that the receiver knows."""
 
 _RULES: Mapping[type[m.Message], _Rule] = {
@@ -193,33 +214,33 @@ _RULES: Mapping[type[m.Message], _Rule] = {
     m.BackwardEnd: lambda b: 0 <= b.weight <= MOST_SAMPLES and b.ordinal >= 0 and 0 <= b.exits < MOST,
     m.Commit: _commit,
     m.Finish: _in_bounds("steps"),
-    m.LeftEarly: _in_bounds("exits", "step", "backwards"),
-    m.Rest: _LEASES,
-    m.AppliedAsk: _in_bounds("stream", least=-1),
-    m.Staged: _in_bounds("step", "applied", "incarnation"),
-    m.Apply: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 7,
-    m.AskApply: _in_bounds("index"),
-    m.Late: _in_bounds("step"),
-    m.CatchUp: lambda c: 0 <= c.round < MOST and -1 <= c.through < MOST_EPOCHS and (c.round or c.through >= 0),
-    m.CaughtUp: _in_bounds("round", "step", "version"),
-    m.Return: _in_bounds("incarnation", below=MOST_EPOCHS),
-    m.AskReturn: lambda a: 0 <= a.incarnation < MOST_EPOCHS and -1 <= a.index < MOST_EPOCHS,
-    m.Away: _in_bounds("incarnation", below=MOST_EPOCHS),
-    m.StreamsAt: lambda s: (
+    m.LoopExited: _in_bounds("exits", "step", "backwards"),
+    m.GroupIdle: _LEASES,
+    m.AppliedBatchesRequest: _in_bounds("stream", least=-1),
+    m.StepVote: _in_bounds("step", "applied", "incarnation"),
+    m.StepDecision: lambda a: 0 <= a.index < MOST and 0 <= a.step < MOST and 0 <= a.change <= 7,
+    m.StepDecisionRequest: _in_bounds("index"),
+    m.StepMissed: _in_bounds("step"),
+    m.StepCatchUp: lambda c: 0 <= c.round < MOST and -1 <= c.through < MOST_EPOCHS and (c.round or c.through >= 0),
+    m.StepCaughtUp: _in_bounds("round", "step", "version"),
+    m.WorkerRejoined: _in_bounds("incarnation", below=MOST_EPOCHS),
+    m.RestartRequest: lambda a: 0 <= a.incarnation < MOST_EPOCHS and -1 <= a.index < MOST_EPOCHS,
+    m.GroupLeft: _in_bounds("incarnation", below=MOST_EPOCHS),
+    m.AppliedBatchesOfStreams: lambda s: (
         0 <= s.incarnation < MOST_EPOCHS and 0 <= s.part < s.parts < MOST_EPOCHS and len(s.counts) % 2 == 0
     ),
-    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply), _in_bounds("sync")),
-    m.FinalAsk: _in_bounds("round", least=-MOST),
-    m.BufferPut: _in_bounds("index", least=-1),
-    m.LeaseAsk: lambda a: _LEASES(a) and -1 <= a.total < MOST and 0 <= a.passed <= a.ordinal,
-    m.LeaseFree: lambda f: _LEASES(f) and 0 <= f.first < MOST,
-    m.DrawPut: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
-    m.DrawAsk: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
-    m.StateAsk: _in_bounds("round"),
+    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply), _in_bounds("sync")),
+    m.FinalRequest: _in_bounds("round", least=-MOST),
+    m.ModelBufferValue: _in_bounds("index", least=-1),
+    m.LeaseRequest: lambda a: _LEASES(a) and -1 <= a.total < MOST and 0 <= a.passed <= a.ordinal,
+    m.LeaseRelease: lambda f: _LEASES(f) and 0 <= f.first < MOST,
+    m.DrawnBatches: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
+    m.DrawRequest: lambda d: 0 <= d.epoch < MOST_EPOCHS and 0 <= d.chunk < MOST,
+    m.StateRequest: _in_bounds("round"),
     m.StatePart: lambda s: -MOST < s.round < MOST and len(s.key) <= MAX_KEY,
-    m.Deposit: _in_bounds("group", "index", "part", "parts", "nbytes"),
+    m.WorkerStatePart: _in_bounds("group", "index", "part", "parts", "nbytes"),
     m.SnapshotPart: _in_bounds("number", "stage", "part", "parts"),
-    m.Hop: lambda h: (
+    m.CollectivePart: lambda h: (
         -1 <= h.ordinal < MOST
         and 0 <= h.step < MOST
         and 0 <= h.weight < inf
@@ -231,11 +252,11 @@ _RULES: Mapping[type[m.Message], _Rule] = {
     m.TableOpen: _in_bounds("number", "table"),
     m.TablePush: _in_bounds("number", "table", "turn"),
     m.TablePull: _in_bounds("number", "table", "round", "seen"),
-    m.TableGive: _in_bounds("number", "table"),
+    m.TableAssign: _in_bounds("number", "table"),
     m.TableRule: _in_bounds("number", "table", "since"),
-    m.TableAsk: _in_bounds("number", "table", "round"),
+    m.TableStatsRequest: _in_bounds("number", "table", "round"),
     m.TableBarrier: lambda b: 0 <= b.number < MOST and -MOST < b.round < MOST,
-    m.TablesBye: _in_bounds("number"),
+    m.TablesFinished: _in_bounds("number"),
     m.TableList: _in_bounds("number", "table", "round", "first"),
     m.Values: lambda v: v.bucket >= -1,
 }

@@ -71,7 +71,7 @@ class Fail(Message):
 
 @numbered(6)
 @dataclass(frozen=True, slots=True)
-class Window(Message):
+class SharedBuffer(Message):
     """The body shows a flat buffer of the sender, for the rest of the job; `windows` says who may write it when.
 
     Worker -> server: "grad", the part that the server's shard covers. First server of a group -> its other servers:
@@ -101,7 +101,7 @@ class Delta(Message):
 
 @numbered(31)
 @dataclass(frozen=True, slots=True)
-class Master(Message):
+class MasterValue(Message):
     """Master group -> group: the master's value after taking Delta number `sync`. Snapshot.
 
     updates: so many of all other groups are in it, since the start.
@@ -142,7 +142,7 @@ class Drained(Message):
 
 @numbered(35)
 @dataclass(frozen=True, slots=True)
-class Final(Message):
+class FinalValue(Message):
     """Master -> server group 0: the final value of a bucket it masters. View: it never changes again."""
 
     bucket: int
@@ -153,7 +153,7 @@ class Final(Message):
 
 @numbered(40)
 @dataclass(frozen=True, slots=True)
-class BufferPut(Message):
+class ModelBufferValue(Message):
     """Model buffer number `index` of a worker group (BatchNorm statistics), as raw bytes.
 
     Worker -> server (0,0): index -1: that was all of worker 0's. Where a model is split, others have some, too.
@@ -165,7 +165,7 @@ class BufferPut(Message):
 
 @numbered(41)
 @dataclass(frozen=True, slots=True)
-class FinalAsk(Message):
+class FinalRequest(Message):
     """Worker (0,0) -> servers of its group: the master view, once everybody has drained; replied with Values."""
 
     round: int
@@ -173,5 +173,5 @@ class FinalAsk(Message):
 
 @numbered(42)
 @dataclass(frozen=True, slots=True)
-class BufferAsk(Message):
+class BufferRequest(Message):
     """Worker (0,0) -> server (0,0): the buffers of all groups; replied with BufferPut, the end marked by index -1."""

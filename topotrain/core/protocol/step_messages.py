@@ -28,7 +28,7 @@ class Push(Message):
 
 @numbered(7)
 @dataclass(frozen=True, slots=True)
-class Rates(Message):
+class StepRates(Message):
     """Worker -> server: hyper-parameters as in Commit, before the pushes of a step that are applied on arrival."""
 
     hyper: bytes
@@ -51,7 +51,7 @@ class BackwardEnd(Message):
 
 @numbered(17)
 @dataclass(frozen=True, slots=True)
-class Reduced(Message):
+class BackwardReduced(Message):
     """Server -> worker: this backward is reduced; `contributed` has a bit for each bucket that has a Mean.
 
     written: a bit for each of the server's pieces whose mean stands in the worker's window "grad"; empty: none.
@@ -65,7 +65,7 @@ class Reduced(Message):
 
 @numbered(12)
 @dataclass(frozen=True, slots=True)
-class Mean(Message):
+class ReducedGradient(Message):
     """Server -> worker: the group's mean of one bucket and backward; `present` is the union over the workers.
 
     The body is a view of the server's buffer and stays until this worker pushes the bucket again.
@@ -79,7 +79,7 @@ class Mean(Message):
 
 @numbered(13)
 @dataclass(frozen=True, slots=True)
-class Edit(Message):
+class GradientOverride(Message):
     """Worker -> server: the gradient of a bucket as the script left it, where it differs from the running sum."""
 
     step: int
@@ -148,7 +148,7 @@ class Finish(Message):
 
 @numbered(18)
 @dataclass(frozen=True, slots=True)
-class Rest(Message):
+class GroupIdle(Message):
     """Worker -> coordinator: my group has no batch until others give some back or the epoch ends; or it goes on.
 
     A group at rest counts as not live: whoever is bound to its clock would wait for a group that waits for him. The
@@ -163,7 +163,7 @@ class Rest(Message):
 
 @numbered(19)
 @dataclass(frozen=True, slots=True)
-class LeftEarly(Message):
+class LoopExited(Message):
     """Worker -> servers: my script left a loop over the loader early, for the `exits`-th time.
 
     It did so in this step, after so many backwards of it.
@@ -179,7 +179,7 @@ class LeftEarly(Message):
 
 @numbered(20)
 @dataclass(frozen=True, slots=True)
-class Staged(Message):
+class StepVote(Message):
     """Shard -> coordinator: every contribution to this step is here.
 
     power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
@@ -202,7 +202,7 @@ class Staged(Message):
 
 @numbered(21)
 @dataclass(frozen=True, slots=True)
-class Apply(Message):
+class StepDecision(Message):
     """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf).
 
     change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2), or is started again as
@@ -227,7 +227,7 @@ class Apply(Message):
 
 @numbered(22)
 @dataclass(frozen=True, slots=True)
-class AskApply(Message):
+class StepDecisionRequest(Message):
     """Shard -> coordinator: I have applied everything below `index`; what was decided from there on?"""
 
     index: int
@@ -238,7 +238,7 @@ class AskApply(Message):
 
 @numbered(70)
 @dataclass(frozen=True, slots=True)
-class Hop(Message):
+class CollectivePart(Message):
     """Rank -> rank of a collective: what was added up so far of a bucket, or (not `up`) what became of the sum.
 
     Upwards: weight, count: sum and number of the weights above 0 that are in it; each: their common value and the body

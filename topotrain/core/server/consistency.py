@@ -13,7 +13,7 @@ in order everywhere is state-machine replication, Schneider 1990).
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from topotrain.core.protocol import Apply, ProtocolError, Staged
+from topotrain.core.protocol import ProtocolError, StepDecision, StepVote
 from topotrain.core.server.commit_agreement import StepError
 
 
@@ -113,14 +113,14 @@ class DecisionLog:
     def __init__(self, shards: int) -> None:
         self._shards = shards
         self._votes: dict[tuple[int, int], _Vote] = {}
-        self._log: dict[int, Apply] = {}
+        self._log: dict[int, StepDecision] = {}
         self._decided: dict[int, int] = {}
         self._incarnations: dict[int, int] = {}
         self._replaced: dict[tuple[int, int], tuple[int, int]] = {}  # (group, worker) -> incarnation, decision
         self._applied = [0] * shards
         self._next = 0
 
-    def staged(self, shard: int, message: Staged) -> None:
+    def staged(self, shard: int, message: StepVote) -> None:
         """A shard has everything for a step. Said again, it changes nothing."""
         self._applied[shard] = max(self._applied[shard], message.applied)
         self._trim()
@@ -141,7 +141,7 @@ class DecisionLog:
             if self._holds(message, worker):
                 vote.refused[worker] = max(parameter, vote.refused.get(worker, -1))
 
-    def _holds(self, message: Staged, worker: int) -> bool:
+    def _holds(self, message: StepVote, worker: int) -> bool:
         """Whether the shard had forgotten what the worker's former process has said, when it said this."""
         _, decision = self._replaced.get((message.group, worker), (0, -1))
         return message.applied > decision
@@ -159,19 +159,19 @@ class DecisionLog:
         staged = {key: vote for key, vote in self._votes.items() if len(vote.shards) == self._shards}
         return sorted(key for key, vote in staged.items() if not vote.members or enough(vote.common))
 
-    def decide(self, group: int, step: int) -> Apply:
+    def decide(self, group: int, step: int) -> StepDecision:
         """Record the decision to apply a ready step. It stands from here on."""
         vote = self._votes.pop((group, step))
         members = tuple(sorted(vote.common))
         counts = {worker: at for worker, at in vote.refused.items() if not members or worker in members}
         refused = tuple(number for pair in sorted(counts.items()) for number in pair)
-        apply = Apply(self._next, group, step, not vote.finite, vote.power, refused=refused, members=members)
+        apply = StepDecision(self._next, group, step, not vote.finite, vote.power, refused=refused, members=members)
         self._log[self._next] = apply
         self._next += 1
         self._decided[group] = step + 1
         return apply
 
-    def decree(self, group: int, step: int, change: int, members: tuple[int, ...] = ()) -> Apply:
+    def decree(self, group: int, step: int, change: int, members: tuple[int, ...] = ()) -> StepDecision:
         """Record that a group rests, is back or is started again, or what else is no step (see Apply.change).
 
         Raises:
@@ -179,16 +179,16 @@ class DecisionLog:
         """
         if len(self._log) >= MOST_DECISIONS:
             raise ProtocolError(f"{len(self._log)} changes of group {group} and others without a step")
-        apply = Apply(self._next, group, step, False, 0.0, change, members=members)
+        apply = StepDecision(self._next, group, step, False, 0.0, change, members=members)
         self._log[self._next] = apply
         self._next += 1
         return apply
 
-    def since(self, index: int) -> list[Apply]:
+    def since(self, index: int) -> list[StepDecision]:
         """All decisions from a number on."""
         return [self._log[i] for i in range(max(index, 0), self._next) if i in self._log]
 
-    def restart(self, group: int, incarnation: int) -> Apply | None:
+    def restart(self, group: int, incarnation: int) -> StepDecision | None:
         """Record that a group is started again; what was not decided of it is applied nowhere. None: known already."""
         if not self.adopt(group, incarnation):
             return None
@@ -196,7 +196,7 @@ class DecisionLog:
         self._decided.pop(group, None)
         return self.decree(group, incarnation, RESTARTS)
 
-    def replace(self, group: int, worker: int, incarnation: int) -> Apply | None:
+    def replace(self, group: int, worker: int, incarnation: int) -> StepDecision | None:
         """Record that one worker has another process; what was not decided of it counts not. None: known already."""
         if incarnation <= self._replaced.get((group, worker), (0, -1))[0]:
             return None
@@ -224,9 +224,9 @@ class ApplyOrder:
 
     def __init__(self) -> None:
         self.next = 0
-        self._early: dict[int, Apply] = {}
+        self._early: dict[int, StepDecision] = {}
 
-    def arrive(self, apply: Apply) -> list[Apply]:
+    def arrive(self, apply: StepDecision) -> list[StepDecision]:
         """A decision came; returns those that may be applied now, in order."""
         if apply.index < self.next:
             return []
@@ -238,7 +238,7 @@ class ApplyOrder:
         return now
 
 
-class Exits:
+class LoopExits:
     """Whether the workers of a synchronous group leave loops over the data early together, or not at all.
 
     A worker that leaves alone would go on with another epoch while the others wait for it. A place is (step, backward
@@ -288,7 +288,7 @@ STATIC = 0x8000_0000  # marks a data stream that is no lease
 EVERYTHING = 1 << 62  # of a stream that is forgotten
 
 
-class Streams:
+class AppliedBatches:
     """Exactly-once identity of pushes: one counter per data stream.
 
     A step carries the batches it consumed as (stream, first, last). It counts if each range continues its stream.

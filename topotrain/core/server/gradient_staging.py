@@ -15,7 +15,7 @@ import torch
 
 from topotrain.config.sharding import Bucket, Segment
 from topotrain.core.bitmaps import NO_REVISION, bits_to_int, per_bucket, per_piece
-from topotrain.core.protocol import BackwardEnd, Commit, Edit, ProtocolError, Push
+from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.commit_agreement import StepError, agree
 from topotrain.core.server.nonfinite import NOBODY, look, spoiled
 from topotrain.core.server.ordered_sum import Part, Tree, canonical_mean
@@ -39,7 +39,7 @@ class _Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class ReducedBucket:
     """A bucket whose mean is ready: `mean` is a view that stays until the group pushes the bucket again.
 
     None: it has been written into the windows of all workers.
@@ -50,7 +50,7 @@ class Reduced:
     mean: torch.Tensor | None
 
 
-class Staging:
+class GradientStaging:
     """What one worker group has sent for its current step to one shard.
 
     Args:
@@ -142,7 +142,7 @@ class Staging:
 
     # --- arrivals ------------------------------------------------------------------------------------------------
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> list[Reduced]:
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> list[ReducedBucket]:
         """Keep a worker's gradient of a bucket. Returns the means that became ready (visible only)."""
         self._check_ordinal(worker, message.ordinal)
         if not self._visible:
@@ -160,7 +160,7 @@ class Staging:
         reduction.pushes.setdefault(message.bucket, {}).setdefault(worker, (message, body))
         return self._reduce(message.ordinal, [message.bucket])
 
-    def end(self, worker: int, message: BackwardEnd) -> list[Reduced]:
+    def end(self, worker: int, message: BackwardEnd) -> list[ReducedBucket]:
         """A worker's backward is over: what it did not push, it does not have."""
         self._check_ordinal(worker, message.ordinal)
         reduction = self._reduction(message.ordinal)
@@ -169,7 +169,7 @@ class Staging:
         reduction.ends[worker] = message
         return self._reduce(message.ordinal, [b.id for b in self._buckets])
 
-    def edit(self, message: Edit, body: torch.Tensor) -> None:
+    def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
         """A bucket's gradient as the script left it."""
         self._edits.setdefault(message.bucket, body)
 
@@ -212,7 +212,7 @@ class Staging:
 
     # --- the sum -------------------------------------------------------------------------------------------------
 
-    def _reduce(self, ordinal: int, buckets: Sequence[int]) -> list[Reduced]:
+    def _reduce(self, ordinal: int, buckets: Sequence[int]) -> list[ReducedBucket]:
         reduction = self._reductions[ordinal]
         ready = []
         for bucket in buckets:
@@ -243,7 +243,7 @@ class Staging:
                 return None
         return parts
 
-    def _sum(self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction) -> Reduced | None:
+    def _sum(self, ordinal: int, bucket: int, parts: Mapping[int, Part], reduction: _Reduction) -> ReducedBucket | None:
         pushes = reduction.pushes.pop(bucket, {})
         present = 0
         for push, _ in pushes.values():
@@ -264,7 +264,7 @@ class Staging:
             self._write_windows(at, parts)
             reduction.written[at] = present
             self._present[at] |= present
-            return Reduced(bucket, present, None)
+            return ReducedBucket(bucket, present, None)
         mean = self._view("mean", self._buckets[at])
         earlier = self._visible and self._reader is None and self._present[at] != 0
         if earlier and at not in self._in_total:
@@ -278,7 +278,7 @@ class Staging:
         if earlier:
             self._view("total", self._buckets[at]).add_(mean)
         self._present[at] |= present
-        return Reduced(bucket, present, mean)
+        return ReducedBucket(bucket, present, mean)
 
     def _mean(self, parts: Mapping[int, Part], out: torch.Tensor) -> None:
         canonical_mean(parts, self._tree, out, lambda k: self._scratch_like(k, out), self._divide)

@@ -1,12 +1,12 @@
 """How server groups agree on a bucket of parameters.
 
-`MasterAgreement`: each bucket has one master group. Another group sends what it added since the last time, the master
+`MasterSync`: each bucket has one master group. Another group sends what it added since the last time, the master
 adds it to its own value and replies with that; meanwhile training goes on, and what was added in between is kept:
     send:  delta = cur - snap, sent = cur        reply m:  cur += m - sent, snap = m
 Every local update thus reaches the master exactly once, however long the reply takes (SINGA's Distributed Hogwild, with
 the updates between request and reply no longer lost).
 
-`RingAgreement`: a group offers its value to its right neighbor, which moves to the average and replies with what the
+`RingSync`: a group offers its value to its right neighbor, which moves to the average and replies with what the
 offerer has to add to be there, too. Both change by opposite amounts, so the sum over the groups is kept (pairwise
 averaging: Boyd et al., Randomized gossip algorithms, 2006). The neighbor remembers its reply: an offer said twice
 changes nothing.
@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 
 from topotrain.config.sharding import Bucket
-from topotrain.core.protocol import Delta, Master, Message, RingOffer, RingReply
+from topotrain.core.protocol import Delta, MasterValue, Message, RingOffer, RingReply
 
 View = Callable[[int], torch.Tensor]
 Out = list[tuple[int, Message]]  # (server group, message)
@@ -71,7 +71,7 @@ def _square(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor if tensor.itemsize > 2 else tensor.float())) ** 2
 
 
-class Agreement(Protocol):
+class GroupSync(Protocol):
     """What a server asks of its neighbors."""
 
     @property
@@ -104,7 +104,7 @@ class Agreement(Protocol):
         ...
 
 
-class Alone:
+class NoSync:
     """A single server group, or groups that go their own ways: nothing to agree."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Alone:
         return True
 
 
-class MasterAgreement:
+class MasterSync:
     """Exchange of differences with each bucket's master group.
 
     Args:
@@ -181,7 +181,7 @@ class MasterAgreement:
     def meet(self, group: int, message: Message, body: torch.Tensor) -> Out:
         if isinstance(message, Delta):
             return self._take(group, message, body)
-        if isinstance(message, Master):
+        if isinstance(message, MasterValue):
             return self._merge(message, body)
         return []
 
@@ -197,9 +197,9 @@ class MasterAgreement:
         elif message.sync > self._taken.get(key, 0):
             return []  # an earlier one is still under way; it will be sent again
         others = self._made.get(message.bucket, 0) - self._made_by.get(key, 0)
-        return [(group, Master(message.bucket, message.sync, others, body=self._view(message.bucket).clone()))]
+        return [(group, MasterValue(message.bucket, message.sync, others, body=self._view(message.bucket).clone()))]
 
-    def _merge(self, message: Master, body: torch.Tensor) -> Out:
+    def _merge(self, message: MasterValue, body: torch.Tensor) -> Out:
         bucket = message.bucket
         if bucket not in self._waiting or message.sync != self._round[bucket]:
             return []
@@ -233,7 +233,7 @@ class MasterAgreement:
         return self._draining and not self._waiting and not any(self._updates.values())
 
 
-class RingAgreement:
+class RingSync:
     """Pairwise averaging with the right neighbor in the ring of server groups.
 
     Args:

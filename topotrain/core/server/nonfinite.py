@@ -39,7 +39,7 @@ def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
     return spoiled(bucket, (1 << len(bucket.pieces)) - 1, part), True
 
 
-class Strikes:
+class NonfiniteLimit:
     """How many steps in a row had something of a worker that was not finite.
 
     Args:

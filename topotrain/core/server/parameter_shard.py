@@ -18,10 +18,10 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Allocate, FlatBuffers, Schema, effective, typed
 from topotrain.core.optim.adapter import HyperCheck, OptimizerSpec, SliceUpdate, clip_bounds
-from topotrain.core.server.gradient_staging import Staging
-from topotrain.core.server.group_sync import Agreement, Alone, MasterAgreement, RingAgreement
+from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.group_sync import GroupSync, MasterSync, NoSync, RingSync
 from topotrain.core.server.nonfinite import NOBODY
-from topotrain.extensions.collectives.precomputed_gradients import Given
+from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
 from topotrain.extensions.compression.codecs import all_finite
 from topotrain.extensions.compression.message_filter import ServerEncoding
 
@@ -31,7 +31,7 @@ _MOST_ENTRIES = 32  # of a parameter's state
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StatePosition:
     """Where a piece's elements lie inside the value of an optimizer's entry: [lo, hi)."""
 
     piece: Piece
@@ -39,7 +39,7 @@ class Place:
     hi: int
 
 
-class Unit:
+class UpdateUnit:
     """What is updated at once: one bucket, or the whole shard where tensors are kept whole.
 
     A bucket of its own stays in the processor's cache between the sum, the update and the road. Element-wise
@@ -47,7 +47,7 @@ class Unit:
     """
 
     def __init__(
-        self, buckets: tuple[Bucket, ...], places: dict[int, list[Place]], update: SliceUpdate, whole: bool
+        self, buckets: tuple[Bucket, ...], places: dict[int, list[StatePosition]], update: SliceUpdate, whole: bool
     ) -> None:
         self.buckets = buckets
         self.places = places
@@ -58,7 +58,7 @@ class Unit:
 class OptimizerState:
     """The optimizer's state as messages: told entry by entry and piece by piece, and loaded the same way."""
 
-    def __init__(self, slice_map: SliceMap, flats: FlatBuffers, units: Sequence[Unit]) -> None:
+    def __init__(self, slice_map: SliceMap, flats: FlatBuffers, units: Sequence[UpdateUnit]) -> None:
         self._map = slice_map
         self._flats = flats
         self._units = units
@@ -85,7 +85,9 @@ class OptimizerState:
                     yield self._part(number, place, name, value, whole)
         yield m.StatePart(number, -1, -1, float(parts), "")
 
-    def _part(self, number: int, place: Place, name: str, value: torch.Tensor | float, whole: bool) -> m.StatePart:
+    def _part(
+        self, number: int, place: StatePosition, name: str, value: torch.Tensor | float, whole: bool
+    ) -> m.StatePart:
         bucket = self._map.buckets[place.piece.bucket]
         index = bucket.pieces.index(place.piece)
         if not isinstance(value, torch.Tensor) or not whole:
@@ -122,16 +124,16 @@ class OptimizerState:
 
 
 @dataclass(slots=True)
-class Model:
+class ParameterShard:
     """What a server knows once it knows the model. `staging` is by worker group."""
 
     schema: Schema
     map: SliceMap
     buckets: tuple[Bucket, ...]
     flats: FlatBuffers
-    units: tuple[Unit, ...]
-    staging: dict[int, Staging]
-    agreement: Agreement
+    units: tuple[UpdateUnit, ...]
+    staging: dict[int, GradientStaging]
+    agreement: GroupSync
     state: OptimizerState
     encoding: ServerEncoding
     hyper: HyperCheck
@@ -179,18 +181,18 @@ class Model:
         """The buckets in which the staged step has a gradient."""
         return [bucket.id for bucket in self.buckets if self.staging[group].present(bucket)]
 
-    def vote(self, group: int, applied: int, incarnation: int = 0) -> m.Staged:
+    def vote(self, group: int, applied: int, incarnation: int = 0) -> m.StepVote:
         """What this shard has to say about the group's staged step; `applied`: decisions carried out so far."""
         staging = self.staging[group]
         if staging.backup:
             refused, members = self._refused(staging) if self.checked else (), tuple(sorted(staging.complete))
-            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
+            return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused, members)
         commit = staging.commits[0]
         refused = self._refused(staging) if self.checked and not commit.check_finite else ()
         if refused and not self._may_go_on(staging, refused):
-            return m.Staged(group, staging.step, False, 0.0, False, applied, incarnation, refused)
+            return m.StepVote(group, staging.step, False, 0.0, False, applied, incarnation, refused)
         if not (commit.check_finite or commit.clip_norm > 0):
-            return m.Staged(group, staging.step, True, 0.0, False, applied, incarnation, refused)
+            return m.StepVote(group, staging.step, True, 0.0, False, applied, incarnation, refused)
         staging.sum_all()
         there = self.gradients(group)
         finite = not commit.check_finite or all(all_finite(gradient.reshape(-1)) for gradient in there)
@@ -198,14 +200,14 @@ class Model:
         if commit.clip_norm > 0:
             norms = [norm_of(g, commit.clip_type) * commit.inv_scale for g in there]
             power = max(norms, default=0.0) if infinity else sum(to_power(norm, commit.clip_type) for norm in norms)
-        return m.Staged(group, staging.step, finite, power, infinity, applied, incarnation)
+        return m.StepVote(group, staging.step, finite, power, infinity, applied, incarnation)
 
-    def _refused(self, staging: Staging) -> tuple[int, ...]:
-        """Under a GradScaler an overflow is nobody's fault; else this is in `message.Staged.refused`."""
+    def _refused(self, staging: GradientStaging) -> tuple[int, ...]:
+        """Under a GradScaler an overflow is nobody's fault; else this is in `message.StepVote.refused`."""
         found = sorted(staging.spoilers().items())
         return tuple(n for worker, key in found for n in (worker, self.map.segments[key].parameter))
 
-    def _may_go_on(self, staging: Staging, refused: tuple[int, ...]) -> bool:
+    def _may_go_on(self, staging: GradientStaging, refused: tuple[int, ...]) -> bool:
         """Whether a step may be applied without those workers: their part is in no mean yet, and in no norm."""
         if self.on_arrival:
             return True
@@ -233,7 +235,7 @@ class Model:
             self.update(unit, group, hyper, factor, staleness)
             yield from unit.buckets
 
-    def update(self, unit: Unit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
+    def update(self, unit: UpdateUnit, group: int, hyper: bytes, factor: float = 1.0, staleness: int = 0) -> None:
         """One unit's values take the group's gradient times `factor`, which itself stays as it is."""
         staging = self.staging[group]
         grads: dict[int, torch.Tensor | None] = {}
@@ -305,7 +307,7 @@ def open_model(
     windows: Mapping[tuple[str, int], torch.Tensor],
     shared: bool,
     arrived: Arrived,
-) -> Model:
+) -> ParameterShard:
     """Make the shard of server `me`; `windows` are its parts of parameter buffers, by name and space.
 
     arrived: with `apply: kOnArrival`, told (worker group, bucket, pieces, mean) of each mean when it is there.
@@ -330,7 +332,7 @@ def open_model(
     hyper = HyperCheck(OptimizerSpec.from_text(schema.optimizer), job.import_)
     checked = job.nonfinite is not NonFinite.kAllow
     home = (schema, slice_map, buckets, flats, units, staging, agreement)
-    return Model(*home, state, encoding, hyper, on_arrival, checked)
+    return ParameterShard(*home, state, encoding, hyper, on_arrival, checked)
 
 
 def _units(
@@ -340,7 +342,7 @@ def _units(
     buckets: tuple[Bucket, ...],
     flats: FlatBuffers,
     correct: Corrector,
-) -> tuple[Unit, ...]:
+) -> tuple[UpdateUnit, ...]:
     whole = slice_map.slicing is Slicing.kTensor
     parts = [buckets] if whole else [(bucket,) for bucket in buckets]
     spec = OptimizerSpec.from_text(schema.optimizer)
@@ -355,22 +357,22 @@ def _unit(
     flats: FlatBuffers,
     whole: bool,
     correct: Corrector,
-) -> Unit:
+) -> UpdateUnit:
     """Keys are segment ids: a bucket has at most one piece of a segment."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[StatePosition]] = {}
     values: dict[int, torch.Tensor] = {}
     for bucket in buckets:
         for piece in bucket.pieces:
             segment = slice_map.segments[piece.segment]
             start = segment.lo if whole else piece.lo
-            places.setdefault(segment.id, []).append(Place(piece, piece.lo - start, piece.hi - start))
+            places.setdefault(segment.id, []).append(StatePosition(piece, piece.lo - start, piece.hi - start))
             if whole:
                 values[segment.id] = flats.segment("values", segment)
             else:
                 values[segment.id] = flats.view("values", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
     rows = [(key, slice_map.segments[key].parameter, value) for key, value in values.items()]
     update = SliceUpdate(spec, rows, job.import_, clip_bounds(job.updater), correct)
-    return Unit(buckets, places, update, whole)
+    return UpdateUnit(buckets, places, update, whole)
 
 
 def _bucket(buckets: tuple[Bucket, ...], number: int) -> Bucket:
@@ -388,13 +390,13 @@ def _staging(
     reader: int | None,
     arrived: Arrived,
     encoding: ServerEncoding,
-) -> Staging:
+) -> GradientStaging:
     on_arrival = job.apply is Apply.kOnArrival
     workers = topology.workers_per_group
-    staging: Callable[..., Staging] = Staging
+    staging: Callable[..., GradientStaging] = GradientStaging
     if topology.collective:
         hidden = job.grads is Grads.kHidden  # no worker sees a mean that it could hand in
-        staging = partial(Given, totals=hidden and topology.relayed, foreign=topology.foreign)
+        staging = partial(PrecomputedGradients, totals=hidden and topology.relayed, foreign=topology.foreign)
     return staging(
         workers,
         topology.sum_tree(group),
@@ -412,13 +414,13 @@ def _staging(
     )
 
 
-def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> Agreement:
+def _agreement(group: int, job: Job, topology: Topology, buckets: tuple[Bucket, ...], flats: FlatBuffers) -> GroupSync:
     def view(number: int) -> torch.Tensor:
         return flats.view("values", _bucket(buckets, number))
 
     cluster = job.cluster
     if not topology.synced:
-        return Alone()
+        return NoSync()
     if cluster.agreement is AgreementKind.kRingAverage:
-        return RingAgreement(group, topology.server_groups, buckets, view, cluster.sync_freq)
-    return MasterAgreement(group, buckets, view, cluster.sync_freq)
+        return RingSync(group, topology.server_groups, buckets, view, cluster.sync_freq)
+    return MasterSync(group, buckets, view, cluster.sync_freq)

@@ -15,7 +15,7 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.protocol import Applied, Fetch, Message, ProtocolError, Values
-from topotrain.core.server.parameter_shard import Model
+from topotrain.core.server.parameter_shard import ParameterShard
 from topotrain.extensions.backup_workers.quorum import values_round
 
 _MOST_HELD = 64  # replies to one worker
@@ -31,7 +31,7 @@ class _Held:
     fetch: bool
 
 
-class Readers:
+class PullReplies:
     """The readers of one server.
 
     Args:
@@ -104,7 +104,9 @@ class Readers:
         self._held = [held for held in self._held if held.worker != worker]
         self._fetched.pop(worker, None)
 
-    def release(self, model: Model, version: int, may_read: Callable[[int], bool]) -> Iterator[tuple[Address, Message]]:
+    def release(
+        self, model: ParameterShard, version: int, may_read: Callable[[int], bool]
+    ) -> Iterator[tuple[Address, Message]]:
         """The replies whose time has come. `version` is that of the values now; `may_read(group)` holds a group."""
         waiting, self._held = self._held, []
         for held in waiting:
@@ -117,7 +119,7 @@ class Readers:
                 yield held.worker, held.applied
 
     def stream(
-        self, model: Model, group: int, bucket: Bucket, step: int, version: int
+        self, model: ParameterShard, group: int, bucket: Bucket, step: int, version: int
     ) -> Iterator[tuple[Address, Message]]:
         """A bucket is new in the middle of the group's step: its workers may have it before the others."""
         if group in self._buffers and not self._lazy:
@@ -138,7 +140,7 @@ class Readers:
         for index in self._owners(model, bucket):
             yield Address(Role.WORKER, group, index), values
 
-    def _owners(self, model: Model, bucket: Bucket) -> Sequence[int]:
+    def _owners(self, model: ParameterShard, bucket: Bucket) -> Sequence[int]:
         """The workers of a group that hold a bucket."""
         return model.map.spaces[bucket.space].owners or self._everybody
 
@@ -149,7 +151,7 @@ class Readers:
             return True
         return len({h.worker for h in waiting if h.worker.group == group and h.round == held.round}) == self._workers
 
-    def _values(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+    def _values(self, model: ParameterShard, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
         group = held.worker.group
         if group in self._buffers:
             yield from self._in_buffer(model, held, version)
@@ -166,7 +168,9 @@ class Readers:
             if held.worker.index in self._owners(model, bucket):
                 yield held.worker, values
 
-    def _message(self, model: Model, group: int, bucket: Bucket, number: int, version: int, new: bool) -> Values:
+    def _message(
+        self, model: ParameterShard, group: int, bucket: Bucket, number: int, version: int, new: bool
+    ) -> Values:
         """What the group is shown of a bucket; new: it is the first of the group's workers that is shown this."""
         difference = model.encoding.difference(group, bucket)
         if difference is not None:
@@ -178,14 +182,14 @@ class Readers:
             body.copy_(model.values(bucket.id))
         return Values(number, bucket.id, version, body=body)
 
-    def _copy(self, model: Model, bucket: Bucket, version: int) -> torch.Tensor:
+    def _copy(self, model: ParameterShard, bucket: Bucket, version: int) -> torch.Tensor:
         """A bucket's values at this version, the present one or that which was asked for last."""
         known = self._copies.get(bucket.id)
         if known is None or known[0] != version:
             known = self._copies[bucket.id] = version, model.values(bucket.id).clone()
         return known[1]
 
-    def show(self, model: Model, worker: int, number: int, version: int) -> Iterator[Message]:
+    def show(self, model: ParameterShard, worker: int, number: int, version: int) -> Iterator[Message]:
         """The values as they are, for a worker that catches up (`number` as in message.CatchUp)."""
         for bucket in model.buckets:
             if worker in self._owners(model, bucket):
@@ -202,7 +206,7 @@ class Readers:
             self.pulled[group] = version
         return True
 
-    def _in_buffer(self, model: Model, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
+    def _in_buffer(self, model: ParameterShard, held: _Held, version: int) -> Iterator[tuple[Address, Message]]:
         name = self._buffers[held.worker.group]
         step, early = self._streamed.get(held.worker.group, (-1, set()))
         if self._shows_now(held, version):
@@ -212,6 +216,6 @@ class Readers:
         if held.applied is None or self._lazy:  # else who waits for a step is told by what became of it
             yield held.worker, Values(held.round, -1, version)
 
-    def _fill(self, model: Model, name: str, bucket: Bucket) -> None:
+    def _fill(self, model: ParameterShard, name: str, bucket: Bucket) -> None:
         if name != VALUES:
             model.flats.view(name, bucket).copy_(model.values(bucket.id))

@@ -11,7 +11,7 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Commit
 
 
-class Samples:
+class SampleCounts:
     """The counts of the workers of one server group.
 
     Args:

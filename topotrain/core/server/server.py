@@ -24,7 +24,7 @@ from topotrain.core.model.schema import Allocate
 from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.profiling.message_spans import handling
 from topotrain.core.profiling.spans import SILENT, Recorder
-from topotrain.core.protocol.message_validation import Manners, check_bits
+from topotrain.core.protocol.message_validation import MessageValidator, check_bits
 from topotrain.core.server.commit_agreement import StepError
 from topotrain.core.server.consistency import (
     AWAY,
@@ -34,30 +34,30 @@ from topotrain.core.server.consistency import (
     RESTS,
     SHOWS,
     SNAPSHOT,
+    AppliedBatches,
     ApplyOrder,
     Clocks,
     DecisionLog,
-    Exits,
-    Streams,
+    LoopExits,
     pairs,
 )
-from topotrain.core.server.gradient_staging import Reduced, Staging
+from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
 from topotrain.core.server.group_sync import Distance
-from topotrain.core.server.nonfinite import NOBODY, Strikes, complaint
-from topotrain.core.server.parameter_shard import Model, global_norm, step_factor
-from topotrain.core.server.pull_replies import Readers
-from topotrain.core.server.sample_counts import Samples
-from topotrain.core.server.shutdown import Ending
-from topotrain.core.server.startup import Opening
-from topotrain.extensions.backup_workers.quorum import Backup
-from topotrain.extensions.checkpointing.server_snapshots import Snapshots, Workers, takes_snapshots, unread
-from topotrain.extensions.checkpointing.shard_snapshot import Source, restore
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit, complaint
+from topotrain.core.server.parameter_shard import ParameterShard, global_norm, step_factor
+from topotrain.core.server.pull_replies import PullReplies
+from topotrain.core.server.sample_counts import SampleCounts
+from topotrain.core.server.shutdown import Shutdown
+from topotrain.core.server.startup import Startup
+from topotrain.extensions.backup_workers.quorum import BackupWorkers
+from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots, WorkerStates, takes_snapshots, unread
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource, restore
 from topotrain.extensions.checkpointing.snapshot_coordinator import CUT
 from topotrain.extensions.elastic.eligibility import TABLES, singly
-from topotrain.extensions.elastic.membership import Regroup
-from topotrain.extensions.resume.worker_state_store import Deposits
-from topotrain.extensions.tables.table_server import MESSAGES, TableBook
-from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.extensions.elastic.membership import ElasticGroups
+from topotrain.extensions.resume.worker_state_store import WorkerStateStore
+from topotrain.extensions.tables.table_server import MESSAGES, TableServer
+from topotrain.training.data.lease_queue import LeaseQueue
 
 Out = list[tuple[Address, m.Message]]
 
@@ -86,7 +86,7 @@ class Server:
         allocate: Allocate,
         shared: bool = False,
         deliver: Callable[[Address, m.Message], None] | None = None,
-        resumed: Source | None = None,
+        resumed: SnapshotSource | None = None,
     ) -> None:
         self.me = me
         self.spans: Recorder = SILENT
@@ -96,8 +96,8 @@ class Server:
         self.groups = topology.worker_groups_of(me.group)
         self._workers = {group: topology.workers(group) for group in self.groups}
         self._deliver = deliver
-        self._opening = Opening(me, job, topology, allocate, shared, self._arrived, self._send)
-        self._model: Model | None = None
+        self._opening = Startup(me, job, topology, allocate, shared, self._arrived, self._send)
+        self._model: ParameterShard | None = None
         self._drawer: list[tuple[Address, m.Message]] = []
         self._initialised: set[int] = set()
         self._ready_groups: set[int] = set()
@@ -109,10 +109,12 @@ class Server:
         private = len(self.groups) == 1 and not topology.synced
         lazy = job.pull is Pull.kLazy
         spare = job.cluster.backup
-        self.readers = Readers(self.groups, topology.workers_per_group, private, self._opening.buffers, lazy, spare > 0)
+        self.readers = PullReplies(
+            self.groups, topology.workers_per_group, private, self._opening.buffers, lazy, spare > 0
+        )
         self._hyper = dict.fromkeys(self.groups, b"")
         self._hyper_of: dict[Address, bytes] = {}
-        self._exits = {group: Exits(topology.workers_per_group) for group in self.groups}
+        self._exits = {group: LoopExits(topology.workers_per_group) for group in self.groups}
         self._applied: dict[int, m.Applied] = {}
         self._taken = dict.fromkeys(self.groups, 0)  # steps, of all incarnations of a group
         self._finished: dict[int, dict[int, int]] = {g: {} for g in self.groups}
@@ -127,22 +129,22 @@ class Server:
         self._log = DecisionLog(topology.shards) if me.index == 0 else None
         self._order = ApplyOrder()
         home = (self, self._log, self._tell_shards, self._send)
-        self._backup = Backup(self._workers[self.groups[0]], spare, *home) if spare else None
+        self._backup = BackupWorkers(self._workers[self.groups[0]], spare, *home) if spare else None
         first = 0 if resumed is None else unread(resumed)
-        self._streams = Streams(first, takes_snapshots(job, topology))
-        self._samples = Samples(topology, me.group, {} if resumed is None else resumed.samples)
-        self._strikes = Strikes(job.nonfinite)
-        self._ending = Ending(me, topology)
-        self._tables = TableBook(me, job, topology, resumed)
+        self._streams = AppliedBatches(first, takes_snapshots(job, topology))
+        self._samples = SampleCounts(topology, me.group, {} if resumed is None else resumed.samples)
+        self._strikes = NonfiniteLimit(job.nonfinite)
+        self._ending = Shutdown(me, topology)
+        self._tables = TableServer(me, job, topology, resumed)
         is_desk = me.group == 0 and me.index == 0
         counts = (topology.worker_groups, topology.workers_per_group)
-        self.leases = LeaseBook(*counts, singly=singly(job)) if is_desk else None
-        self._regroup = Regroup(me, job, topology, self, self._log, self.leases, self._send)
+        self.leases = LeaseQueue(*counts, singly=singly(job)) if is_desk else None
+        self._regroup = ElasticGroups(me, job, topology, self, self._log, self.leases, self._send)
         self._members = self._regroup.members
-        self.deposits = Deposits() if is_desk else None
+        self.deposits = WorkerStateStore() if is_desk else None
         self._resumed = resumed
-        self.snapshots = Snapshots(me, job, topology, resumed, self._send)
-        self.manners = Manners(me, topology, shared)
+        self.snapshots = ServerSnapshots(me, job, topology, resumed, self._send)
+        self.manners = MessageValidator(me, topology, shared)
         self._good_hyper = b""
         self._out: Out = []
         self._inside: list[tuple[Address, m.Message]] = []
@@ -194,7 +196,7 @@ class Server:
         self._drawer.append((sender, message))
 
     def _is_heard(self, sender: Address, message: m.Message) -> bool:
-        return sender.role is Role.SERVER or isinstance(message, m.Return) or self._members.hears(sender)
+        return sender.role is Role.SERVER or isinstance(message, m.WorkerRejoined) or self._members.hears(sender)
 
     def _handler(self, message: m.Message) -> Callable[..., None]:
         return _HANDLERS[type(message)]
@@ -216,18 +218,18 @@ class Server:
             self._send(worker, m.Fail(f"worker group {group}: {text}", quarantine=quarantine))
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """Where a body is to be received (see `wire.Resident.place`)."""
+        """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
         if isinstance(message, MESSAGES):
             return self._tables.place(sender, message)
-        if isinstance(message, m.Deposit) and self.deposits is not None:
+        if isinstance(message, m.WorkerStatePart) and self.deposits is not None:
             return self.deposits.place(sender, message)
         model = self._model
         if model is None:
             return None
-        if isinstance(message, m.Window):
+        if isinstance(message, m.SharedBuffer):
             return None
-        if isinstance(message, m.BufferPut):
+        if isinstance(message, m.ModelBufferValue):
             return self._ending.buffer_place(message, model.schema)
         bucket = model.bucket(getattr(message, "bucket", -1))
         if isinstance(message, m.Init):
@@ -237,15 +239,19 @@ class Server:
             return model.flats.view("scratch", bucket)[piece.lo - bucket.lo : piece.hi - bucket.lo]
         if viewable:
             return None
-        if isinstance(message, m.Push | m.Edit) and sender.role is Role.WORKER and sender.group in self.groups:
+        if (
+            isinstance(message, m.Push | m.GradientOverride)
+            and sender.role is Role.WORKER
+            and sender.group in self.groups
+        ):
             coded = model.encoding.landing(sender, bucket) if isinstance(message, m.Push) else None
             return model.flats.view(f"push {sender.group}/{sender.index}", bucket) if coded is None else coded
-        if isinstance(message, m.Delta | m.Master | m.RingOffer | m.RingReply | m.Remainder | m.Final):
+        if isinstance(message, m.Delta | m.MasterValue | m.RingOffer | m.RingReply | m.Remainder | m.FinalValue):
             return model.flats.view(f"from {sender.group}", bucket)
         return None
 
     @property
-    def _known(self) -> Model:
+    def _known(self) -> ParameterShard:
         assert self._model is not None
         return self._model
 
@@ -267,7 +273,7 @@ class Server:
         else:
             self._opening.show(sender)
 
-    def _window(self, sender: Address, message: m.Window) -> None:
+    def _window(self, sender: Address, message: m.SharedBuffer) -> None:
         if sender.role is Role.SERVER:
             self._opening.window(message)
             self._open(sender)
@@ -301,7 +307,7 @@ class Server:
         if self.complete():
             self._all_values_here()
 
-    def _resume(self, model: Model, source: Source, sender: Address) -> bool:
+    def _resume(self, model: ParameterShard, source: SnapshotSource, sender: Address) -> bool:
         """Take values and state from the snapshot; False if it is none of this model, which the sender is told."""
         try:
             restore(model, source, self.me.index)
@@ -315,7 +321,7 @@ class Server:
         self.clocks.go_on(self._clocks_of(source))
         return True
 
-    def _clocks_of(self, source: Source) -> Mapping[int, int]:
+    def _clocks_of(self, source: SnapshotSource) -> Mapping[int, int]:
         """Those of our groups, where they were groups of that job, too."""
         ours = {group: clock for group, clock in source.clocks.items() if group in self.groups}
         return ours if ours.keys() == set(self.groups) else source.clocks
@@ -419,7 +425,7 @@ class Server:
                 raise m.ProtocolError(f"{sender} ends a backward, where what is pushed counts when it is committed")
             check_bits(message.pushed, len(self._known.buckets), f"{sender}: the buckets of a backward")
 
-    def _tell_means(self, group: int, ordinal: int, ready: list[Reduced]) -> None:
+    def _tell_means(self, group: int, ordinal: int, ready: list[ReducedBucket]) -> None:
         staging = self._known.staging[group]
         for reduced in ready:
             if reduced.mean is None:
@@ -427,7 +433,7 @@ class Server:
             bucket = self._known.bucket(reduced.bucket)
             present = int_to_bits(reduced.present, len(bucket.pieces))
             body = self._known.encoding.mean_body(group, bucket, reduced.mean)
-            mean = m.Mean(staging.step, ordinal, reduced.bucket, present, body=body)
+            mean = m.ReducedGradient(staging.step, ordinal, reduced.bucket, present, body=body)
             for worker in self._workers[group]:
                 self._send(worker, mean)
         closed = staging.closed(ordinal)
@@ -435,10 +441,10 @@ class Server:
             bits = int_to_bits(closed[0], len(self._known.buckets))
             written = int_to_bits(closed[1], sum(len(bucket.pieces) for bucket in self._known.buckets))
             for worker in self._workers[group]:
-                self._send(worker, m.Reduced(staging.step, ordinal, bits, written if closed[1] else b""))
+                self._send(worker, m.BackwardReduced(staging.step, ordinal, bits, written if closed[1] else b""))
         self._try_stage(group)
 
-    def _rates(self, sender: Address, message: m.Rates) -> None:
+    def _rates(self, sender: Address, message: m.StepRates) -> None:
         self._check_hyper(message.hyper)
         self._hyper_of[sender] = self._hyper[sender.group] = message.hyper
 
@@ -455,14 +461,14 @@ class Server:
             for worker, values in self.readers.stream(self._known, group, bucket, step, version):
                 self._send(worker, values)
 
-    def _left_early(self, sender: Address, message: m.LeftEarly) -> None:
+    def _left_early(self, sender: Address, message: m.LoopExited) -> None:
         self._exits[sender.group].left(sender.index, message.exits, (message.step, float(message.backwards)))
 
     def _check_together(self, sender: Address, message: m.BackwardEnd | m.Commit) -> None:
         backward = message.ordinal if isinstance(message, m.BackwardEnd) else float("inf")
         self._exits[sender.group].works(sender.index, message.exits, (message.step, backward))
 
-    def _edit(self, sender: Address, message: m.Edit) -> None:
+    def _edit(self, sender: Address, message: m.GradientOverride) -> None:
         staging = self._current(sender, message.step)
         if staging is not None:
             staging.edit(message, self._known.body(message))
@@ -511,7 +517,7 @@ class Server:
             raise StepError(str(error)) from error
         self._good_hyper = hyper
 
-    def _current(self, sender: Address, step: int) -> Staging | None:
+    def _current(self, sender: Address, step: int) -> GradientStaging | None:
         """The group's staging, if the message is of its current step; an older message has been dealt with."""
         staging = self._known.staging[sender.group]
         if step > staging.step:
@@ -526,7 +532,7 @@ class Server:
         elif self._tables.complete(group, staging.step) and staging.try_stage():
             self._send(self._coordinator, self._vote(group))
 
-    def _vote(self, group: int) -> m.Staged:
+    def _vote(self, group: int) -> m.StepVote:
         vote = self._known.vote(group, self._order.next, self._members.incarnation(group))
         return vote if vote.members else self._tables.vote(vote, self._known.staging[group].commits)
 
@@ -536,7 +542,7 @@ class Server:
 
     # --- the decision --------------------------------------------------------------------------------------------
 
-    def _staged(self, sender: Address, message: m.Staged) -> None:
+    def _staged(self, sender: Address, message: m.StepVote) -> None:
         assert self._log is not None
         self._check_refused(message)
         if any(not 0 <= index < self._topology.workers_per_group for index in message.members):
@@ -552,12 +558,12 @@ class Server:
                 self._snapshot_before(group)
                 self._tell_shards(self._log.decide(group, step))
 
-    def _ask_apply(self, sender: Address, message: m.AskApply) -> None:
+    def _ask_apply(self, sender: Address, message: m.StepDecisionRequest) -> None:
         assert self._log is not None
         for decision in self._log.since(message.index):
             self._send(sender, decision)
 
-    def _apply(self, sender: Address, message: m.Apply) -> None:
+    def _apply(self, sender: Address, message: m.StepDecision) -> None:
         for decision in self._order.arrive(message):
             try:
                 self._carry_out(decision)
@@ -567,7 +573,7 @@ class Server:
         self._decide()
         self._release()
 
-    def _carry_out(self, decision: m.Apply) -> None:
+    def _carry_out(self, decision: m.StepDecision) -> None:
         if decision.change:
             self._change(decision)
             return
@@ -626,7 +632,7 @@ class Server:
         name = OptimizerSpec.from_text(self._known.schema.optimizer).name
         return explanation(self._topology, momentum_in(name, self._hyper[group]))
 
-    def _check_refused(self, message: m.Staged | m.Apply) -> list[tuple[int, int]]:
+    def _check_refused(self, message: m.StepVote | m.StepDecision) -> list[tuple[int, int]]:
         """Raises ProtocolError for workers that the group does not have, and parameters that the model has not."""
         numbers = message.refused
         workers, parameters = self._topology.workers_per_group, len(self._known.schema.parameters)
@@ -644,11 +650,11 @@ class Server:
             for group, staging in self._model.staging.items():
                 if staging.staged or staging.complete:
                     self._send(self._coordinator, self._vote(group))
-        self._send(self._coordinator, m.AskApply(self._order.next))
+        self._send(self._coordinator, m.StepDecisionRequest(self._order.next))
         self._go_on()
         return self._out
 
-    def _rest(self, sender: Address, message: m.Rest) -> None:
+    def _rest(self, sender: Address, message: m.GroupIdle) -> None:
         group, wait = sender.group, (message.epoch, message.ordinal)
         over = wait <= self._rested.get(group, (-1, -1))
         live = group in self.clocks.live()
@@ -666,11 +672,11 @@ class Server:
         if self._log is not None:
             self._tell_shards(self._log.decree(group, clock, change))
 
-    def _tell_shards(self, decision: m.Apply) -> None:
+    def _tell_shards(self, decision: m.StepDecision) -> None:
         for server in self._topology.servers(self.me.group):
             self._send(server, decision)
 
-    def _change(self, decision: m.Apply) -> None:
+    def _change(self, decision: m.StepDecision) -> None:
         if decision.change in (RESTARTS, RESTS):
             self._paused.add(decision.group)
             self._returned.discard(decision.group)
@@ -693,7 +699,7 @@ class Server:
 
     # --- backup workers (`backup`) -------------------------------------------------------------------------------
 
-    def _catch_up(self, sender: Address, message: m.CatchUp) -> None:
+    def _catch_up(self, sender: Address, message: m.StepCatchUp) -> None:
         if self._backup is not None:
             self._backup.ask(sender, message)
 
@@ -704,7 +710,7 @@ class Server:
         for values in self.readers.show(self._known, worker.index, number, self.version):
             self._send(worker, values)
         step = self._known.staging[worker.group].step
-        self._send(worker, m.CaughtUp(number, step, self.version, snapshot))
+        self._send(worker, m.StepCaughtUp(number, step, self.version, snapshot))
 
     def decide(self) -> None:
         """A step may need fewer contributions than before."""
@@ -772,7 +778,7 @@ class Server:
         self._strikes.forget(group)
         self._parting.discard(group)
         self._rested.pop(group, None)
-        self._exits[group] = Exits(self._topology.workers_per_group)
+        self._exits[group] = LoopExits(self._topology.workers_per_group)
         if not ended:
             self._finished[group] = {}
 
@@ -780,7 +786,7 @@ class Server:
         """Whether its group has left the job, and nobody waits for it."""
         return worker.role is Role.WORKER and worker.group in self._away
 
-    def _replace(self, decision: m.Apply) -> None:
+    def _replace(self, decision: m.StepDecision) -> None:
         """One worker has another process. Raises ProtocolError for one that is not ours."""
         if len(decision.members) != 1 or not 0 <= decision.members[0] < self._topology.workers_per_group:
             raise m.ProtocolError(f"another process for workers {decision.members}")
@@ -832,14 +838,14 @@ class Server:
         others = [g for g in self.groups if g != group and self._runs(g)]
         return "" if others else "no other group trains that could read what it leaves"
 
-    def _part(self, sender: Address, message: m.Leave) -> None:
+    def _part(self, sender: Address, message: m.GroupLeaveRequest) -> None:
         if message.incarnation < self._members.asked(message.group):
             return
         self._parting.add(message.group)
         if self.leases is not None:
             self._send_all(self.leases.part(message.group))
 
-    def _left(self, sender: Address, message: m.Away) -> None:
+    def _left(self, sender: Address, message: m.GroupLeft) -> None:
         self._regroup.leave(message.group, message.incarnation)
 
     def _go_without(self, group: int, incarnation: int) -> None:
@@ -924,14 +930,14 @@ class Server:
         return self._known.values(bucket.id)
 
     def _close(self, sender: Address, message: Any) -> None:
-        if isinstance(message, m.BufferPut) and (
+        if isinstance(message, m.ModelBufferValue) and (
             message.group != sender.group or message.index >= len(self._known.schema.buffers)
         ):
             raise m.ProtocolError(f"{sender} speaks of buffer {message.index} of group {message.group}")
-        body = self._known.body(message) if isinstance(message, m.Final) else message.body
+        body = self._known.body(message) if isinstance(message, m.FinalValue) else message.body
         for to, reply in self._ending.take(sender, message, body, self._known.buckets, self._final_view):
             self._send(to, reply)
-        if isinstance(message, m.BufferPut) and message.index < 0 and self.leases is not None:
+        if isinstance(message, m.ModelBufferValue) and message.index < 0 and self.leases is not None:
             self._send_all(self.leases.finished(message.group))
 
     def has_finished(self, worker: Address) -> bool:
@@ -972,19 +978,19 @@ class Server:
         if self.leases is not None:
             self._send_all(self.leases.handle(sender, message))
 
-    def _applied_ask(self, sender: Address, message: m.AppliedAsk) -> None:
+    def _applied_ask(self, sender: Address, message: m.AppliedBatchesRequest) -> None:
         group = sender.group
         count = self._taken[group] if message.stream < 0 else self._streams.count(message.stream, group)
-        self._send(sender, m.AppliedAt(message.stream, count))
+        self._send(sender, m.AppliedBatchesReply(message.stream, count))
 
-    def _deposit(self, sender: Address, message: m.Deposit | m.DepositAsk) -> None:
+    def _deposit(self, sender: Address, message: m.WorkerStatePart | m.WorkerStateRequest) -> None:
         if self.deposits is not None:
             self._send_all(self.deposits.handle(sender, message))
             self._snapshot_goes_on()
 
     # --- snapshots (`snapshotbook`) ------------------------------------------------------------------------------
 
-    def _snapshot_ask(self, sender: Address, message: m.SnapshotAsk) -> None:
+    def _snapshot_ask(self, sender: Address, message: m.SnapshotRequest) -> None:
         if message.last:
             self._snapshot_last()
         elif not self._tables.unkept and self.complete() and (self._common or not self._topology.synced):
@@ -1040,10 +1046,10 @@ class Server:
         elif self.deposits is not None:
             self.deposits.forget(self.snapshots.last)
 
-    def _states(self) -> Workers:
+    def _states(self) -> WorkerStates:
         """What is known here of the workers' states."""
         if self.deposits is None:
-            return Workers(set(), {}, {}, self._streams.counts())
+            return WorkerStates(set(), {}, {}, self._streams.counts())
         begun, taken = self.deposits.begun(), self.deposits.taken(self.snapshots.under_way)
         here = [group for group in self.groups if group not in self._away]
         expected = {worker for worker in begun if worker.group in here and not self.has_finished(worker)}
@@ -1051,7 +1057,7 @@ class Server:
             ended = self.snapshots.book.ended()
             others = (worker for worker in begun if worker.group not in self.groups)
             expected |= {worker for worker in others if (worker.group, worker.index) not in ended}
-        return Workers(expected, taken, begun, self._streams.counts())
+        return WorkerStates(expected, taken, begun, self._streams.counts())
 
     def _facts(self) -> dict[str, Any]:
         """What a manifest says of this moment."""
@@ -1082,40 +1088,49 @@ class Server:
             self._send(sender, part)
 
 
-_OF_MEMBERS = (m.Return, m.AskReturn, m.StreamsAt)
-_OF_DATA = (m.LeaseAsk, m.LeaseFree, m.DrawPut, m.DrawAsk)
+_OF_MEMBERS = (m.WorkerRejoined, m.RestartRequest, m.AppliedBatchesOfStreams)
+_OF_DATA = (m.LeaseRequest, m.LeaseRelease, m.DrawnBatches, m.DrawRequest)
 
 # Steps are decided only where the model is known; changes of members are decided before, too.
-_BEFORE_MODEL = (m.SchemaPart, m.Window, m.Apply, m.AskApply, m.Away, *_OF_DATA, *_OF_MEMBERS, *MESSAGES)
+_BEFORE_MODEL = (
+    m.SchemaPart,
+    m.SharedBuffer,
+    m.StepDecision,
+    m.StepDecisionRequest,
+    m.GroupLeft,
+    *_OF_DATA,
+    *_OF_MEMBERS,
+    *MESSAGES,
+)
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., None]] = {
     m.SchemaPart: Server._schema_part,
-    m.Window: Server._window,
+    m.SharedBuffer: Server._window,
     m.Init: Server._init,
     m.Fail: Server._fail,
     m.Fetch: Server._fetch,
     m.Push: Server._push,
-    m.Rates: Server._rates,
+    m.StepRates: Server._rates,
     m.BackwardEnd: Server._backward_end,
-    m.Edit: Server._edit,
+    m.GradientOverride: Server._edit,
     m.Commit: Server._commit,
-    m.Staged: Server._staged,
-    m.Apply: Server._apply,
-    m.AskApply: Server._ask_apply,
-    m.CatchUp: Server._catch_up,
-    m.Rest: Server._rest,
-    m.LeftEarly: Server._left_early,
+    m.StepVote: Server._staged,
+    m.StepDecision: Server._apply,
+    m.StepDecisionRequest: Server._ask_apply,
+    m.StepCatchUp: Server._catch_up,
+    m.GroupIdle: Server._rest,
+    m.LoopExited: Server._left_early,
     m.Finish: Server._finish,
-    **dict.fromkeys((m.Delta, m.Master, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
-    **dict.fromkeys((m.Drained, m.Final, m.FinalAsk, m.BufferPut, m.BufferAsk), Server._close),
+    **dict.fromkeys((m.Delta, m.MasterValue, m.RingOffer, m.RingReply, m.Remainder), Server._neighbor),
+    **dict.fromkeys((m.Drained, m.FinalValue, m.FinalRequest, m.ModelBufferValue, m.BufferRequest), Server._close),
     **dict.fromkeys(_OF_DATA, Server._desk),
     **dict.fromkeys(_OF_MEMBERS, Server._of_members),
-    m.AppliedAsk: Server._applied_ask,
-    **dict.fromkeys((m.StateAsk, m.StatePart), Server._state),
-    **dict.fromkeys((m.Deposit, m.DepositAsk), Server._deposit),
-    m.SnapshotAsk: Server._snapshot_ask,
+    m.AppliedBatchesRequest: Server._applied_ask,
+    **dict.fromkeys((m.StateRequest, m.StatePart), Server._state),
+    **dict.fromkeys((m.WorkerStatePart, m.WorkerStateRequest), Server._deposit),
+    m.SnapshotRequest: Server._snapshot_ask,
     m.SnapshotPart: Server._snapshot_part,
-    m.Leave: Server._part,
-    m.Away: Server._left,
+    m.GroupLeaveRequest: Server._part,
+    m.GroupLeft: Server._left,
     **dict.fromkeys(MESSAGES, Server._of_tables),
 }

@@ -23,7 +23,7 @@ View = Callable[[Bucket], torch.Tensor]
 _MOST_ASKS = 64
 
 
-class Ending:
+class Shutdown:
     """The end, as one server sees it.
 
     Args:
@@ -53,7 +53,7 @@ class Ending:
         """Nothing is left to be said or asked here."""
         if self._me.group != 0:
             return self._handed_on
-        wanted = {m.FinalAsk, m.BufferAsk} if self._me.index == 0 else {m.FinalAsk}
+        wanted = {m.FinalRequest, m.BufferRequest} if self._me.index == 0 else {m.FinalRequest}
         return wanted <= self._answered
 
     def drained(self, buckets: Sequence[Bucket], view: View) -> Out:
@@ -71,9 +71,9 @@ class Ending:
         """A message of the end: Drained, Final, FinalAsk, BufferPut or BufferAsk."""
         if isinstance(message, m.Drained):
             self._drained.add(sender.group)
-        elif isinstance(message, m.Final) and body is not None:
+        elif isinstance(message, m.FinalValue) and body is not None:
             self._keep_final(sender.group, message.bucket, body, buckets, view)
-        elif isinstance(message, m.BufferPut):
+        elif isinstance(message, m.ModelBufferValue):
             self._keep_buffer(message, body)
         else:
             if len(self._asks) >= _MOST_ASKS:
@@ -103,7 +103,7 @@ class Ending:
         """They have come back."""
         self._away.discard(group)
 
-    def buffer_place(self, message: m.BufferPut, schema: Schema) -> torch.Tensor:
+    def buffer_place(self, message: m.ModelBufferValue, schema: Schema) -> torch.Tensor:
         """Memory for a model buffer of a group."""
         if not 0 <= message.index < len(schema.buffers) or message.group not in self._worker_groups:
             raise m.ProtocolError(f"model buffer {message.index} of group {message.group}")
@@ -112,7 +112,7 @@ class Ending:
             self._buffers[key] = torch.empty(schema.buffers[message.index].nbytes, dtype=torch.uint8)
         return self._buffers[key]
 
-    def _keep_buffer(self, message: m.BufferPut, body: torch.Tensor | None) -> None:
+    def _keep_buffer(self, message: m.ModelBufferValue, body: torch.Tensor | None) -> None:
         if message.index < 0:
             self._buffers_from.add(message.group)
         elif body is not None:
@@ -147,7 +147,7 @@ class Ending:
             return []
         home = Address(Role.SERVER, 0, self._me.index)
         mine = [b for b in buckets if self._ring or b.master == self._me.group]
-        return [(home, m.Final(b.id, body=view(b))) for b in mine] if len(self._groups) > 1 else []
+        return [(home, m.FinalValue(b.id, body=view(b))) for b in mine] if len(self._groups) > 1 else []
 
     def _complete(self, buckets: Sequence[Bucket], view: View) -> bool:
         others = sorted(self._groups - {0})
@@ -165,7 +165,7 @@ class Ending:
         return True
 
     def _answer(self, to: Address, ask: m.Message, buckets: Sequence[Bucket], view: View) -> Out | None:
-        if isinstance(ask, m.FinalAsk):
+        if isinstance(ask, m.FinalRequest):
             if not self._final:
                 return None
             return [(to, m.Values(ask.round, b.id, -1, body=view(b))) for b in buckets]
@@ -173,5 +173,5 @@ class Ending:
         wanted = [(group, index) for group in sorted(there) for index in range(self._buffers_each)]
         if not self._buffers_from >= there or not self._buffers_here.issuperset(wanted):
             return None
-        found: Out = [(to, m.BufferPut(*key, body=self._buffers[key])) for key in wanted]
-        return [*found, (to, m.BufferPut(len(there), -1))]
+        found: Out = [(to, m.ModelBufferValue(*key, body=self._buffers[key])) for key in wanted]
+        return [*found, (to, m.ModelBufferValue(len(there), -1))]

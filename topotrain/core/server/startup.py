@@ -14,10 +14,10 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model import shared_windows
 from topotrain.core.model.schema import Allocate, Schema, SchemaParts, difference, slice_map_for
-from topotrain.core.server.parameter_shard import Model, open_model
+from topotrain.core.server.parameter_shard import ParameterShard, open_model
 
 
-class Opening:
+class Startup:
     """Of one shard.
 
     Args:
@@ -43,7 +43,7 @@ class Opening:
         self._map: SliceMap | None = None
         self._windows: shared_windows.Flats = {}
         self._whole: shared_windows.Flats = {}
-        self._early: list[m.Window] = []
+        self._early: list[m.SharedBuffer] = []
         self._who_first = ""
         self._parts: dict[Address, SchemaParts] = {}
 
@@ -92,7 +92,7 @@ class Opening:
         self._windows = shared_windows.part(self._whole, slice_map, 0)
         for server in self._topology.servers(self._me.group)[1:]:
             for (name, space), flat in shared_windows.part(self._whole, slice_map, server.index).items():
-                self._send(server, m.Window(name, space, body=flat))
+                self._send(server, m.SharedBuffer(name, space, body=flat))
 
     def show(self, worker: Address) -> None:
         """By the first server: show a worker the buffers that it lives in."""
@@ -101,9 +101,9 @@ class Opening:
             return
         for (name, space), flat in self._whole.items():
             if name == self.buffers[worker.group] and self._map.spaces[space].on(worker.index):
-                self._send(worker, m.Window(name, space, body=flat))
+                self._send(worker, m.SharedBuffer(name, space, body=flat))
 
-    def window(self, message: m.Window) -> None:
+    def window(self, message: m.SharedBuffer) -> None:
         """The first server shows ours of a buffer."""
         self._early.append(message)
         self._look_through()
@@ -129,14 +129,14 @@ class Opening:
         where = (self._topology, self._map, self._me.group, self._me.index)
         return not self.buffers or self._windows.keys() >= shared_windows.expected(*where)
 
-    def open(self) -> Model:
+    def open(self) -> ParameterShard:
         """Make the model; raises whatever an optimizer's constructor may."""
         assert self.schema is not None
         assert self._map is not None
         where = (self._me, self._job, self._topology, self.schema, self._map)
         return open_model(*where, self._allocate, self._windows, self._shared, self._arrived)
 
-    def mold(self, schema: Schema) -> Model:
+    def mold(self, schema: Schema) -> ParameterShard:
         """The model of another copy of this server. Raises ValueError."""
         self.schema, self._map = schema, slice_map_for(schema.parameters, self._topology)
         return self.open()

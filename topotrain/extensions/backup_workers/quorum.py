@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from topotrain.config.topology import Address
-from topotrain.core.protocol import Applied, Apply, CatchUp, Late, Message, ProtocolError
+from topotrain.core.protocol import Applied, Message, ProtocolError, StepCatchUp, StepDecision, StepMissed
 from topotrain.core.server.consistency import SHOWS, DecisionLog
-from topotrain.core.server.gradient_staging import Staging
+from topotrain.core.server.gradient_staging import GradientStaging
 
 _FIRST_ROUND = 1 << 40
 
@@ -46,7 +46,7 @@ class Quorum:
         """How many contributions make a step. Who has nothing to contribute is not waited for, nor who is not there."""
         return max(1, min(self._workers - self._spare, self._workers - len(self._idle | self._dead)))
 
-    def ask(self, worker: int, message: CatchUp) -> list[tuple[int, int]]:
+    def ask(self, worker: int, message: StepCatchUp) -> list[tuple[int, int]]:
         """A worker's question; returns who is to be shown the values now, as (worker, round). Said twice, it is one."""
         if message.through > self._through.get(worker, -1):
             self._through[worker] = message.through
@@ -90,7 +90,7 @@ class Quorum:
         return found
 
 
-class Home(Protocol):
+class BackupServer(Protocol):
     """What backup asks of its server."""
 
     def show(self, worker: Address, number: int, snapshot: int) -> None:
@@ -102,7 +102,7 @@ class Home(Protocol):
         ...
 
 
-class Backup:
+class BackupWorkers:
     """What one shard does about the workers of its group that are late.
 
     Args:
@@ -118,9 +118,9 @@ class Backup:
         self,
         workers: tuple[Address, ...],
         spare: int,
-        home: Home,
+        home: BackupServer,
         log: DecisionLog | None,
-        tell: Callable[[Apply], None],
+        tell: Callable[[StepDecision], None],
         send: Callable[[Address, Message], None],
     ) -> None:
         self._workers, self._spare, self._home = workers, spare, home
@@ -148,7 +148,7 @@ class Backup:
         """Whether these contributions make a step."""
         return len(members) >= self._quorum.needed
 
-    def ask(self, sender: Address, message: CatchUp) -> None:
+    def ask(self, sender: Address, message: StepCatchUp) -> None:
         """A worker wants to catch up, or is through with an epoch."""
         self._show(self._quorum.ask(sender.index, message))
 
@@ -170,7 +170,7 @@ class Backup:
 
     # --- on every shard --------------------------------------------------------------------------------------------
 
-    def choose(self, staging: Staging, decision: Apply) -> list[int]:
+    def choose(self, staging: GradientStaging, decision: StepDecision) -> list[int]:
         """A step is about to be carried out: only its members' gradients are left. Returns who else had committed it.
 
         Raises ProtocolError for members of whom something is missing here: they cannot have been named.
@@ -197,9 +197,9 @@ class Backup:
 
     def _late(self, worker: Address, step: int) -> None:
         if self._log is not None:  # one says so: what the others have decided is the same
-            self._send(worker, Late(step))
+            self._send(worker, StepMissed(step))
 
-    def catch_up(self, decision: Apply) -> None:
+    def catch_up(self, decision: StepDecision) -> None:
         """It is time to show some workers the values. Raises ProtocolError for workers that the group does not have."""
         flat = decision.members
         if len(flat) % 2 or any(not 0 <= index < len(self._workers) for index in flat[::2]):

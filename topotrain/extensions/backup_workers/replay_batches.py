@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from topotrain.training.data.map_dataset import Place
+from topotrain.training.data.map_dataset import BatchPosition
 
-Found = tuple[Place, int, Any]
+Found = tuple[BatchPosition, int, Any]
 
 
-class Account(Protocol):
+class BatchOutcomes(Protocol):
     """Who knows what became of the batches that the script was given."""
 
     def counts_given(self) -> bool | None:
@@ -28,7 +28,7 @@ class Account(Protocol):
         ...
 
 
-class Repeats:
+class ReplayBatches:
     """What one pass gives a second time.
 
     Args:
@@ -36,7 +36,7 @@ class Repeats:
         epoch: of the pass.
     """
 
-    def __init__(self, account: Account, epoch: int) -> None:
+    def __init__(self, account: BatchOutcomes, epoch: int) -> None:
         self._account, self._epoch = account, epoch
         self._kept: tuple[Found, list[tuple[torch.Tensor, int]]] | None = None
 

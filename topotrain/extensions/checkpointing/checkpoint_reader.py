@@ -26,8 +26,8 @@ from topotrain.config.private_files import open_for_reading, read_bytes
 from topotrain.config.sharding import Parameter, parse
 from topotrain.config.topology import Address, Role
 from topotrain.core.optim.state_table import Table, from_rows, model_file, state_file
-from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, Told, lay_out
-from topotrain.extensions.tables.table_file_layout import KeptTable, entry_of, file_of, tables_file
+from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, TensorDescription, lay_out
+from topotrain.extensions.tables.table_file_layout import StoredTable, entry_of, file_of, tables_file
 from topotrain.training.data.batch_ranges import Runs, merged
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def hashed(data: Mapping[str, Any]) -> str:
 
 def workers_file(sizes: Mapping[Address, int]) -> FlatFile:
     """Where what so many bytes of each worker are stands."""
-    told = (Told(str(worker), "uint8", (size,), (1,)) for worker, size in sorted(sizes.items()))
+    told = (TensorDescription(str(worker), "uint8", (size,), (1,)) for worker, size in sorted(sizes.items()))
     return lay_out(told, {"format": "pt"})
 
 
@@ -133,7 +133,7 @@ class Manifest:
         self.optimizer = str(optimizer)
         self.table: Table = from_rows(data["optimizer"], self.parameters)
         self._sizes = {Address(Role.WORKER, int(g), int(i)): int(size) for g, i, size in data["workers"]}
-        self.tables = tuple(tuple(map(KeptTable.from_data, kept)) for kept in data.get("tables", ()))
+        self.tables = tuple(tuple(map(StoredTable.from_data, kept)) for kept in data.get("tables", ()))
         self.files: Mapping[str, FlatFile] = {
             MODEL: model_file(self.parameters),
             STATE: state_file(self.parameters, self.table),

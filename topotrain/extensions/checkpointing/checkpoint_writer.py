@@ -26,7 +26,7 @@ from topotrain.config.private_files import close_folder, make_folder, open_file
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Counted, Event, Notice, Saved, Unsaved
 from topotrain.core.optim.state_table import model_file, state_file
-from topotrain.core.protocol import Message, SnapshotAsk, SnapshotPart
+from topotrain.core.protocol import Message, SnapshotPart, SnapshotRequest
 from topotrain.extensions.checkpointing.checkpoint_reader import (
     ASIDE,
     FOLDER,
@@ -43,19 +43,19 @@ from topotrain.extensions.checkpointing.checkpoint_reader import (
     workers_file,
 )
 from topotrain.extensions.checkpointing.safetensors_layout import FlatFile
-from topotrain.extensions.checkpointing.server_snapshots import Snapshots
-from topotrain.extensions.checkpointing.shard_snapshot import Slab
+from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
+from topotrain.extensions.checkpointing.shard_snapshot import TensorSlice
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     END,
     PUBLISHED,
     STEP,
     WRITTEN,
-    Drop,
-    Publish,
-    Write,
+    DropSnapshot,
+    PublishSnapshot,
+    WriteSnapshot,
     texts,
 )
-from topotrain.extensions.tables.table_file_layout import KeptTable, file_of, tables_file
+from topotrain.extensions.tables.table_file_layout import StoredTable, file_of, tables_file
 
 KEPT = 2
 STEPS = "step-"
@@ -66,10 +66,10 @@ _CHUNK = 4 << 20
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
 Emit = Callable[[Event], None]
-_Order = Write | Publish | Drop
+_Order = WriteSnapshot | PublishSnapshot | DropSnapshot
 
 
-class Files:
+class SnapshotFiles:
     """The folder of a job's snapshots. Every method may raise OSError.
 
     Args:
@@ -127,7 +127,9 @@ class Files:
             tell(f"the snapshots of the run before it ({_names(there)}), which were in {aside}, are removed")
         return aside
 
-    def write(self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[Slab]]], first: bool) -> dict[str, Any]:
+    def write(
+        self, number: int, parts: Mapping[str, tuple[FlatFile, Sequence[TensorSlice]]], first: bool
+    ) -> dict[str, Any]:
         """Write slabs at their places, and wait for the disk; returns the checksums by file, for the manifest.
 
         first: write headers, too, which one of the shards does.
@@ -190,7 +192,7 @@ class Files:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class Writer:
+class SnapshotWriter:
     """Writes the snapshots of the servers of one process, and says when it is time for one.
 
     Args:
@@ -200,24 +202,24 @@ class Writer:
         emit: told what is there, and what went wrong; training goes on.
     """
 
-    def __init__(self, job: Job, topology: Topology, files: Files, first: int, who: str, emit: Emit) -> None:
+    def __init__(self, job: Job, topology: Topology, files: SnapshotFiles, first: int, who: str, emit: Emit) -> None:
         self._job, self._topology, self._files, self._first = job, topology, files, first
         self._who, self._emit = who, emit
-        self._orders: SimpleQueue[tuple[Aside, _Order]] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[Aside, list[SnapshotPart]]] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[SnapshotPort, _Order]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[SnapshotPort, list[SnapshotPart]]] = SimpleQueue()
         self._begun = False
-        self._leader: Aside | None = None
+        self._leader: SnapshotPort | None = None
         self._refusal = ""
 
     def follow(
-        self, me: Address, snapshots: Snapshots, poke: Callable[[], None], from_another: bool = False
-    ) -> "Aside":
+        self, me: Address, snapshots: ServerSnapshots, poke: Callable[[], None], from_another: bool = False
+    ) -> "SnapshotPort":
         """Write what this server freezes. poke: called on a thread of its own when the server has something to hear.
 
         from_another: the host of another process has done so before.
         """
         leads = snapshots.book is not None
-        aside = Aside(self._job.snapshot_s if leads else 0.0, poke)
+        aside = SnapshotPort(self._job.snapshot_s if leads else 0.0, poke)
         if leads:
             self._leader, self._refusal = aside, snapshots.refusal
         if leads and snapshots.refusal and self._job.checkpoint_freq:
@@ -238,7 +240,7 @@ class Writer:
         if self._leader is None or self._refusal:
             self._emit(Unsaved(self._who, self._refusal or "its server has not begun"))
         else:
-            self._leader.say([SnapshotAsk(last=True)])
+            self._leader.say([SnapshotRequest(last=True)])
 
     def _tell(self, text: str) -> None:
         self._emit(Notice(self._who, text))
@@ -263,27 +265,27 @@ class Writer:
             aside.say(answer)
 
     def _do(self, what: "_Order") -> list[SnapshotPart]:
-        if isinstance(what, Drop) and not what.number:
+        if isinstance(what, DropSnapshot) and not what.number:
             self._emit(Unsaved(self._who, what.why))
             return []
-        if isinstance(what, Drop):
+        if isinstance(what, DropSnapshot):
             self._tell(f"snapshot {what.number} was not written: {what.why}; training goes on")
             with contextlib.suppress(OSError):
                 self._files.drop(what.number)
             return []
-        stage = WRITTEN if isinstance(what, Write) else PUBLISHED
+        stage = WRITTEN if isinstance(what, WriteSnapshot) else PUBLISHED
         answer: dict[str, Any] = {}
         try:
-            answer = self._write(what) if isinstance(what, Write) else self._publish(what)
+            answer = self._write(what) if isinstance(what, WriteSnapshot) else self._publish(what)
         except (OSError, ValueError) as error:
             answer = {"error": str(error)}
-            if isinstance(what, Publish):
+            if isinstance(what, PublishSnapshot):
                 self._tell(f"snapshot {what.number} was not written: {error}; training goes on")
                 with contextlib.suppress(OSError):
                     self._files.drop(what.number)
         return texts(what.number, stage, answer)
 
-    def _write(self, what: Write) -> dict[str, Any]:
+    def _write(self, what: WriteSnapshot) -> dict[str, Any]:
         frozen = what.frozen
         parts = {
             MODEL: (model_file(frozen.parameters), frozen.values),
@@ -296,9 +298,9 @@ class Writer:
             answer["tables"] = [table.to_data() for table in frozen.tables]
         return answer
 
-    def _publish(self, what: Publish) -> dict[str, Any]:
+    def _publish(self, what: PublishSnapshot) -> dict[str, Any]:
         layout = workers_file({worker: data.numel() for worker, data in what.deposits.items()})
-        slabs = [Slab(str(worker), 0, data) for worker, data in what.deposits.items()]
+        slabs = [TensorSlice(str(worker), 0, data) for worker, data in what.deposits.items()]
         kept = self._files.write(what.number, {WORKERS: (layout, slabs)}, first=True)
         files = {name: _joined(part[name] for part in what.written) for name in (MODEL, STATE)}
         tables = _tables(what.written)
@@ -327,12 +329,12 @@ class Writer:
         return {}
 
 
-class Aside:
+class SnapshotPort:
     """What a server's own host has to say to it, between two messages of others.
 
     Args:
         every_s: seconds from one snapshot to the next; 0: never.
-        poke: see `Writer.follow`.
+        poke: see `SnapshotWriter.follow`.
     """
 
     def __init__(self, every_s: float, poke: Callable[[], None]) -> None:
@@ -352,7 +354,7 @@ class Aside:
             yield self._said.get()
         if self._every_s and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every_s
-            yield SnapshotAsk()
+            yield SnapshotRequest()
 
 
 def _links(folder: Path) -> dict[int, list[str]]:
@@ -390,7 +392,7 @@ def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
         rest, at = rest[count:], at + count
 
 
-def _slabs(fd: int, layout: FlatFile, slabs: Sequence[Slab]) -> dict[str, Any]:
+def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str, Any]:
     """Write; returns [first, last, checksum] of ranges of bytes, and of scattered tensors with their names."""
     ranges: list[list[int]] = []
     scattered: list[list[Any]] = []
@@ -412,7 +414,7 @@ def _slabs(fd: int, layout: FlatFile, slabs: Sequence[Slab]) -> dict[str, Any]:
     return {"ranges": ranges, "scattered": scattered}
 
 
-def _scatter(fd: int, layout: FlatFile, slab: Slab) -> None:
+def _scatter(fd: int, layout: FlatFile, slab: TensorSlice) -> None:
     """Write elements that do not lie in memory as they stand in the file: runs of those that are neighbors in both."""
     import torch
 
@@ -437,7 +439,7 @@ def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
     """What each server has written of tables; empty where there are none. Raises ValueError for others on each."""
     tables = [part.get("tables", []) for part in written]
-    names = [sorted(KeptTable.from_data(table).name for table in own) for own in tables]
+    names = [sorted(StoredTable.from_data(table).name for table in own) for own in tables]
     if any(own != names[0] for own in names):
         raise ValueError(f"the servers had frozen different tables: {names}")
     return tables if names[0] else []
@@ -454,7 +456,7 @@ def sync_folder(path: Path) -> None:
 
 def writer_for(
     job: Job, topology: Topology, servers: Sequence[Address], resumed: Path | None, again: bool, emit: Emit
-) -> Writer | None:
+) -> SnapshotWriter | None:
     """What writes the snapshots of a process's servers; None where the job wants none.
 
     resumed: the snapshot that the job goes on from. again: it was started before, and is the same run. emit: tells the
@@ -462,7 +464,7 @@ def writer_for(
     """
     if not wants_snapshots(job):
         return None
-    files = Files(Path(job.workspace).absolute() / FOLDER)
+    files = SnapshotFiles(Path(job.workspace).absolute() / FOLDER)
 
     def tell(text: str) -> None:
         emit(Notice(str(servers[0]), text))
@@ -474,4 +476,4 @@ def writer_for(
     except OSError as error:
         tell(f"no snapshots are written: {error}")
         return None
-    return Writer(job, topology, files, first, str(servers[0]), emit)
+    return SnapshotWriter(job, topology, files, first, str(servers[0]), emit)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 
 from topotrain.core.protocol import Delta, Remainder
-from topotrain.core.server.group_sync import MasterAgreement
-from topotrain.core.server.parameter_shard import Model
-from topotrain.extensions.checkpointing.shard_snapshot import Frozen
+from topotrain.core.server.group_sync import MasterSync
+from topotrain.core.server.parameter_shard import ParameterShard
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
 
 
-class CrossCut:
+class CrossGroupCut:
     """One shard's part.
 
     Args:
@@ -25,21 +25,21 @@ class CrossCut:
         group, groups: of this server, and how many there are.
     """
 
-    def __init__(self, model: Model, group: int, groups: int) -> None:
-        assert isinstance(model.agreement, MasterAgreement)
+    def __init__(self, model: ParameterShard, group: int, groups: int) -> None:
+        assert isinstance(model.agreement, MasterSync)
         self._model, self._agreement = model, model.agreement
         others = [other for other in range(groups) if other != group]
         self._mastered = [b.id for b in model.buckets if b.master == group]
         self._wanted = {(other, bucket) for other in others for bucket in self._mastered}
         self._sent: dict[tuple[int, int], int] = {}  # (group, bucket) -> the last exchange before the group froze
-        self._frozen: Frozen | None = None
+        self._frozen: FrozenShard | None = None
 
     def remainders(self, number: int) -> Iterator[tuple[int, Remainder]]:
         """This is the moment; what to tell the masters, which wait for it: (server group, message)."""
         for master, bucket, sync, body in self._agreement.remainders():
             yield master, Remainder(number, bucket, sync, body=body)
 
-    def begin(self, frozen: Frozen) -> None:
+    def begin(self, frozen: FrozenShard) -> None:
         """The shard is frozen; what the others had added by then is to come."""
         self._frozen = frozen
         self._sent = {}

@@ -11,7 +11,7 @@ from topotrain.core.server.consistency import STATIC as STATIC
 from topotrain.training.data.batch_ranges import Runs, origin
 
 
-class Position:
+class DataPosition:
     """The data of one start of a job, as its coordinator sees it.
 
     Args:

@@ -5,7 +5,7 @@ its own elements at their place without asking anybody, and whoever reads knows 
 an ordinary one: plain PyTorch loads it (format: Hugging Face safetensors, 8 bytes of length, JSON, data).
 
 Elements are counted as they lie in a server's memory. A tensor whose strides are not row-major there (channels_last)
-stands in the file row by row like every other, so its elements are scattered: `Entry.ordered` is false.
+stands in the file row by row like every other, so its elements are scattered: `FileTensor.ordered` is false.
 """
 
 import json
@@ -56,7 +56,7 @@ MOST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TensorDescription:
     """A tensor to be laid out; `shape` and `stride` count elements, `dtype` is torch's name without "torch."."""
 
     name: str
@@ -66,10 +66,10 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileTensor:
     """A tensor in a file: `begin` is its first byte there."""
 
-    told: Told
+    told: TensorDescription
     begin: int
 
     @property
@@ -104,11 +104,11 @@ class FlatFile:
     """A whole file: its first bytes, each tensor's place by name, and its size in bytes."""
 
     header: bytes
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FileTensor]
     size: int
 
 
-def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
+def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -> FlatFile:
     """Give every tensor its place: larger elements first, so that all are aligned, else in the order given.
 
     Raises ValueError for a name that is used twice, a dtype that the format does not know, and too long a header.
@@ -135,7 +135,7 @@ def lay_out(tensors: Iterable[Told], metadata: Mapping[str, str]) -> FlatFile:
     if len(text) > MOST_HEADER:
         raise ValueError(f"{len(ordered)} tensors: a header of {len(text)} bytes, at most {MOST_HEADER}")
     first = _ALIGN + len(text)
-    entries = {told.name: Entry(told, first + begin) for told, begin in zip(ordered, begins, strict=True)}
+    entries = {told.name: FileTensor(told, first + begin) for told, begin in zip(ordered, begins, strict=True)}
     return FlatFile(len(text).to_bytes(_ALIGN, "little") + text, entries, first + at)
 
 

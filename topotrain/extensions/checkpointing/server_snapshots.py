@@ -15,10 +15,10 @@ from topotrain.config.job import Agreement, Apply, Job
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.optim.state_table import StateError, from_rows, to_rows
 from topotrain.core.protocol import Delta, Lease, Message, ProtocolError, Remainder, SnapshotPart
-from topotrain.core.server.parameter_shard import Model
-from topotrain.extensions.checkpointing.cross_group_cut import CrossCut
-from topotrain.extensions.checkpointing.data_position import Position
-from topotrain.extensions.checkpointing.shard_snapshot import Freezer, Frozen, Source
+from topotrain.core.server.parameter_shard import ParameterShard
+from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
+from topotrain.extensions.checkpointing.data_position import DataPosition
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, ShardFreezer, SnapshotSource
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     CUT,
     END,
@@ -27,12 +27,12 @@ from topotrain.extensions.checkpointing.snapshot_coordinator import (
     PUBLISHED,
     STEP,
     WRITTEN,
-    Book,
-    Drop,
-    Publish,
-    Texts,
+    DropSnapshot,
+    PublishSnapshot,
+    SnapshotCoordinator,
+    TextParts,
     Work,
-    Write,
+    WriteSnapshot,
     texts,
 )
 
@@ -56,7 +56,7 @@ def takes_snapshots(job: Job, topology: Topology) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerStates:
     """What the coordinator knows of the workers' states.
 
     expected: those who leave theirs here, and go on. taken: whose state at this snapshot has come. older: what else
@@ -69,7 +69,7 @@ class Workers:
     counts: Mapping[int, int]
 
 
-class Snapshots:
+class ServerSnapshots:
     """One server's part in all snapshots of a job.
 
     Args:
@@ -78,7 +78,7 @@ class Snapshots:
         send: how the server sends.
     """
 
-    def __init__(self, me: Address, job: Job, topology: Topology, source: Source | None, send: Send) -> None:
+    def __init__(self, me: Address, job: Job, topology: Topology, source: SnapshotSource | None, send: Send) -> None:
         self._me, self._send = me, send
         self._groups = topology.worker_groups_of(me.group)
         self._servers = topology.servers(me.group)
@@ -89,7 +89,7 @@ class Snapshots:
         self._several = len(self._groups) > 1 or self._across > 0
         self.cut = 0
         """The last snapshot for which this shard has frozen."""
-        self._crosscut: CrossCut | None = None
+        self._crosscut: CrossGroupCut | None = None
         self._due_rows: list[Any] | None = None
         self._facts: dict[str, Any] = {}
         # A group that has taken no step yet may have all of what was left to read before it.
@@ -102,15 +102,15 @@ class Snapshots:
         groups = topology.worker_groups
         if job.cluster.backup:  # each worker has a stream of its own, and deals with batches instead of rounds of them
             groups, unit = groups * topology.workers_per_group, 1
-        self.position = Position(groups, unit, {e: tuple(runs) for e, runs in before.items()}, closed)
+        self.position = DataPosition(groups, unit, {e: tuple(runs) for e, runs in before.items()}, closed)
         self._listed = takes_snapshots(job, topology)
         self.closed = closed
         """What is applied of epochs before this one is in no snapshot's list any more: all of it is."""
-        self.book = Book(everybody, self.position, self._do) if me == self._leader else None
+        self.book = SnapshotCoordinator(everybody, self.position, self._do) if me == self._leader else None
         self.steps = {group: 0 if source is None else source.steps(group) for group in self._groups}
-        self._texts = Texts()
-        self._freezer: Freezer | None = None
-        self._frozen: dict[int, Frozen] = {}
+        self._texts = TextParts()
+        self._freezer: ShardFreezer | None = None
+        self._frozen: dict[int, FrozenShard] = {}
         self._rhythm = Rhythm.of(job, "checkpoint")
         self._passed = self._pressed = self._rhythm.passed(self.steps[self._groups[0]])
         self._timed = 0  # the number of the one that was under way when the last one by time was asked for
@@ -151,13 +151,13 @@ class Snapshots:
             said += texts(self.book.number, PUBLISHED, lost)
         return said
 
-    def _do(self, work: Write | Publish | Drop) -> None:
+    def _do(self, work: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
         if self._work is not None:
             self._work(work)
 
     # --- on the coordinator: when --------------------------------------------------------------------------------
 
-    def begin(self, workers: Workers) -> int:
+    def begin(self, workers: WorkerStates) -> int:
         """It is time: the number of the snapshot that is to be announced; 0: none is."""
         if self.book is None or self._work is None or self.refusal:
             return 0
@@ -173,7 +173,7 @@ class Snapshots:
 
     def cannot(self, why: str) -> None:
         """None can be taken now, which the host should know."""
-        self._do(Drop(0, why))
+        self._do(DropSnapshot(0, why))
 
     def wanted(self, group: int) -> bool:
         """On the coordinator: whether one is to be taken behind the step of this group that is decided next."""
@@ -185,7 +185,7 @@ class Snapshots:
         """How many `checkpoint_freq` will have asked for; steps are those of the first worker group."""
         return self._rhythm.passed(self.steps[group] + 1) if group == self._groups[0] else self._passed
 
-    def before(self, group: int, workers: Callable[[], Workers]) -> int:
+    def before(self, group: int, workers: Callable[[], WorkerStates]) -> int:
         """A step is about to be decided behind which one is wanted: its number; 0: another is under way yet.
 
         Then it is taken behind the first step that finds it over; if two more were due by then, nobody waits longer.
@@ -201,7 +201,7 @@ class Snapshots:
         self._passed = self._pressed = due
         return self.book.begin(why)
 
-    def _hurry(self, book: Book, workers: Workers) -> None:
+    def _hurry(self, book: SnapshotCoordinator, workers: WorkerStates) -> None:
         """A snapshot has waited for workers until the next is due.
 
         Where groups go their own ways an older state of one does as well; in one group the states of all belong to
@@ -214,7 +214,7 @@ class Snapshots:
         elif missing:
             book.give_up("the state of " + ", ".join(map(str, sorted(missing))) + " never came")
 
-    def bereft(self, group: int, workers: Workers) -> None:
+    def bereft(self, group: int, workers: WorkerStates) -> None:
         """The workers of a group are others now: of those before nobody leaves the state that a snapshot waits for.
 
         One that the job is to end with is taken again, behind their first step. Several groups have older states.
@@ -226,7 +226,7 @@ class Snapshots:
             why = self.book.abandon(f"{', '.join(map(str, missing))} had to start again")
             self._ends = self._ends or why == END
 
-    def go_on(self, workers: Workers) -> None:
+    def go_on(self, workers: WorkerStates) -> None:
         """Something has come that a snapshot may have waited for."""
         if self.book is not None and not self.book.missing(workers.expected, workers.taken):
             self.book.publish(workers.taken, workers.counts, exact=True)
@@ -257,10 +257,10 @@ class Snapshots:
 
     def freeze(
         self,
-        model: Model,
+        model: ParameterShard,
         facts: Callable[[], Mapping[str, Any]],
         counts: Callable[[], Mapping[int, int]],
-        with_tables: Callable[[Frozen], Frozen],
+        with_tables: Callable[[FrozenShard], FrozenShard],
     ) -> None:
         """The step is carried out: if a snapshot is due, this is the moment."""
         if not self._due:
@@ -268,7 +268,7 @@ class Snapshots:
         number, self._due = self._due, 0
         self.cut = number
         if self._across and self._crosscut is None:
-            self._crosscut = CrossCut(model, self._me.group, self._across)
+            self._crosscut = CrossGroupCut(model, self._me.group, self._across)
         for master, message in self._crosscut.remainders(number) if self._crosscut is not None else ():
             self._send(Address(Role.SERVER, master, self._me.index), message)
         if self._work is None:  # a shard whose host writes nothing; the coordinator is told, and drops the snapshot
@@ -281,7 +281,7 @@ class Snapshots:
         elif self._me.index == 0:
             self._facts = {"facts": {**now, "counts": sorted(counts().items())}}
         if self._freezer is None:
-            self._freezer = Freezer(model, self._me.index, self._me.group if self._across else None)
+            self._freezer = ShardFreezer(model, self._me.index, self._me.group if self._across else None)
         try:
             frozen = with_tables(self._freezer.freeze())
         except StateError as error:
@@ -366,7 +366,7 @@ class Snapshots:
         except StateError as error:
             self._say(number, WRITTEN, {"error": str(error)})
             return
-        self._do(Write(number, self._me, frozen, table))
+        self._do(WriteSnapshot(number, self._me, frozen, table))
 
     def _say(self, number: int, stage: int, data: Mapping[str, Any]) -> None:
         for part in texts(number, stage, data):
@@ -374,6 +374,6 @@ class Snapshots:
             self._send(self._leader if self._me.index == 0 else self._servers[0], part)
 
 
-def unread(source: Source) -> int:
+def unread(source: SnapshotSource) -> int:
     """The epoch before which a job had read everything when the snapshot was taken."""
     return min(source.epochs, default=source.closed) if source.first_epoch is None else source.first_epoch

@@ -18,15 +18,25 @@ from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import torch_dtype
 from topotrain.core.optim.adapter import OptimizerSpec
-from topotrain.core.optim.state_table import ELEMENTS, NUMBER, PLAIN, WHOLE, Held, State, StateError, Table, entry_name
-from topotrain.core.server.parameter_shard import Model, Unit
-from topotrain.extensions.tables.table_file_layout import KeptTable
+from topotrain.core.optim.state_table import (
+    ELEMENTS,
+    NUMBER,
+    PLAIN,
+    WHOLE,
+    State,
+    StateError,
+    StateValue,
+    Table,
+    entry_name,
+)
+from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
+from topotrain.extensions.tables.table_file_layout import StoredTable
 
 _PLAIN_TYPES: Mapping[str, type] = {"float": float, "int": int, "bool": bool}
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
+class TensorSlice:
     """Elements from `lo` on of the tensor `name` of a file; 1-D, in memory that the next snapshot writes again."""
 
     name: str
@@ -35,23 +45,23 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenShard:
     """One shard's part of a snapshot. `table` says what the optimizer holds of the shard's parameters.
 
     tables, rows: what it has of the tables that scripts have opened (`tablecopy`), with slabs of `tablefile`'s file.
     """
 
     parameters: tuple[Parameter, ...]
-    values: tuple[Slab, ...]
-    state: tuple[Slab, ...]
+    values: tuple[TensorSlice, ...]
+    state: tuple[TensorSlice, ...]
     table: Table
     flats: Mapping[int, torch.Tensor]
     """The frozen values by bucket."""
-    tables: tuple[KeptTable, ...] = ()
-    rows: tuple[Slab, ...] = ()
+    tables: tuple[StoredTable, ...] = ()
+    rows: tuple[TensorSlice, ...] = ()
 
 
-class Freezer:
+class ShardFreezer:
     """Copies one shard's values and state of the optimizer into memory that is made once.
 
     Args:
@@ -59,18 +69,18 @@ class Freezer:
         group: of several server groups: only what it masters is written by it, and state only by group 0.
     """
 
-    def __init__(self, model: Model, shard: int, group: int | None = None) -> None:
+    def __init__(self, model: ParameterShard, shard: int, group: int | None = None) -> None:
         self._model, self._group = model, group
         self._segments = model.map.segments_of(shard)
         self._kept: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def freeze(self) -> Frozen:
+    def freeze(self) -> FrozenShard:
         """What the shard holds now. Raises StateError for state that cannot be told by parameter and element."""
-        table: dict[int, dict[str, Held]] = {}
+        table: dict[int, dict[str, StateValue]] = {}
         units = () if self._group else self._model.units
         state = tuple(slab for unit in units for slab in self._state(unit, table))
         values = tuple(self._values() if self._group is None else self._mastered())
-        return Frozen(self._model.map.parameters, values, state, table, self._by_bucket())
+        return FrozenShard(self._model.map.parameters, values, state, table, self._by_bucket())
 
     def _by_bucket(self) -> dict[int, torch.Tensor]:
         spaces = {b.space: self._model.flats.range(b.space)[0] for b in self._model.buckets}
@@ -79,7 +89,7 @@ class Freezer:
             for b in self._model.buckets
         }
 
-    def _mastered(self) -> Iterator[Slab]:
+    def _mastered(self) -> Iterator[TensorSlice]:
         """What this group masters, which has no more to do with segments."""
         self._copy()
         by_bucket = self._by_bucket()
@@ -88,22 +98,22 @@ class Freezer:
                 segment = self._model.map.segments[piece.segment]
                 name = self._model.map.parameters[segment.parameter].name
                 body = by_bucket[bucket.id][piece.lo - bucket.lo : piece.hi - bucket.lo]
-                yield Slab(name, segment.start + piece.lo - segment.lo, body)
+                yield TensorSlice(name, segment.start + piece.lo - segment.lo, body)
 
     def _copy(self) -> None:
         for space in {segment.space: None for segment in self._segments}:
             flat = self._model.flats.flat("values", space)
             self._room(("values", space), flat.numel(), flat.dtype).copy_(flat)
 
-    def _values(self) -> Iterator[Slab]:
+    def _values(self) -> Iterator[TensorSlice]:
         model = self._model
         self._copy()
         for segment in self._segments:
             lo, _ = model.flats.range(segment.space)
             held = self._kept["values", segment.space][segment.lo - lo : segment.hi - lo]
-            yield Slab(model.map.parameters[segment.parameter].name, segment.start, held)
+            yield TensorSlice(model.map.parameters[segment.parameter].name, segment.start, held)
 
-    def _state(self, unit: Unit, table: dict[int, dict[str, Held]]) -> Iterator[Slab]:
+    def _state(self, unit: UpdateUnit, table: dict[int, dict[str, StateValue]]) -> Iterator[TensorSlice]:
         for key, name, value in unit.update.state():
             segment = self._model.map.segments[key]
             parameter = self._model.map.parameters[segment.parameter]
@@ -114,26 +124,26 @@ class Freezer:
                 raise StateError(f"parts of {parameter.name} hold different state {name!r}: {known} and {held}")
             if body is not None:
                 start = 0 if unit.whole else segment.start + first.piece.lo - segment.lo
-                yield Slab(entry_name(parameter, name), start, body)
+                yield TensorSlice(entry_name(parameter, name), start, body)
 
     def _entry(
-        self, unit: Unit, key: int, name: str, value: torch.Tensor | float, parameter: Parameter, count: int
-    ) -> tuple[Held, torch.Tensor | None]:
+        self, unit: UpdateUnit, key: int, name: str, value: torch.Tensor | float, parameter: Parameter, count: int
+    ) -> tuple[StateValue, torch.Tensor | None]:
         if not isinstance(value, torch.Tensor):
-            return Held(NUMBER, type(value).__name__, (), value), None
+            return StateValue(NUMBER, type(value).__name__, (), value), None
         dtype = str(value.dtype).removeprefix("torch.")
         if value.dim() == 0:
-            return Held(NUMBER, dtype, (), value.item()), None
+            return StateValue(NUMBER, dtype, (), value.item()), None
         room = self._room((unit.buckets[0].id, key, name), value.numel(), value.dtype)
         if unit.whole and tuple(value.shape) == parameter.shape:
             room.as_strided(parameter.shape, parameter.stride).copy_(value)
-            return Held(ELEMENTS, dtype), room
+            return StateValue(ELEMENTS, dtype), room
         if value.numel() == count and not unit.whole:
             room.copy_(value.reshape(-1))
-            return Held(ELEMENTS, dtype), room
+            return StateValue(ELEMENTS, dtype), room
         if unit.whole:
             room.view(value.shape).copy_(value)
-            return Held(WHOLE, dtype, tuple(value.shape)), room
+            return StateValue(WHOLE, dtype, tuple(value.shape)), room
         raise StateError(f"the optimizer's state {name!r} of {parameter.name} is not element-wise")
 
     def _room(self, key: tuple[object, ...], count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -146,7 +156,7 @@ class Freezer:
 # --- starting from a snapshot ------------------------------------------------------------------------------------
 
 
-class Source(Protocol):
+class SnapshotSource(Protocol):
     """A snapshot that a job starts from, as a server wants it."""
 
     @property
@@ -210,7 +220,7 @@ class Source(Protocol):
         ...
 
     @property
-    def tables(self) -> Sequence[Sequence[KeptTable]]:
+    def tables(self) -> Sequence[Sequence[StoredTable]]:
         """What each server had of the tables that scripts had opened."""
         ...
 
@@ -219,7 +229,7 @@ class Source(Protocol):
         ...
 
 
-def restore(model: Model, source: Source, shard: int) -> None:
+def restore(model: ParameterShard, source: SnapshotSource, shard: int) -> None:
     """Fill a shard that was just made. Raises ConfigError where the snapshot is one of another model or optimizer."""
     check_same(model.map.parameters, model.schema.optimizer, source)
     for segment in model.map.segments_of(shard):
@@ -237,7 +247,7 @@ def restore(model: Model, source: Source, shard: int) -> None:
 
 
 def _loaded(
-    source: Source, parameter: Parameter, state: State, start: int, count: int, whole: bool
+    source: SnapshotSource, parameter: Parameter, state: State, start: int, count: int, whole: bool
 ) -> Iterator[tuple[str, torch.Tensor | float]]:
     for name, held in state.items():
         if held.kind == NUMBER:
@@ -254,7 +264,7 @@ def _loaded(
         yield name, flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
-def check_same(parameters: Sequence[Parameter], optimizer: str, source: Source) -> None:
+def check_same(parameters: Sequence[Parameter], optimizer: str, source: SnapshotSource) -> None:
     """Raise ConfigError unless a snapshot is of this model and of this kind of optimizer, whatever its settings."""
     theirs = {p.name: p for p in source.parameters}
     for mine in parameters:

@@ -24,8 +24,8 @@ import torch
 from topotrain.config.topology import Address
 from topotrain.core.optim.state_table import StateError, Table, from_rows, merge, to_rows
 from topotrain.core.protocol import MAX_TEXT, Message, ProtocolError, SnapshotPart
-from topotrain.extensions.checkpointing.data_position import STATIC, Position
-from topotrain.extensions.checkpointing.shard_snapshot import Frozen
+from topotrain.extensions.checkpointing.data_position import STATIC, DataPosition
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard
 
 FROZEN, LAYOUT, WRITTEN, PUBLISHED, CUT = 0, 1, 2, 3, 4
 """SnapshotPart.stage."""
@@ -40,17 +40,17 @@ Out = list[tuple[Address, Message]]
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WriteSnapshot:
     """To a host: write this server's elements; answered by WRITTEN."""
 
     number: int
     server: Address
-    frozen: Frozen
+    frozen: FrozenShard
     table: Table
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class PublishSnapshot:
     """To the coordinator's host: every element is on disk, make it count; answered by PUBLISHED.
 
     facts: what the manifest says besides. written: what each shard's host answered. why: one of the reasons below.
@@ -64,7 +64,7 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropSnapshot:
     """To the coordinator's host: this snapshot has come to nothing, for this reason.
 
     number: 0 where none was begun, since none can be taken.
@@ -74,7 +74,7 @@ class Drop:
     why: str
 
 
-Work = Callable[[Write | Publish | Drop], None]
+Work = Callable[[WriteSnapshot | PublishSnapshot | DropSnapshot], None]
 
 
 def texts(number: int, stage: int, data: Mapping[str, Any]) -> list[SnapshotPart]:
@@ -84,7 +84,7 @@ def texts(number: int, stage: int, data: Mapping[str, Any]) -> list[SnapshotPart
     return [SnapshotPart(number, stage, i, len(cuts), cut) for i, cut in enumerate(cuts)]
 
 
-class Texts:
+class TextParts:
     """Puts the parts of such data together, in whatever order they come."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class _UnderWay:
     why: str = ""
 
 
-class Book:
+class SnapshotCoordinator:
     """The coordinator's side.
 
     Args:
@@ -135,7 +135,7 @@ class Book:
         work: the host's; told what to do with files.
     """
 
-    def __init__(self, servers: tuple[Address, ...], position: Position, work: Work) -> None:
+    def __init__(self, servers: tuple[Address, ...], position: DataPosition, work: Work) -> None:
         self._servers = servers
         group = servers[0].group
         self._near = [server for server in servers if server.group == group or server.index == 0]
@@ -172,7 +172,7 @@ class Book:
         if self._now is not None and self._now.number == number:
             self._now.facts, self._now.counts = dict(facts), counts
 
-    def take(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
+    def take(self, shard: Address, number: int, stage: int, data: Mapping[str, Any], frozen: FrozenShard | None) -> Out:
         """What a server, or this host, says; returns what to send. `frozen`: the coordinator's own part."""
         now = self._now
         if now is None or now.number != number:
@@ -190,7 +190,7 @@ class Book:
             return []
         return self._described(now, shard, data, frozen)
 
-    def _described(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], frozen: Frozen | None) -> Out:
+    def _described(self, now: _UnderWay, shard: Address, data: Mapping[str, Any], frozen: FrozenShard | None) -> Out:
         now.told[shard] = data
         if len(now.told) < len(self._servers) or now.laid_out:
             return []
@@ -217,7 +217,7 @@ class Book:
 
     def _drop(self, now: _UnderWay, why: str) -> None:
         self._now = None
-        self._work(Drop(now.number, why))
+        self._work(DropSnapshot(now.number, why))
 
     def give_up(self, why: str) -> bool:
         """Drop what waits for nothing but the workers; False: there is no such snapshot."""
@@ -265,7 +265,7 @@ class Book:
             self.position.close(first)
         facts = {**now.facts, "first_epoch": first, "epochs": [[e, list(map(list, r))] for e, r in applied.items()]}
         written = tuple(now.written[server] for server in self._servers)
-        self._work(Publish(now.number, now.reason, facts, written, dict(deposits)))
+        self._work(PublishSnapshot(now.number, now.reason, facts, written, dict(deposits)))
 
 
 def _add_facts(now: _UnderWay, facts: Any) -> None:

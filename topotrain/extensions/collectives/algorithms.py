@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.config.job import Algorithm
-from topotrain.core.protocol import Hop, ProtocolError
+from topotrain.core.protocol import CollectivePart, ProtocolError
 
 VALUES = -1  # in Hop.ordinal on the way down: the new values of the bucket, and not the mean of a backward
 
@@ -105,7 +105,7 @@ def bytes_per_rank(algorithm: Algorithm, size: int, nbytes: int) -> tuple[tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Contribution:
     """One rank's, or one subtree's, contribution to a bucket.
 
     weight, count: sum and number of the weights above 0. each: their common value, 0.0 if they differ (or there is
@@ -120,7 +120,7 @@ class Part:
     body: torch.Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[float], present: bytes, body: torch.Tensor | None) -> "Part":
+    def of(cls, weights: Sequence[float], present: bytes, body: torch.Tensor | None) -> "Contribution":
         """The part of a unit whose workers have these weights, in rank order; its `body` is added up already.
 
         Workers without a gradient count, those with weight 0 do not: nothing of them may be in `body`.
@@ -136,15 +136,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendPart:
     """A message for the rank `to`."""
 
     to: int
-    hop: Hop
+    hop: CollectivePart
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class CompleteSum:
     """This rank is the center, and the sum of all parts is here.
 
     `part.body` is the buffer "mean" of the bucket (None: nobody has a gradient); divide it in place by `part.divisor`.
@@ -153,17 +153,17 @@ class Total:
     step: int
     ordinal: int
     bucket: int
-    part: Part
+    part: Contribution
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CollectiveResult:
     """A result came down: the mean of a backward, or new values (`hop.ordinal` is VALUES)."""
 
-    hop: Hop
+    hop: CollectivePart
 
 
-Out = Send | Total | Result
+Out = SendPart | CompleteSum | CollectiveResult
 
 
 # --- the interpreter ---------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class _Spot:
 class _Sum:
     key: tuple[int, int] = (-1, -1)
     done: bool = True
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Contribution] = field(default_factory=dict)
 
 
 class Relay:
@@ -207,11 +207,11 @@ class Relay:
         self._sums: dict[int, _Sum] = {}
         self._told: dict[tuple[int, bool], tuple[int, int]] = {}
 
-    def local(self, step: int, ordinal: int, bucket: int, part: Part) -> list[Out]:
+    def local(self, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
         """This rank's part. Its body stays as it is until a result of the bucket comes down."""
         return self._add(self._rank, step, ordinal, bucket, part)
 
-    def arrive(self, sender: int, hop: Hop) -> list[Out]:
+    def arrive(self, sender: int, hop: CollectivePart) -> list[Out]:
         """A Hop of a neighbor. One that was there before changes nothing.
 
         Raises:
@@ -219,14 +219,14 @@ class Relay:
         """
         self._check(sender, hop)
         if hop.up:
-            part = Part(hop.weight, hop.count, hop.each, hop.present, hop.body)
+            part = Contribution(hop.weight, hop.count, hop.each, hop.present, hop.body)
             return self._add(sender, hop.step, hop.ordinal, hop.bucket, part)
         if self._is_old(sender, hop):
             return []
         self._told[hop.bucket, hop.ordinal == VALUES] = (hop.step, hop.ordinal)
-        return [*self._tell(hop), Result(hop)]
+        return [*self._tell(hop), CollectiveResult(hop)]
 
-    def place(self, sender: int, hop: Hop, viewable: bool) -> torch.Tensor | None:
+    def place(self, sender: int, hop: CollectivePart, viewable: bool) -> torch.Tensor | None:
         """Where the body of this Hop is to be received; None (only if `viewable`): a view of the sender's will do.
 
         Raises:
@@ -252,7 +252,7 @@ class Relay:
         spot = self._spot(bucket)
         if spot.parent != self._rank:
             raise ValueError(f"rank {self._rank} is not the center of bucket {bucket}")
-        return self._tell(Hop(step, ordinal, bucket, False, 0.0, 0, 0.0, present, version, body=body))
+        return self._tell(CollectivePart(step, ordinal, bucket, False, 0.0, 0, 0.0, present, version, body=body))
 
     def reset(self) -> None:
         """Forget all parts: what was under way will begin anew, with any step."""
@@ -261,7 +261,7 @@ class Relay:
 
     # --- up ------------------------------------------------------------------------------------------------------
 
-    def _add(self, source: int, step: int, ordinal: int, bucket: int, part: Part) -> list[Out]:
+    def _add(self, source: int, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
         spot, current, key = self._spot(bucket), self._sums.setdefault(bucket, _Sum()), (step, ordinal)
         if key > current.key:
             current.key, current.done = key, False
@@ -274,10 +274,10 @@ class Relay:
         current.done = True
         total = self._total(bucket, spot, current.parts)
         if spot.parent == self._rank:
-            return [Total(step, ordinal, bucket, total)]
-        return [Send(spot.parent, _upward(step, ordinal, bucket, total))]
+            return [CompleteSum(step, ordinal, bucket, total)]
+        return [SendPart(spot.parent, _upward(step, ordinal, bucket, total))]
 
-    def _total(self, bucket: int, spot: _Spot, parts: dict[int, Part]) -> Part:
+    def _total(self, bucket: int, spot: _Spot, parts: dict[int, Contribution]) -> Contribution:
         counted = [parts[rank] for rank in spot.order if parts[rank].count]
         weights = {part.each for part in counted}
         each = weights.pop() if len(weights) == 1 else 0.0
@@ -286,9 +286,9 @@ class Relay:
             present |= int.from_bytes(part.present, "little")
         bits = present.to_bytes(max(len(part.present) for part in parts.values()), "little")
         weight, count = sum(part.weight for part in counted), sum(part.count for part in counted)
-        return Part(weight, count, each, bits, self._sum(bucket, spot, parts, not each) if present else None)
+        return Contribution(weight, count, each, bits, self._sum(bucket, spot, parts, not each) if present else None)
 
-    def _sum(self, bucket: int, spot: _Spot, parts: dict[int, Part], mixed: bool) -> torch.Tensor | None:
+    def _sum(self, bucket: int, spot: _Spot, parts: dict[int, Contribution], mixed: bool) -> torch.Tensor | None:
         at_center = spot.parent == self._rank
         ranks = [rank for rank in spot.order if parts[rank].body is not None and parts[rank].count]
         if not at_center and not ranks:
@@ -308,7 +308,7 @@ class Relay:
             out.add_(term)
         return out
 
-    def _term(self, bucket: int, rank: int, part: Part, mixed: bool, dtype: torch.dtype) -> torch.Tensor:
+    def _term(self, bucket: int, rank: int, part: Contribution, mixed: bool, dtype: torch.dtype) -> torch.Tensor:
         assert part.body is not None
         body = part.body if part.body.dtype == dtype else part.body.view(dtype)  # a view of a peer's memory is bytes
         if not (mixed and part.each):
@@ -321,15 +321,15 @@ class Relay:
 
     # --- down ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, hop: Hop) -> list[Out]:
-        return [Send(rank, hop) for rank in self._spot(hop.bucket).tells]
+    def _tell(self, hop: CollectivePart) -> list[Out]:
+        return [SendPart(rank, hop) for rank in self._spot(hop.bucket).tells]
 
     # --- both ----------------------------------------------------------------------------------------------------
 
     def _spot(self, bucket: int) -> _Spot:
         return self._spots[self._home(bucket)]
 
-    def _check(self, sender: int, hop: Hop) -> None:
+    def _check(self, sender: int, hop: CollectivePart) -> None:
         spot = self._spot(hop.bucket)
         if sender not in (spot.below if hop.up else (spot.told_by,)) or sender == self._rank:
             raise ProtocolError(f"{_name(hop)}: rank {sender} has no such thing for rank {self._rank}")
@@ -337,7 +337,7 @@ class Relay:
         if hop.up and current is not None and not current.done and (hop.step, hop.ordinal) > current.key:
             raise ProtocolError(f"{_name(hop)} of rank {sender}, but {current.key} is still being added up")
 
-    def _is_old(self, sender: int, hop: Hop) -> bool:
+    def _is_old(self, sender: int, hop: CollectivePart) -> bool:
         key = (hop.step, hop.ordinal)
         if not hop.up:
             return key <= self._told.get((hop.bucket, hop.ordinal == VALUES), (-1, -1))
@@ -351,9 +351,11 @@ def _spot(algorithm: Algorithm, size: int, rank: int, home: int) -> _Spot:
     return _Spot(above[rank], mine, tuple(sorted((*mine, rank))), below[rank], children(below, rank))
 
 
-def _upward(step: int, ordinal: int, bucket: int, part: Part) -> Hop:
-    return Hop(step, ordinal, bucket, True, part.weight, part.count, part.each, part.present, 0, body=part.body)
+def _upward(step: int, ordinal: int, bucket: int, part: Contribution) -> CollectivePart:
+    return CollectivePart(
+        step, ordinal, bucket, True, part.weight, part.count, part.each, part.present, 0, body=part.body
+    )
 
 
-def _name(hop: Hop) -> str:
+def _name(hop: CollectivePart) -> str:
     return f"hop of bucket {hop.bucket}, step {hop.step}, reduction {hop.ordinal}, {'up' if hop.up else 'down'}"

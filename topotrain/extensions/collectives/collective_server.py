@@ -21,9 +21,19 @@ from topotrain.core.bitmaps import NO_REVISION, bits_to_int, int_to_bits
 from topotrain.core.model.schema import Allocate, FlatBuffers, torch_dtype
 from topotrain.core.protocol.message_validation import check_bits
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.shard_snapshot import Source
-from topotrain.extensions.collectives.algorithms import VALUES, Out, Part, Relay, Result, Send, Total, children, up
-from topotrain.extensions.collectives.precomputed_gradients import Given
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
+from topotrain.extensions.collectives.algorithms import (
+    VALUES,
+    CollectiveResult,
+    CompleteSum,
+    Contribution,
+    Out,
+    Relay,
+    SendPart,
+    children,
+    up,
+)
+from topotrain.extensions.collectives.precomputed_gradients import PrecomputedGradients
 
 Deliver = Callable[[Address, m.Message], None]
 
@@ -35,10 +45,10 @@ def make_server(
     allocate: Allocate,
     shared: bool = False,
     deliver: Deliver | None = None,
-    resumed: Source | None = None,
+    resumed: SnapshotSource | None = None,
 ) -> Server:
     """The server at an address, of the kind that the job wants; arguments as for `Server`."""
-    kind = Gateway if topology.relayed else Server
+    kind = CollectiveServer if topology.relayed else Server
     return kind(me, job, topology, allocate, shared, deliver, resumed)
 
 
@@ -59,7 +69,7 @@ class _Hidden:
     given: set[int] = field(default_factory=set)
 
 
-class Gateway(Server):
+class CollectiveServer(Server):
     """A `Server` that also is its own worker's way into the collective. Arguments as for `Server`."""
 
     def __init__(
@@ -70,7 +80,7 @@ class Gateway(Server):
         allocate: Allocate,
         shared: bool = False,
         deliver: Deliver | None = None,
-        resumed: Source | None = None,
+        resumed: SnapshotSource | None = None,
     ) -> None:
         super().__init__(me, job, topology, allocate, shared, deliver, resumed)
         self._worker = Address(Role.WORKER, me.group, me.index)
@@ -89,9 +99,9 @@ class Gateway(Server):
         return _HANDLERS.get(type(message)) or super()._handler(message)
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """Where a body is to be received (see `wire.Resident.place`)."""
+        """Where a body is to be received (see `wire.Endpoint.place`)."""
         self.manners.check(sender, message)
-        if self._model is not None and isinstance(message, m.Hop):
+        if self._model is not None and isinstance(message, m.CollectivePart):
             self._way.bucket(message.bucket)
             # What is passed on, or to the worker, is best in memory of our own: a view of a view would be copied.
             return self._way.relay.place(sender.index, message, viewable and message.up)
@@ -109,9 +119,9 @@ class Gateway(Server):
         return self._ways
 
     @property
-    def _given(self) -> Given:
+    def _given(self) -> PrecomputedGradients:
         staging = self._known.staging[0]
-        assert isinstance(staging, Given)
+        assert isinstance(staging, PrecomputedGradients)
         return staging
 
     def _check_beside(self, sender: Address) -> None:
@@ -140,7 +150,9 @@ class Gateway(Server):
     ) -> None:
         bucket = self._way.bucket(number)
         counts = weight if self._divide else float(weight > 0)
-        part = Part.of([counts], present or bytes((len(bucket.pieces) + 7) // 8), self._way.elements(bucket, body))
+        part = Contribution.of(
+            [counts], present or bytes((len(bucket.pieces) + 7) // 8), self._way.elements(bucket, body)
+        )
         self._carry(self._way.relay.local(step, ordinal, number, part))
 
     def _backward_end(self, sender: Address, message: m.BackwardEnd) -> None:
@@ -176,13 +188,13 @@ class Gateway(Server):
                 self._held.given.add(bucket.id)
                 self._add(commit.step, 0, bucket.id, commit.weight, push.present, push.body)
 
-    def _carry_out(self, decision: m.Apply) -> None:
+    def _carry_out(self, decision: m.StepDecision) -> None:
         super()._carry_out(decision)
         self._held = _Hidden()
 
     # --- the collective ------------------------------------------------------------------------------------------
 
-    def _hop(self, sender: Address, message: m.Hop) -> None:
+    def _hop(self, sender: Address, message: m.CollectivePart) -> None:
         bucket = self._way.bucket(message.bucket)
         self._way.elements(bucket, message.body)
         check_bits(message.present, len(bucket.pieces), f"{sender}: pieces")
@@ -190,9 +202,9 @@ class Gateway(Server):
 
     def _carry(self, outs: list[Out]) -> None:
         for out in outs:
-            if isinstance(out, Send):
+            if isinstance(out, SendPart):
                 self._send(Address(Role.SERVER, self.me.group, out.to), out.hop)
-            elif isinstance(out, Total):
+            elif isinstance(out, CompleteSum):
                 self._total(out)
             elif out.hop.ordinal == VALUES:
                 hop = out.hop
@@ -200,18 +212,18 @@ class Gateway(Server):
             else:
                 self._result(out)
 
-    def _total(self, total: Total) -> None:
+    def _total(self, total: CompleteSum) -> None:
         part, bucket = total.part, self._way.bucket(total.bucket)
         if part.body is not None and self._divide and part.divisor != 1.0:
             part.body.div_(part.divisor)
         outs = self._way.relay.result(total.step, total.ordinal, total.bucket, part.present, part.body)
         if self._hidden:  # only the home has a use for it
-            outs = [out for out in outs if isinstance(out, Send) and out.to == bucket.shard]
+            outs = [out for out in outs if isinstance(out, SendPart) and out.to == bucket.shard]
         self._carry(outs)
         if not self._hidden or bucket.shard == self.me.index:
             self._known_here(total.step, total.ordinal, bucket, part.present, part.body)
 
-    def _result(self, result: Result) -> None:
+    def _result(self, result: CollectiveResult) -> None:
         hop = result.hop
         bucket = self._way.bucket(hop.bucket)
         self._known_here(hop.step, hop.ordinal, bucket, hop.present, self._way.elements(bucket, hop.body))
@@ -226,12 +238,12 @@ class Gateway(Server):
         backward.told += 1
         if mean is not None:
             backward.contributed |= 1 << bucket.id
-            self._send(self._worker, m.Mean(step, ordinal, bucket.id, present, body=mean))
+            self._send(self._worker, m.ReducedGradient(step, ordinal, bucket.id, present, body=mean))
         count = len(self._known.map.buckets)
         if backward.told == count:
             del self._backwards[step, ordinal]
             self._given.reduced(ordinal)
-            self._send(self._worker, m.Reduced(step, ordinal, int_to_bits(backward.contributed, count)))
+            self._send(self._worker, m.BackwardReduced(step, ordinal, int_to_bits(backward.contributed, count)))
 
     # --- new values ----------------------------------------------------------------------------------------------
 
@@ -293,8 +305,8 @@ class _Ways:
 
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
-    m.Push: Gateway._push,
-    m.BackwardEnd: Gateway._backward_end,
-    m.Commit: Gateway._commit,
-    m.Hop: Gateway._hop,
+    m.Push: CollectiveServer._push,
+    m.BackwardEnd: CollectiveServer._backward_end,
+    m.Commit: CollectiveServer._commit,
+    m.CollectivePart: CollectiveServer._hop,
 }

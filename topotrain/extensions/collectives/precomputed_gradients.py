@@ -11,16 +11,16 @@ import torch
 
 from topotrain.config.sharding import Bucket
 from topotrain.core.bitmaps import bits_to_int, per_bucket
-from topotrain.core.protocol import BackwardEnd, Commit, Edit, ProtocolError, Push
+from topotrain.core.protocol import BackwardEnd, Commit, GradientOverride, ProtocolError, Push
 from topotrain.core.server.commit_agreement import agree
-from topotrain.core.server.gradient_staging import Reduced, Staging
+from topotrain.core.server.gradient_staging import GradientStaging, ReducedBucket
 
 
-class Given(Staging):
+class PrecomputedGradients(GradientStaging):
     """What one worker group's collective has brought for the current step to one shard.
 
     Args:
-        args, more: as for `Staging`.
+        args, more: as for `GradientStaging`.
         totals: every bucket is given by `give`; else those come as Edits that the commits name in `edited`, a bit for
             each piece that has a gradient.
         foreign: the collective is not ours: when a backward's sum is there, nobody says so.
@@ -35,11 +35,11 @@ class Given(Staging):
         self._given: dict[int, torch.Tensor | None] = {}
         self._gathered = False
 
-    def push(self, worker: int, message: Push, body: torch.Tensor) -> list[Reduced]:
+    def push(self, worker: int, message: Push, body: torch.Tensor) -> list[ReducedBucket]:
         """Nobody's own part has a place here. Raises ProtocolError."""
         raise ProtocolError(f"a push of worker {worker}, whose gradients are added up elsewhere")
 
-    def end(self, worker: int, message: BackwardEnd) -> list[Reduced]:
+    def end(self, worker: int, message: BackwardEnd) -> list[ReducedBucket]:
         """The worker beside this server has ended a backward."""
         super().end(worker, message)
         if self._foreign:
@@ -54,7 +54,7 @@ class Given(Staging):
         """Raise StepError when a worker that has called step() left out this backward."""
         self._check_ordinal(worker, ordinal)
 
-    def edit(self, message: Edit, body: torch.Tensor) -> None:
+    def edit(self, message: GradientOverride, body: torch.Tensor) -> None:
         """A bucket's gradient; it stays as it is until the step is applied."""
         self._given.setdefault(message.bucket, body)
 
@@ -95,7 +95,7 @@ class Given(Staging):
         return True
 
     def spoilers(self) -> dict[int, int]:
-        """As `Staging.spoilers`; whose part it was is not known here."""
+        """As `GradientStaging.spoilers`; whose part it was is not known here."""
         for bucket in self._buckets if self._arrived is None else ():
             if self.present(bucket):
                 self._suspect(bucket.id - self._first, self.present(bucket), self.gradient(bucket), {})

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import ConfigError, Engine
 
 DEADLINE = 30.0  # seconds; torch's own default is half an hour
 
 
-class CollectiveError(WireError):
+class CollectiveError(TransportError):
     """A collective failed: a peer died, did not come in time, or is in another collective. The group is lost."""
 
 
-class Work:
+class CollectiveWork:
     """A collective under way. Its tensors belong to it until `wait` returns."""
 
     def __init__(self, work: Any, told: Callable[[BaseException], CollectiveError]) -> None:
@@ -92,13 +92,13 @@ class TorchCollective:
         except RuntimeError as error:
             raise self._error("joining the group", error) from error
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor) -> CollectiveWork:
         """Replace a contiguous tensor by its sum over all ranks."""
         options = dist.AllreduceOptions()  # a sum, unless told otherwise
         options.timeout = self._deadline
         return self._start("all_reduce", tensor, lambda group: group.allreduce([tensor], options))
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, src: int) -> CollectiveWork:
         """Replace a contiguous tensor by that of rank `src`."""
         options = dist.BroadcastOptions()
         options.rootRank = src
@@ -111,13 +111,13 @@ class TorchCollective:
         if group is not None:
             group.shutdown()
 
-    def _start(self, what: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> Work:
+    def _start(self, what: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> CollectiveWork:
         self._started += 1
         words = f"{what} number {self._started} ({tensor.numel()} × {str(tensor.dtype).removeprefix('torch.')})"
         if self._group is None:
             raise self._error(words, "this group is closed")
         try:
-            return Work(start(self._group), lambda error: self._error(words, error))
+            return CollectiveWork(start(self._group), lambda error: self._error(words, error))
         except RuntimeError as error:
             raise self._error(words, error) from error
 
@@ -145,7 +145,9 @@ def _check_directory(directory: str) -> None:
     os.makedirs(directory, mode=0o700, exist_ok=True)
     info = os.stat(directory)
     if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise WireError(f"store directory {directory!r}: must belong to this user and be closed to others (mode 0700)")
+        raise TransportError(
+            f"store directory {directory!r}: must belong to this user and be closed to others (mode 0700)"
+        )
 
 
 def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str, address: str) -> Any:

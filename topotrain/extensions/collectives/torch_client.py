@@ -18,12 +18,12 @@ from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client import Exchange, PeerLost, StepEnd, Waiter
+from topotrain.core.client.client import Client, PeerLost, StepEnd, Waiter
 from topotrain.extensions.collectives.torch_backend import (
     DEADLINE,
     CollectiveError,
+    CollectiveWork,
     TorchCollective,
-    Work,
     check_engine,
 )
 
@@ -34,7 +34,7 @@ Part = tuple[float, int, torch.Tensor]  # weight, bitmap of pieces, gradient
 class _Sum:
     """A sum under way: `total` on the host, and where it is made, which for NCCL is a copy on the GPU."""
 
-    work: Work
+    work: CollectiveWork
     total: torch.Tensor
     made: torch.Tensor
 
@@ -44,14 +44,14 @@ class _Sum:
             self.total.copy_(self.made)
 
 
-class EngineExchange(Exchange):
+class TorchCollectiveClient(Client):
     """One worker's door; see the rule above.
 
     Args:
-        me, topology, send, waiter, shared: as for `Exchange`.
+        me, topology, send, waiter, shared: as for `Client`.
         job: the job.
         store, address: where the group meets, and what it binds to, as for `TorchCollective`.
-        incarnation: as for `Exchange`.
+        incarnation: as for `Client`.
 
     Raises:
         ConfigError: this machine, or its build of torch, does not have the engine.
@@ -158,7 +158,7 @@ class EngineExchange(Exchange):
         self._next = None
 
     def wait_means(self) -> tuple[dict[int, tuple[int, torch.Tensor]], int]:
-        """The group's means of this backward, as `Exchange.wait_means` gives them.
+        """The group's means of this backward, as `Client.wait_means` gives them.
 
         Raises:
             JobError: a server has said why the group's workers do not come together.

@@ -18,7 +18,7 @@ _SQUARED = frozenset([torch.float32, torch.float64])  # the sum of squares of ot
 _SAMPLES = 4096  # elements looked at for a first guess of top-k's threshold
 
 
-class Scratch:
+class ScratchMemory:
     """Memory that is used again and again: fresh memory costs more than the arithmetic. For one thread at a time."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Codec(Protocol):
     a float32 denormal, which some processes round to zero and others do not. A codec's scratch is for one thread.
     """
 
-    scratch: Scratch
+    scratch: ScratchMemory
     largest: float  # larger magnitudes are sent as this one
 
     def size(self, numel: int) -> int:
@@ -69,10 +69,10 @@ class CastCodec:
     below 2^-25 become 0. kBf16 keeps 8 bits and float32's range. Infinities and NaN arrive as they are.
     """
 
-    def __init__(self, dtype: torch.dtype, scratch: Scratch | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, scratch: ScratchMemory | None = None) -> None:
         self.dtype = dtype
         self.largest = torch.finfo(dtype).max
-        self.scratch = scratch or Scratch()
+        self.scratch = scratch or ScratchMemory()
 
     def size(self, numel: int) -> int:
         return numel * self.dtype.itemsize
@@ -105,9 +105,9 @@ class Int8Codec:
     that is not finite arrives as NaN, and its neighbors unharmed: the code -128 in a block whose scale is negative.
     """
 
-    def __init__(self, scratch: Scratch | None = None) -> None:
+    def __init__(self, scratch: ScratchMemory | None = None) -> None:
         self.largest = _SINGLE.max
-        self.scratch = scratch or Scratch()
+        self.scratch = scratch or ScratchMemory()
 
     def size(self, numel: int) -> int:
         return 4 * -(-numel // BLOCK) + numel
@@ -188,10 +188,10 @@ class TopKCodec:
     The others arrive as 0: of use with error feedback only (Stich et al. 2018, Lin et al. 2018).
     """
 
-    def __init__(self, ratio: float, scratch: Scratch | None = None) -> None:
+    def __init__(self, ratio: float, scratch: ScratchMemory | None = None) -> None:
         self.ratio = ratio
         self.largest = _SINGLE.max
-        self.scratch = scratch or Scratch()
+        self.scratch = scratch or ScratchMemory()
 
     def kept(self, numel: int) -> int:
         """How many of `numel` elements travel. Raises ValueError for more elements than an index can name."""
@@ -234,7 +234,7 @@ class TopKCodec:
         out.index_copy_(0, indices, out[indices].add(numbers, alpha=sign).to(out.dtype))
 
 
-def largest(bits: np.ndarray, k: int, scratch: Scratch) -> torch.Tensor:
+def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
     """Indices (int64) of the k largest of a 1-D int32 array without negatives; of equal ones the first.
 
     A threshold is guessed from a sample, somewhat too low, and the exact choice made among what is above it; where
@@ -309,7 +309,7 @@ def _saturate(values: torch.Tensor, short: torch.Tensor) -> None:
     short.copy_(torch.where(over, torch.sign(short) * limit, short))
 
 
-def _single(values: torch.Tensor, scratch: Scratch) -> tuple[torch.Tensor, bool]:
+def _single(values: torch.Tensor, scratch: ScratchMemory) -> tuple[torch.Tensor, bool]:
     """`values` as float32 (themselves, if they are), and whether every finite one fits."""
     if values.dtype is torch.float32:
         return values, True

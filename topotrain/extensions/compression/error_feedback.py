@@ -13,7 +13,7 @@ from topotrain.extensions.compression.codecs import (
     CastCodec,
     Codec,
     Int8Codec,
-    Scratch,
+    ScratchMemory,
     TopKCodec,
     all_finite,
     drop_denormals,
@@ -22,7 +22,9 @@ from topotrain.extensions.compression.codecs import (
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def codec_for(kind: Compression, dtype: torch.dtype, ratio: float, scratch: Scratch | None = None) -> Codec | None:
+def codec_for(
+    kind: Compression, dtype: torch.dtype, ratio: float, scratch: ScratchMemory | None = None
+) -> Codec | None:
     """The codec for bodies of this dtype, or None where they travel as they are.
 
     That is so for kNone, for dtypes that are not among the four floats, and for a cast of what has 2 bytes already.

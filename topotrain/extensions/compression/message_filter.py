@@ -16,8 +16,8 @@ from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core.bitmaps import NO_REVISION
 from topotrain.core.model.schema import FlatBuffers, torch_dtype, typed
-from topotrain.core.protocol import Mean, ProtocolError, Push, Values
-from topotrain.extensions.compression.codecs import Codec, Scratch
+from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
+from topotrain.extensions.compression.codecs import Codec, ScratchMemory
 from topotrain.extensions.compression.error_feedback import DeltaStream, ErrorFeedback, codec_for, working_dtype
 
 _ALIGN = 64  # bytes: codecs read 4-byte words, and a cache line belongs to one bucket
@@ -33,7 +33,7 @@ class _Codecs:
     """
 
     def __init__(self, cluster: Cluster, slice_map: SliceMap, buckets: Sequence[Bucket], flats: FlatBuffers) -> None:
-        scratch = Scratch()
+        scratch = ScratchMemory()
         kind, ratio = cluster.compression, cluster.compression_ratio
         self._codecs = [codec_for(kind, torch_dtype(space.dtype), ratio, scratch) for space in slice_map.spaces]
         self._flats = flats
@@ -142,15 +142,15 @@ class WorkerEncoding:
             else:
                 sender.settle(inv_scale)
 
-    def is_coded(self, message: Mean | Values, bucket: Bucket) -> bool:
+    def is_coded(self, message: ReducedGradient | Values, bucket: Bucket) -> bool:
         """Whether the body of this message is an encoding."""
-        if isinstance(message, Mean):
+        if isinstance(message, ReducedGradient):
             return self._in.of(bucket) is not None
         if message.coded and self._in.of(bucket) is None:
             raise ProtocolError(f"bucket {bucket.id} came encoded, which its dtype never is")
         return message.coded
 
-    def landing(self, message: Mean | Values, bucket: Bucket) -> torch.Tensor:
+    def landing(self, message: ReducedGradient | Values, bucket: Bucket) -> torch.Tensor:
         """Where such a body is to be received."""
         return self._in.room(f"coded {type(message).__name__}", bucket)
 

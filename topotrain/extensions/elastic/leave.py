@@ -9,7 +9,7 @@ from contextlib import suppress
 from topotrain.training.context import Context
 
 
-class Leaving(BaseException):
+class GroupLeaving(BaseException):
     """Raised where the script asks for a batch; no `except Exception` of a script keeps it."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ Where a step can do without some of its workers (`regrouping.singly`), each of t
 this is true of one worker: the others go on.
 
 Groups that use other servers are known to server (0,0), too, which hands out the batches: it asks their coordinator
-how far they came (`StreamsAt`) before it gives the rest to others.
+how far they came (`AppliedBatchesOfStreams`) before it gives the rest to others.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +20,13 @@ from typing import Protocol
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.protocol import AskReturn, Fail, Message, Return, StreamsAt
+from topotrain.core.protocol import AppliedBatchesOfStreams, Fail, Message, RestartRequest, WorkerRejoined
 from topotrain.core.server.consistency import AWAY, DecisionLog
 from topotrain.extensions.elastic.eligibility import refusal, singly
-from topotrain.training.data.lease_queue import LeaseBook
+from topotrain.training.data.lease_queue import LeaseQueue
 
 STREAMS = 2000
-"""Data streams in one `StreamsAt`."""
+"""Data streams in one `AppliedBatchesOfStreams`."""
 
 
 Key = int | Address
@@ -112,26 +112,26 @@ class Members:
 # --- how far a group of other servers came -----------------------------------------------------------------------
 
 
-def questions(group: int, incarnation: int, streams: Sequence[int]) -> list[StreamsAt]:
+def questions(group: int, incarnation: int, streams: Sequence[int]) -> list[AppliedBatchesOfStreams]:
     """What server (0,0) asks that group's coordinator."""
     runs = [streams[at : at + STREAMS] for at in range(0, len(streams), STREAMS)] or [()]
     pairs = [tuple(number for stream in run for number in (stream, 0)) for run in runs]
-    return [StreamsAt(group, incarnation, part, len(runs), counts) for part, counts in enumerate(pairs)]
+    return [AppliedBatchesOfStreams(group, incarnation, part, len(runs), counts) for part, counts in enumerate(pairs)]
 
 
-def answer(question: StreamsAt, count: Callable[[int], int], ended: bool) -> StreamsAt:
+def answer(question: AppliedBatchesOfStreams, count: Callable[[int], int], ended: bool) -> AppliedBatchesOfStreams:
     """The coordinator's answer; count: how many batches of a stream are applied."""
     counts = tuple(n for stream in question.counts[::2] for n in (stream, count(stream)))
     return replace(question, counts=counts, ended=ended)
 
 
-class Answers:
+class CoordinatorAnswers:
     """What coordinators answered, by group, until all parts are here."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, StreamsAt]] = {}
+        self._parts: dict[int, dict[int, AppliedBatchesOfStreams]] = {}
 
-    def take(self, part: StreamsAt) -> Mapping[int, int] | None:
+    def take(self, part: AppliedBatchesOfStreams) -> Mapping[int, int] | None:
         """Keep a part; (stream -> batches applied) once the answer is complete."""
         known = self._parts.setdefault(part.group, {})
         if any(other.incarnation != part.incarnation for other in known.values()):
@@ -146,7 +146,7 @@ class Answers:
 # --- the change --------------------------------------------------------------------------------------------------
 
 
-class Home(Protocol):
+class MembershipServer(Protocol):
     """What a change of members asks of the server."""
 
     def begun(self, group: int) -> bool:
@@ -186,7 +186,7 @@ class Home(Protocol):
         ...
 
 
-class Regroup:
+class ElasticGroups:
     """How groups leave and come back, as one server sees it.
 
     Args:
@@ -202,9 +202,9 @@ class Regroup:
         me: Address,
         job: Job,
         topology: Topology,
-        home: Home,
+        home: MembershipServer,
         log: DecisionLog | None,
-        leases: LeaseBook | None,
+        leases: LeaseQueue | None,
         send: Callable[[Address, Message], None],
     ) -> None:
         self._me, self._job, self._topology, self._home = me, job, topology, home
@@ -213,8 +213,8 @@ class Regroup:
         known = range(topology.worker_groups) if leases is not None else self._ours
         workers = (worker for group in known for worker in topology.workers(group))
         self.members = Members(workers, True) if singly(job) else Members(known)
-        self._answers = Answers()
-        self._questions: list[tuple[Address, StreamsAt]] = []
+        self._answers = CoordinatorAnswers()
+        self._questions: list[tuple[Address, AppliedBatchesOfStreams]] = []
 
     def lost(self, worker: Address) -> None:
         """A worker's process is gone, and so is its group: the others are not to wait until it comes back."""
@@ -225,11 +225,11 @@ class Regroup:
             key = self.members.key(worker)
             self._expect(key, self.members.asked(key) + 1)
 
-    def take(self, sender: Address, message: Return | AskReturn | StreamsAt) -> None:
+    def take(self, sender: Address, message: WorkerRejoined | RestartRequest | AppliedBatchesOfStreams) -> None:
         """One message about a group that comes back."""
-        if isinstance(message, Return):
+        if isinstance(message, WorkerRejoined):
             self._returned(sender, message.incarnation)
-        elif isinstance(message, AskReturn):
+        elif isinstance(message, RestartRequest):
             self._asked(message)
         elif message.group in self._ours:
             self._questions.append((sender, message))
@@ -254,7 +254,7 @@ class Regroup:
         """In the coordinator: all processes of the group before this incarnation have ended, and none is to follow."""
         assert self._log is not None
         if self.members.deserted(group, incarnation):
-            self._asked(AskReturn(group, incarnation))  # nothing of theirs is applied after this
+            self._asked(RestartRequest(group, incarnation))  # nothing of theirs is applied after this
             decision = self._log.decree(group, incarnation, AWAY)
             for server in self._topology.servers(self._me.group):
                 self._send(server, decision)
@@ -293,12 +293,12 @@ class Regroup:
         group, index = (key.group, key.index) if isinstance(key, Address) else (key, -1)
         coordinator = Address(Role.SERVER, self._topology.server_group_of(group), 0)
         if group in self._ours:
-            self._send(coordinator, AskReturn(group, incarnation, index))
+            self._send(coordinator, RestartRequest(group, incarnation, index))
         elif self._leases is not None:
             for question in questions(group, incarnation, self._leases.streams(group)):
                 self._send(coordinator, question)
 
-    def _asked(self, message: AskReturn) -> None:
+    def _asked(self, message: RestartRequest) -> None:
         group, incarnation = message.group, message.incarnation
         if group not in self._ours:
             self._expect(group, incarnation)
@@ -326,7 +326,7 @@ class Regroup:
 
     def _welcome(self, worker: Address) -> None:
         incarnation = self.members.incarnation(self.members.key(worker))
-        self._send(worker, Return(incarnation, self._home.complete()))
+        self._send(worker, WorkerRejoined(incarnation, self._home.complete()))
         if worker.group in self._ours:
             self._home.is_back(worker.group)
 

@@ -9,7 +9,7 @@ from topotrain.core.protocol.codec import Message, numbered
 
 @numbered(23)
 @dataclass(frozen=True, slots=True)
-class Return(Message):
+class WorkerRejoined(Message):
     """Worker -> its servers and server (0,0): my group was started again, and I am of its `incarnation`.
 
     It is the worker's first word, and its only one until all have echoed it; what it hears before may have been meant
@@ -22,7 +22,7 @@ class Return(Message):
 
 @numbered(24)
 @dataclass(frozen=True, slots=True)
-class AskReturn(Message):
+class RestartRequest(Message):
     """Shard -> coordinator: let the workers of this incarnation of a group in, and let go of those before them.
 
     index: of the one worker that is meant; -1: the whole group.
@@ -35,7 +35,7 @@ class AskReturn(Message):
 
 @numbered(25)
 @dataclass(frozen=True, slots=True)
-class StreamsAt(Message):
+class AppliedBatchesOfStreams(Message):
     """Server (0,0) -> coordinator of another server group: how far are these data streams of a group that comes back?
 
     Echoed once nothing of an earlier incarnation can be applied any more. counts: flat pairs (stream, batches that are
@@ -52,7 +52,7 @@ class StreamsAt(Message):
 
 @numbered(26)
 @dataclass(frozen=True, slots=True)
-class AppliedAsk(Message):
+class AppliedBatchesRequest(Message):
     """Worker -> its coordinator: how many batches of this data stream are applied? Of stream -1: my group's steps."""
 
     stream: int
@@ -60,7 +60,7 @@ class AppliedAsk(Message):
 
 @numbered(27)
 @dataclass(frozen=True, slots=True)
-class AppliedAt(Message):
+class AppliedBatchesReply(Message):
     """Coordinator -> worker: the first `count` batches of the stream are applied, and no others of it."""
 
     stream: int
@@ -69,7 +69,7 @@ class AppliedAt(Message):
 
 @numbered(28)
 @dataclass(frozen=True, slots=True)
-class Leave(Message):
+class GroupLeaveRequest(Message):
     """A coordinator's own host -> it: this group's workers are to end after their next step. Nobody else says this.
 
     incarnation: which of them are meant; those that come after them, since they have died meanwhile, stay.
@@ -81,7 +81,7 @@ class Leave(Message):
 
 @numbered(29)
 @dataclass(frozen=True, slots=True)
-class Away(Message):
+class GroupLeft(Message):
     """A coordinator's own host -> it: all processes of the group before this incarnation have ended, none follows now.
 
     Nobody else says this.
@@ -96,7 +96,7 @@ class Away(Message):
 
 @numbered(36)
 @dataclass(frozen=True, slots=True)
-class Late(Message):
+class StepMissed(Message):
     """Coordinator -> worker: this step was decided without what you pushed for it; nothing of that counts."""
 
     step: int
@@ -104,7 +104,7 @@ class Late(Message):
 
 @numbered(37)
 @dataclass(frozen=True, slots=True)
-class CatchUp(Message):
+class StepCatchUp(Message):
     """Worker -> coordinator: show me the values, and tell me which step the group is in; answered by every shard.
 
     through: not before all others are through with the batches of this epoch, as I am; -1: at once. round: numbers the
@@ -117,7 +117,7 @@ class CatchUp(Message):
 
 @numbered(38)
 @dataclass(frozen=True, slots=True)
-class CaughtUp(Message):
+class StepCaughtUp(Message):
     """Shard -> worker: the values were sent that it asked for with the CatchUp of this round; the group is in `step`.
 
     snapshot: as in Applied.
@@ -134,7 +134,7 @@ class CaughtUp(Message):
 
 @numbered(100)
 @dataclass(frozen=True, slots=True)
-class Resume(Message):
+class ResumeConnection(Message):
     """On a way that was made anew, both sides' first word: so many of your messages have I heard, ever.
 
     What was said after those is said again. answer: this one answers the other side's. life: a worker's group has been
@@ -148,7 +148,7 @@ class Resume(Message):
 
 @numbered(101)
 @dataclass(frozen=True, slots=True)
-class Taken(Message):
+class Ack(Message):
     """Worker <-> server, server <-> server: the first so many of your messages will not be asked for again.
 
     Not counted itself, as all messages of this section. ask: tell me as much, once both copies have what I said.
@@ -160,8 +160,8 @@ class Taken(Message):
 
 @numbered(102)
 @dataclass(frozen=True, slots=True)
-class Forward(Message):
-    """Server -> its second copy: event number `index` is this; see `replication.Copy` for the events.
+class ReplicatedEvent(Message):
+    """Server -> its second copy: event number `index` is this; see `replication.ReplicatedServer` for the events.
 
     role, group, number: the address of whom it comes from or is about. count: of event TAKEN. kind, meta: the message
     that came, whose body is this one's: a view that stays until the event is echoed.
@@ -179,7 +179,7 @@ class Forward(Message):
 
 @numbered(103)
 @dataclass(frozen=True, slots=True)
-class Echoed(Message):
+class ReplicaAck(Message):
     """Second copy -> server: I have all events up to number `index`. whole: I have become what you were by then."""
 
     index: int
@@ -188,7 +188,7 @@ class Echoed(Message):
 
 @numbered(104)
 @dataclass(frozen=True, slots=True)
-class Likeness(Message):
+class StateTransfer(Message):
     """Server -> a fresh second copy: part `part` of `parts` of the `nbytes` bytes of all that it is (see `transfer`).
 
     index: events that are in it. The body is a snapshot.
@@ -202,13 +202,13 @@ class Likeness(Message):
 
 @numbered(105)
 @dataclass(frozen=True, slots=True)
-class Dismissed(Message):
+class ReplicaReleased(Message):
     """Server -> its second copy: nothing is left to do, for you neither."""
 
 
 @numbered(106)
 @dataclass(frozen=True, slots=True)
-class Compared(Message):
+class ReplicaChecksum(Message):
     """Second copy -> server: this, a CRC, is what I have found behind event number `index` (see `comparison`)."""
 
     index: int

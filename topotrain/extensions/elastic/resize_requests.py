@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from topotrain.core.events import Agreed, Event
-from topotrain.core.protocol import Away, Leave
-from topotrain.launch.runtime.process_host import Homes
+from topotrain.core.protocol import GroupLeaveRequest, GroupLeft
+from topotrain.launch.runtime.process_host import ServerProcess
 
 WISHES = ("leave", "lose", "join")
 AWAY = "away"
 
 
-class Orders:
+class ResizeRequests:
     """See above. `emit` tells the unit; `hear` takes a command, `open` the servers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[Mapping[str, Any]] = []
-        self._servers: Homes | None = None
+        self._servers: ServerProcess | None = None
         self.emit: Callable[[Event], None] = lambda event: None
 
     def hear(self, command: Mapping[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Orders:
             self._kept.append(command)
             self._look()
 
-    def open(self, servers: Homes) -> None:
+    def open(self, servers: ServerProcess) -> None:
         """The servers are there, or one more is."""
         with self._lock:
             self._servers = servers
@@ -50,10 +50,10 @@ class Orders:
         if home is None:
             return False
         if wish == AWAY:
-            home.told(Away(group, command["incarnation"]))
+            home.told(GroupLeft(group, command["incarnation"]))
             return True
         why = home.may_change(group, wish)
         if wish == "leave" and not why:
-            home.told(Leave(group, command["incarnation"]))
+            home.told(GroupLeaveRequest(group, command["incarnation"]))
         self.emit(Agreed(str(home.server.me), group, wish, why))
         return True

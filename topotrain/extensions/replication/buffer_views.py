@@ -16,7 +16,7 @@ RAW = -1  # in the place of a space: bytes over no space
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class BufferRange:
     """Elements [lo, hi) of the buffer of a name in a space. size: of the whole buffer."""
 
     name: str
@@ -33,7 +33,7 @@ class Where:
         return flat[self.lo : self.hi]
 
 
-class Views:
+class BufferViews:
     """Finds tensors in buffers, and remembers what was found.
 
     Args:
@@ -48,7 +48,7 @@ class Views:
         self._starts = [start for start, _, _ in self._held]
         self._wanted: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
-    def find(self, tensor: torch.Tensor) -> Where | None:
+    def find(self, tensor: torch.Tensor) -> BufferRange | None:
         """Where it lies; None: it is memory of its own. What is found is looked at by somebody."""
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         if at < 0 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
@@ -65,17 +65,17 @@ class Views:
             if held == name:
                 self._note(name, space, 0, flat.numel(), flat)
 
-    def _note(self, name: str, space: int, lo: int, hi: int, flat: torch.Tensor) -> Where:
+    def _note(self, name: str, space: int, lo: int, hi: int, flat: torch.Tensor) -> BufferRange:
         if name not in self._told:
             self._wanted.setdefault((name, space), []).append((lo, hi))
-        return Where(name, space, lo, hi, flat.numel())
+        return BufferRange(name, space, lo, hi, flat.numel())
 
-    def wanted(self) -> Iterator[tuple[Where, torch.Tensor]]:
+    def wanted(self) -> Iterator[tuple[BufferRange, torch.Tensor]]:
         """All that somebody looks at, each element once."""
         for (name, space), spans in sorted(self._wanted.items()):
             flat = next(flat for _, key, flat in self._held if key == (name, space))
             for lo, hi in _joined(spans):
-                yield Where(name, space, lo, hi, flat.numel()), flat[lo:hi]
+                yield BufferRange(name, space, lo, hi, flat.numel()), flat[lo:hi]
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

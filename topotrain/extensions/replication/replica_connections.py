@@ -1,8 +1,8 @@
 """A worker's ways to servers of which there are two copies: one process may go, and the worker only waits a moment.
 
-Rule: whoever lives behind these (`exchange.Exchange`) notices nothing. What it says is counted and kept until both
+Rule: whoever lives behind these (`exchange.Client`) notices nothing. What it says is counted and kept until both
 copies of the server have it; when a way ends, the server is looked for in its other process, both sides tell how many
-messages they have heard, and what is missing is said again (`replication.Line`).
+messages they have heard, and what is missing is said again (`replication.ReliableChannel`).
 """
 
 import threading
@@ -12,14 +12,14 @@ from typing import Protocol
 
 import torch
 
-from topotrain.comm.transport import Resident, WireError
+from topotrain.comm.transport import Endpoint, TransportError
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.extensions.replication.state_machine import OFTEN, Line
+from topotrain.extensions.replication.state_machine import OFTEN, ReliableChannel
 
 
-class Send(Protocol):
-    """As `Wire.send`, from one resident."""
+class SendMessage(Protocol):
+    """As `Transport.send`, from one resident."""
 
     def __call__(self, to: Address, message: m.Message, wait: bool = False) -> None: ...
 
@@ -28,7 +28,7 @@ class _Way:
     """One line, and whether there is a way to the server now. `order`: held while messages are put on it."""
 
     def __init__(self) -> None:
-        self.line = Line()
+        self.line = ReliableChannel()
         self.order = threading.Lock()
         self.numbers = threading.Lock()
         self.up = False
@@ -44,7 +44,7 @@ class _Way:
             self.line.taken(count)
 
 
-class Lifelines:
+class ReplicaConnections:
     """Stands between a worker's door and its roads.
 
     Args:
@@ -60,8 +60,8 @@ class Lifelines:
     def __init__(
         self,
         servers: Iterable[Address],
-        resident: Resident,
-        send: Send,
+        resident: Endpoint,
+        send: SendMessage,
         redial: Callable[[Address, int], None],
         changed: Callable[[], None] = lambda: None,
         life: int = 0,
@@ -81,19 +81,19 @@ class Lifelines:
                 self._tell(to, way)
             way.say(message)
             if way.up:
-                with suppress(WireError):  # its end is heard of by `lost`
+                with suppress(TransportError):  # its end is heard of by `lost`
                     self._send(to, message, wait)
 
     def _tell(self, to: Address, way: _Way, ask: bool = False) -> None:
         way.told = way.line.heard
         if way.up:
-            with suppress(WireError):
-                self._send(to, m.Taken(way.told, ask))
+            with suppress(TransportError):
+                self._send(to, m.Ack(way.told, ask))
 
     # --- the resident's side -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Resident.place`."""
+        """As `wire.Endpoint.place`."""
         return self._resident.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: m.Message) -> None:
@@ -101,21 +101,21 @@ class Lifelines:
         way = self._ways.get(sender)
         if way is None:
             self._resident.handle(sender, message)
-        elif isinstance(message, m.Taken):
+        elif isinstance(message, m.Ack):
             way.taken(message.heard)
             self._changed()
-        elif isinstance(message, m.Resume):
+        elif isinstance(message, m.ResumeConnection):
             self._resumed(sender, way, message)
         else:
             way.line.heard += 1
             self._resident.handle(sender, message)
 
-    def _resumed(self, server: Address, way: _Way, message: m.Resume) -> None:
+    def _resumed(self, server: Address, way: _Way, message: m.ResumeConnection) -> None:
         with way.order:
             way.taken(message.heard)
             way.up = True
             for kept in list(way.line.kept):
-                with suppress(WireError):
+                with suppress(TransportError):
                     self._send(server, kept)
             if self._leaving:
                 self._tell(server, way, ask=True)
@@ -142,8 +142,8 @@ class Lifelines:
         """There is a way to the server's other process, to which it has moved for the so-manieth time: say how far we
         are."""
         self._ways[server].moves = max(moves, self._ways[server].moves)
-        with suppress(WireError):
-            self._send(server, m.Resume(self._ways[server].line.heard, life=self._life))
+        with suppress(TransportError):
+            self._send(server, m.ResumeConnection(self._ways[server].line.heard, life=self._life))
 
     def failed(self, server: Address, reason: str) -> None:
         """There is no other process."""

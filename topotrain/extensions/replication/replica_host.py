@@ -19,18 +19,18 @@ from queue import SimpleQueue
 import torch
 
 from topotrain.comm.backoff import spread
-from topotrain.comm.router import Place, Roads, spoken
+from topotrain.comm.router import Router, RouterConfig, spoken
 from topotrain.comm.security.handshake import Peer
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport import Refused, TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.spans import Recorder
-from topotrain.core.protocol import Dismissed, Message, ProtocolError
+from topotrain.core.protocol import Message, ProtocolError, ReplicaReleased
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.checkpoint_writer import Aside, Writer
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
-from topotrain.extensions.replication.replica_placement import Standing
-from topotrain.extensions.replication.state_machine import Copy, Lead, Out, Shadow
+from topotrain.extensions.replication.replica_placement import ReplicaSet
+from topotrain.extensions.replication.state_machine import Out, Primary, ReplicatedServer, Standby
 from topotrain.extensions.replication.state_transfer import portray, restore
 
 GRACE_S, APART_S = 15.0, 4.0
@@ -44,7 +44,7 @@ Trouble = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ReplicaSlot:
     """What the launcher tells a server process, and is told.
 
     standing: who has which seat when the process begins. taken: given, once, what to call with what it is later.
@@ -53,8 +53,8 @@ class Seat:
     given why. missed: told a server that has lost the way to another one, of whose end it knows nothing.
     """
 
-    standing: Mapping[int, Standing]
-    taken: Callable[[Callable[[Mapping[int, Standing]], None]], None]
+    standing: Mapping[int, ReplicaSet]
+    taken: Callable[[Callable[[Mapping[int, ReplicaSet]], None]], None]
     covered: Callable[[Address, int], None]
     differs: Callable[[Address, int], None]
     despair: Callable[[str], None]
@@ -66,7 +66,7 @@ def shadow_of(server: Address) -> Address:
     return Address(Role.SHADOW, server.group, server.index)
 
 
-class Speaker:
+class PrimaryEndpoint:
     """A copy that speaks, at its server's address: one event at a time.
 
     Args:
@@ -83,8 +83,8 @@ class Speaker:
 
     def __init__(
         self,
-        lead: Lead,
-        roads: Roads,
+        lead: Primary,
+        roads: Router,
         change: threading.Condition,
         trouble: Trouble,
         covered: Callable[[int], None],
@@ -96,7 +96,7 @@ class Speaker:
     ) -> None:
         self.lead, self.server = lead, lead.copy.server
         self.shadows = 0
-        self.aside: Aside | None = None
+        self.aside: SnapshotPort | None = None
         self._despair, self._differs, self._differed = despair, differs, 0
         self._missed, self._parted, self._grace_s = missed, parted, grace_s
         self._roads, self._change, self._trouble, self._covered = roads, change, trouble, covered
@@ -107,12 +107,12 @@ class Speaker:
     # --- the resident's side -------------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Resident.place`."""
+        """As `wire.Endpoint.place`."""
         with self._lock:
             return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """As `wire.Resident.handle`."""
+        """As `wire.Endpoint.handle`."""
 
         def hear() -> Out:
             return self.lead.hear(sender, message)
@@ -122,7 +122,7 @@ class Speaker:
             raise fault
 
     def lost(self, peer: Address, reason: str) -> None:
-        """As `wire.Resident.lost`."""
+        """As `wire.Endpoint.lost`."""
         if peer == self.lead.shadow:
             if not self._roads.leads(self.lead.me, peer):  # else a fresh one is there already
                 self._missing()
@@ -149,12 +149,12 @@ class Speaker:
 
     # --- what the launcher has said ------------------------------------------------------------------------------
 
-    def do(self, what: Callable[[Lead], Out]) -> None:
+    def do(self, what: Callable[[Primary], Out]) -> None:
         """Have the copy do something."""
         self._do(lambda: what(self.lead))
 
     def probe(self) -> int:
-        """Have something confirmed by the second copy; returns what, see `Lead.confirmed`."""
+        """Have something confirmed by the second copy; returns what, see `Primary.confirmed`."""
         self.do(lambda lead: lead.probe())
         return self.lead.copy.events
 
@@ -219,7 +219,7 @@ class Speaker:
 
     def _say(self, out: Out) -> None:
         for to, message in out:
-            with suppress(WireError):  # whose end will be heard of
+            with suppress(TransportError):  # whose end will be heard of
                 self._roads.send(self.lead.me, to, message)
 
     def _look(self) -> None:
@@ -241,10 +241,10 @@ class Speaker:
             self._dismissed = True
             if self._alarm is not None:
                 self._alarm.cancel()
-            self._say([(self.lead.shadow, Dismissed())])
+            self._say([(self.lead.shadow, ReplicaReleased())])
 
 
-class Listener:
+class StandbyEndpoint:
     """A copy that listens, at the address of its server's shadow.
 
     Args:
@@ -254,7 +254,7 @@ class Listener:
     """
 
     def __init__(
-        self, server: Address, shadow: Shadow, roads: Roads, change: threading.Condition, trouble: Trouble
+        self, server: Address, shadow: Standby, roads: Router, change: threading.Condition, trouble: Trouble
     ) -> None:
         self._server, self._me, self._shadow = server, shadow_of(server), shadow
         self._roads, self._change, self._trouble = roads, change, trouble
@@ -262,12 +262,12 @@ class Listener:
         self._ended = threading.Event()
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Resident.place`."""
+        """As `wire.Endpoint.place`."""
         with self._lock:
             return self._shadow.place(message)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """As `wire.Resident.handle`."""
+        """As `wire.Endpoint.handle`."""
         if sender != self._server:
             raise ProtocolError(f"{self._me} listens to {self._server} alone")
         try:
@@ -285,14 +285,14 @@ class Listener:
 
     def _answer(self, message: Message | None) -> None:
         if message is not None:
-            with suppress(WireError):
+            with suppress(TransportError):
                 self._roads.send(self._me, self._server, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """As `wire.Resident.lost`."""
+        """As `wire.Endpoint.lost`."""
         self._ended.set()
 
-    def succeed(self) -> Copy:
+    def succeed(self) -> ReplicatedServer:
         """The process of the server is gone: what is here is the server now. Raises RuntimeError if it is not all."""
         self._ended.wait(_END_S)  # what it said last is heard first; it is of use, though nobody depends on it
         with self._lock:
@@ -308,8 +308,8 @@ class Listener:
         return self._shadow.over
 
 
-class CopiedServers:
-    """The copies of servers in one process; see `host.Servers`, whose place it takes.
+class ReplicatedServers:
+    """The copies of servers in one process; see `host.HostedServers`, whose place it takes.
 
     Args:
         place, roads, allocate, trouble, recorder, writer: as there.
@@ -320,15 +320,15 @@ class CopiedServers:
 
     def __init__(
         self,
-        place: Place,
-        roads: Roads,
+        place: RouterConfig,
+        roads: Router,
         allocate: Allocate,
         me: Address,
         trouble: Trouble,
         recorder: Callable[[Address, tuple[int, ...]], Recorder],
-        writer: Writer | None,
-        seat: Seat,
-        opened: "Callable[[CopiedServers], None]" = lambda _: None,
+        writer: SnapshotWriter | None,
+        seat: ReplicaSlot,
+        opened: "Callable[[ReplicatedServers], None]" = lambda _: None,
     ) -> None:
         self._opened = opened
         self._place, self._roads, self._allocate, self._me = place, roads, allocate, me
@@ -338,9 +338,9 @@ class CopiedServers:
         self._grace_s = GRACE_S + APART_S * (me.index % 4)
         self._change = threading.Condition()
         self._servers = place.topology.servers(me.group)
-        self._speakers: dict[Address, Speaker] = {}
-        self._listeners: dict[Address, Listener] = {}
-        self._orders: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+        self._speakers: dict[Address, PrimaryEndpoint] = {}
+        self._listeners: dict[Address, StandbyEndpoint] = {}
+        self._orders: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
         roads.admit(self._admit)
 
     # --- the beginning -------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ class CopiedServers:
 
     def _begin(self, me: Address) -> tuple[str, ...]:
         """The first process of a server: it speaks from the start."""
-        copy = Copy(partial(self._make, me))
+        copy = ReplicatedServer(partial(self._make, me))
         if self._writer is not None:
             speaker = self._speaker(copy)
             speaker.aside = self._writer.follow(me, copy.server.snapshots, speaker.poke)
@@ -376,9 +376,9 @@ class CopiedServers:
         self._opened(self)
         return urls
 
-    def _listen(self, server: Address, where: Standing) -> tuple[str, ...]:
-        shadow = Shadow(partial(self._make_shadow, server), restore)
-        listener = Listener(server, shadow, self._roads, self._change, self._trouble)
+    def _listen(self, server: Address, where: ReplicaSet) -> tuple[str, ...]:
+        shadow = Standby(partial(self._make_shadow, server), restore)
+        listener = StandbyEndpoint(server, shadow, self._roads, self._change, self._trouble)
         self._listeners[server] = listener
         urls = self._roads.attach(shadow_of(server), listener)
         self._roads.publish(f"shadow-{where.shadows}", server, urls)
@@ -396,21 +396,21 @@ class CopiedServers:
         server.snapshots.follow(lambda work: None)
         return server
 
-    def _speaker(self, copy: Copy) -> Speaker:
-        lead = Lead(copy, portray)
+    def _speaker(self, copy: ReplicatedServer) -> PrimaryEndpoint:
+        lead = Primary(copy, portray)
         me = lead.me
         told = (partial(self._covered, me), partial(self._differs, me), partial(self._missed, me))
         ends = (self._despair, partial(self._parted, me), self._grace_s)
-        self._speakers[me] = speaker = Speaker(lead, self._roads, self._change, self._trouble, *told, *ends)
+        self._speakers[me] = speaker = PrimaryEndpoint(lead, self._roads, self._change, self._trouble, *told, *ends)
         return speaker
 
-    def coordinator(self, group: int) -> Speaker | None:
+    def coordinator(self, group: int) -> PrimaryEndpoint | None:
         """See `host.Homes`."""
         return self._speakers.get(self._servers[0])
 
     # --- changes of seats ----------------------------------------------------------------------------------------
 
-    def arrange(self, standing: Mapping[int, Standing]) -> None:
+    def arrange(self, standing: Mapping[int, ReplicaSet]) -> None:
         """Who has which seat from now on; may be called on any thread."""
         self._orders.put(standing)
 
@@ -424,7 +424,7 @@ class CopiedServers:
                 self._trouble()
                 raise
 
-    def _rearrange(self, new: Mapping[int, Standing]) -> None:
+    def _rearrange(self, new: Mapping[int, ReplicaSet]) -> None:
         old, self._standing = self._standing, dict(new)
         risen = [s for s in self._servers if new[s.index].lead == self._me.index and s not in self._speakers]
         for server in self._servers:
@@ -440,7 +440,7 @@ class CopiedServers:
                 self._apart(partial(self._follow, speaker, where), server)
         self._meet(old, new, risen)
 
-    def _rise(self, server: Address, where: Standing) -> None:
+    def _rise(self, server: Address, where: ReplicaSet) -> None:
         """What listened speaks."""
         copy = self._listeners.pop(server).succeed()
         speaker = self._speaker(copy)
@@ -453,7 +453,7 @@ class CopiedServers:
         self._roads.publish(spoken(where.moves), server, urls)
         self._opened(self)
 
-    def _meet(self, old: Mapping[int, Standing], new: Mapping[int, Standing], risen: list[Address]) -> None:
+    def _meet(self, old: Mapping[int, ReplicaSet], new: Mapping[int, ReplicaSet], risen: list[Address]) -> None:
         """The other servers call on the coordinator, whichever side has moved."""
         coordinator = self._servers[0]
         moved = old[0].moves != new[0].moves
@@ -470,7 +470,7 @@ class CopiedServers:
         if me in self._speakers and peer == self._servers[0]:
             self._apart(partial(self._seek, self._speakers[me], self._standing[0].moves), me)
 
-    def _seek(self, speaker: Speaker, moves: int) -> None:
+    def _seek(self, speaker: PrimaryEndpoint, moves: int) -> None:
         """Call the coordinator where it was, until somebody says that it has moved.
 
         It may be this host that is cut off, and another process may speak for the server by now: then the second copy
@@ -481,7 +481,7 @@ class CopiedServers:
         while self._standing[0].moves == moves and not speaker.done:
             index = speaker.probe()
             time.sleep(spread(_AGAIN_S))
-            with suppress(WireError, TimeoutError):
+            with suppress(TransportError, TimeoutError):
                 if speaker.lead.confirmed(index):
                     self._call(speaker, moves)
                     return
@@ -493,12 +493,12 @@ class CopiedServers:
         if peer.address in self._speakers:
             raise Refused("FENCED", f"{peer.address} speaks in another process")
 
-    def _call(self, speaker: Speaker, moves: int) -> None:
+    def _call(self, speaker: PrimaryEndpoint, moves: int) -> None:
         coordinator = self._servers[0]
         self._roads.connect(speaker.lead.me, coordinator, spoken(moves), anew=True)
         speaker.do(lambda lead: lead.reconnected(coordinator))
 
-    def _follow(self, speaker: Speaker, where: Standing) -> None:
+    def _follow(self, speaker: PrimaryEndpoint, where: ReplicaSet) -> None:
         """Find the second copy, and have it follow."""
         if where.shadow < 0:
             return
@@ -510,7 +510,7 @@ class CopiedServers:
         """On a thread of its own: it waits for another process, which may die meanwhile."""
 
         def live() -> None:
-            with suppress(WireError, TimeoutError):
+            with suppress(TransportError, TimeoutError):
                 do()
 
         threading.Thread(target=live, name=f"of {server}", daemon=True).start()

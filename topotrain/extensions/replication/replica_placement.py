@@ -17,7 +17,7 @@ from topotrain.config.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaSet:
     """One server: the seats of its copies (shadow -1: there is none), how often the speaking one has moved, and how
     many listening ones there have been."""
 
@@ -27,7 +27,7 @@ class Standing:
     shadows: int = 0
 
 
-class Seats:
+class ReplicaPlacement:
     """All servers of a job.
 
     Args:
@@ -41,7 +41,7 @@ class Seats:
         if len(set(domains)) < 2:
             raise ValueError("two copies need two failure domains")
         self._domains = list(domains)
-        self.standing = {index: Standing(index, self._next(index)) for index in range(len(domains))}
+        self.standing = {index: ReplicaSet(index, self._next(index)) for index in range(len(domains))}
         self._covered: set[int] = set()
 
     def _next(self, seat: int) -> int:
@@ -73,7 +73,7 @@ class Seats:
                 return False
         for server, where in self.standing.items():
             if where.lead == seat:
-                self.standing[server] = Standing(where.shadow, -1, where.moves + 1, where.shadows)
+                self.standing[server] = ReplicaSet(where.shadow, -1, where.moves + 1, where.shadows)
                 self._covered.discard(server)
             elif where.shadow == seat:
                 self.standing[server] = replace(where, shadow=-1)
@@ -101,9 +101,9 @@ class Seats:
         return [[w.lead, w.shadow, w.moves, w.shadows] for _, w in sorted(self.standing.items())]
 
 
-def standings(data: Any) -> Mapping[int, Standing]:
-    """The inverse of `Seats.to_data`."""
-    return {index: Standing(*map(int, row)) for index, row in enumerate(data)}
+def standings(data: Any) -> Mapping[int, ReplicaSet]:
+    """The inverse of `ReplicaPlacement.to_data`."""
+    return {index: ReplicaSet(*map(int, row)) for index, row in enumerate(data)}
 
 
 def domains(topology: Topology) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Two copies of a server: what one is told, the other is told, in the same order, before anybody hears the answer.
 
-A server is a deterministic function of what it is told. So its second copy, a `Shadow` in another process, is told
-every event by the first, the `Lead`, and has in the end the same values, bit for bit, and has said the same
+A server is a deterministic function of what it is told. So its second copy, a `Standby` in another process, is told
+every event by the first, the `Primary`, and has in the end the same values, bit for bit, and has said the same
 (state-machine replication: Schneider, 1990). What the first one answers leaves its process when the second has
 confirmed the event that it answers (output commit: Elnozahy et al., 2002): nothing that anybody has ever been told is
 lost with one process.
@@ -9,9 +9,9 @@ lost with one process.
 From time to time both say what they have become (`comparison`). Where that differs, nobody can tell which one is right:
 the job goes on with the one that has spoken, and the other one is made anew.
 
-Between two residents every message is counted on a `Line`, at both ends and in both copies, and kept until the other
-side has it for good. When the way is made anew, to the same server in another process, both say how many they have
-heard, and what is missing is said again: each message is acted upon once, and nobody starts again.
+Between two residents every message is counted on a `ReliableChannel`, at both ends and in both copies, and kept until
+the other side has it for good. When the way is made anew, to the same server in another process, both say how many they
+have heard, and what is missing is said again: each message is acted upon once, and nobody starts again.
 """
 
 from collections import deque
@@ -33,17 +33,25 @@ Make = Callable[[Callable[[Address, m.Message], None]], Server]
 WORD, LOST, TAKEN, ORPHANED = 0, 1, 2, 3
 """Forward.event: a message came; a worker's process is gone; a peer has heard so many; the server's host is another."""
 
-UNCOUNTED = (m.Resume, m.Taken, m.Forward, m.Echoed, m.Likeness, m.Dismissed, m.Compared)
+UNCOUNTED = (
+    m.ResumeConnection,
+    m.Ack,
+    m.ReplicatedEvent,
+    m.ReplicaAck,
+    m.StateTransfer,
+    m.ReplicaReleased,
+    m.ReplicaChecksum,
+)
 PART = 16 << 20
 """Bytes of a part of a likeness, but for the last."""
 OFTEN = 16
 """After so many messages of another server it is told that they are here for good."""
-_STAYS = (m.Push, m.Edit, m.Init)
+_STAYS = (m.Push, m.GradientOverride, m.Init)
 """Whose bodies lie in memory that nobody writes before their sender has been answered."""
 
 
 @dataclass(slots=True)
-class Line:
+class ReliableChannel:
     """One way between two residents, however often it is made anew, as one end sees it.
 
     said, heard: messages, ever. kept: the last ones that were said, which the other side may not have for good. life:
@@ -68,7 +76,7 @@ class Line:
             self.kept.popleft()
 
 
-class Copy:
+class ReplicatedServer:
     """One copy of a server, with all that counts as its state: the server, its lines, and how many events it has had.
 
     Args:
@@ -78,7 +86,7 @@ class Copy:
     def __init__(self, make: Make) -> None:
         self._out: Out = []
         self.server = make(lambda to, message: self._out.append((to, message)))
-        self.lines: dict[Address, Line] = {}
+        self.lines: dict[Address, ReliableChannel] = {}
         self.events = 0
         self._before = 0  # the version of the values, one event ago
 
@@ -105,12 +113,12 @@ class Copy:
 
     def _hear(self, who: Address, message: m.Message) -> None:
         if who != self.server.me:
-            line = self.lines.setdefault(who, Line())
+            line = self.lines.setdefault(who, ReliableChannel())
             line.heard += 1
-            if isinstance(message, m.Return) and line.heard == 1:  # what a process that stands in says first
+            if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # what a process that stands in says first
                 line.life = message.incarnation
         self.server.handle(who, message)
-        if isinstance(message, m.Away) or (isinstance(message, m.Apply) and message.change == AWAY):
+        if isinstance(message, m.GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
             for worker in [worker for worker in self.lines if self.server.misses(worker)]:
                 del self.lines[worker]  # nobody will come for what is left there
 
@@ -126,14 +134,14 @@ class Copy:
     def _counted(self, to: Address, message: m.Message) -> bool:
         """False: it was meant for a worker that is gone, and whose place nobody has taken who has said anything yet."""
         if to.role is Role.SERVER:
-            self.lines.setdefault(to, Line())
+            self.lines.setdefault(to, ReliableChannel())
         line = self.lines.get(to)
         if line is not None:
             line.say(message)
         return line is not None or isinstance(message, m.Fail)
 
 
-class Lead:
+class Primary:
     """The copy that speaks.
 
     Args:
@@ -141,7 +149,7 @@ class Lead:
         portray: the bytes (1-D uint8) of all that a copy is; None where it cannot be told now.
     """
 
-    def __init__(self, copy: Copy, portray: Callable[[Copy], torch.Tensor | None]) -> None:
+    def __init__(self, copy: ReplicatedServer, portray: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
         self.copy, self._portray = copy, portray
         self.me = copy.server.me
         self.shadow = Address(Role.SHADOW, self.me.group, self.me.index)
@@ -167,10 +175,10 @@ class Lead:
         self.fault = None
         if sender == self.shadow:
             return self._echoed(message)
-        if isinstance(message, m.Resume):
+        if isinstance(message, m.ResumeConnection):
             return self._resumed(sender, message)
         out = self._greet(sender)
-        if isinstance(message, m.Taken):
+        if isinstance(message, m.Ack):
             out += self._event(TAKEN, sender, message.heard)
             return out + (self._tell(sender) if message.ask else [])
         out += self._event(WORD, sender, 0, message)
@@ -197,7 +205,7 @@ class Lead:
     def reconnected(self, server: Address) -> Out:
         """There is a new way to another server, which has a new process."""
         self.up.discard(server)
-        return [(server, m.Resume(self._heard(server)))]
+        return [(server, m.ResumeConnection(self._heard(server)))]
 
     def probe(self) -> Out:
         """An event in which nothing happens, to be confirmed."""
@@ -233,19 +241,19 @@ class Lead:
         index = self._covered_at = self.copy.events
         count = -(-data.numel() // PART)
         return [
-            (self.shadow, m.Likeness(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
+            (self.shadow, m.StateTransfer(index, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]))
             for part in range(count)
         ]
 
     def _echoed(self, message: m.Message) -> Out:
         """What the second copy says. What it has said before it was made anew counts no more."""
-        if isinstance(message, m.Compared):
+        if isinstance(message, m.ReplicaChecksum):
             found = self._marks.pop(message.index, None)
             if found in (None, message.mark) or not self.covered:
                 return []
             self.differs += 1
             return self.alone() + self.join()
-        if not isinstance(message, m.Echoed):
+        if not isinstance(message, m.ReplicaAck):
             raise m.ProtocolError(f"{self.shadow} says {type(message).__name__}")
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
@@ -275,12 +283,14 @@ class Lead:
             self._marks[self.copy.events] = found
         return out + self._put(said) + (self._join_if_quiet() if self._wanted else [])
 
-    def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> m.Forward:
+    def _forward(self, event: int, who: Address, count: int, message: m.Message | None) -> m.ReplicatedEvent:
         kind, meta = m.encode(message) if message is not None else (0, b"")
         body = None if message is None else message.body
         if body is not None and not isinstance(message, _STAYS):
             body = body.clone()
-        return m.Forward(event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body)
+        return m.ReplicatedEvent(
+            event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
+        )
 
     def _put(self, said: Out) -> Out:
         """Say it, as soon as nobody can lose any more what it answers."""
@@ -292,7 +302,7 @@ class Lead:
     def _tell(self, peer: Address) -> Out:
         """Tell it how many of its messages are here for good, once they are."""
         self._told[peer] = heard = self._heard(peer)
-        return self._put([(peer, m.Taken(heard))])
+        return self._put([(peer, m.Ack(heard))])
 
     def _heard(self, peer: Address) -> int:
         line = self.copy.lines.get(peer)
@@ -308,7 +318,7 @@ class Lead:
         self.up.add(sender)
         return out + self._again(sender)
 
-    def _resumed(self, sender: Address, message: m.Resume) -> Out:
+    def _resumed(self, sender: Address, message: m.ResumeConnection) -> Out:
         """A peer has made its way here anew. Raises ProtocolError for one that had none."""
         line, out = self.copy.lines.get(sender), Out()
         if line is not None and line.life < message.life:  # what it had begun to say has died with the other copy
@@ -318,7 +328,7 @@ class Lead:
         out += self._event(TAKEN, sender, message.heard)
         self.up.add(sender)
         if not message.answer:
-            out.append((sender, m.Resume(self._heard(sender), True)))
+            out.append((sender, m.ResumeConnection(self._heard(sender), True)))
         return out + self._again(sender)
 
     def _again(self, peer: Address) -> Out:
@@ -339,7 +349,7 @@ class Lead:
         )
 
 
-class Shadow:
+class Standby:
     """The copy that listens.
 
     Args:
@@ -347,52 +357,52 @@ class Shadow:
         restore: makes a fresh copy the one of these bytes (1-D uint8).
     """
 
-    def __init__(self, make: Make, restore: Callable[[Copy, torch.Tensor], None]) -> None:
+    def __init__(self, make: Make, restore: Callable[[ReplicatedServer, torch.Tensor], None]) -> None:
         self._make, self._restore = make, restore
         self._parts: list[torch.Tensor] = []
-        self.copy: Copy | None = None
+        self.copy: ReplicatedServer | None = None
         self.over = False
         """There is nothing left to do."""
 
     def place(self, message: m.Message) -> torch.Tensor | None:
         """Where a body is to be received. Raises ProtocolError."""
-        if isinstance(message, m.Likeness):
+        if isinstance(message, m.StateTransfer):
             left = message.nbytes - message.part * PART
             if left <= 0 or message.part != len(self._parts):
                 raise m.ProtocolError(f"part {message.part} of a likeness of {message.nbytes} bytes")
             if not message.part:
                 self.copy = None  # it is made anew, for it was not what it should be
             return torch.empty(min(PART, left), dtype=torch.uint8)
-        if isinstance(message, m.Forward) and self.copy is not None:
+        if isinstance(message, m.ReplicatedEvent) and self.copy is not None:
             return self.copy.server.place(_who(message), m.decode(message.kind, message.meta), False)
         return None
 
-    def receipt(self, message: m.Message) -> m.Echoed | None:
+    def receipt(self, message: m.Message) -> m.ReplicaAck | None:
         """What may be answered before the message is acted upon."""
-        return m.Echoed(message.index) if isinstance(message, m.Forward) and self.copy is not None else None
+        return m.ReplicaAck(message.index) if isinstance(message, m.ReplicatedEvent) and self.copy is not None else None
 
-    def hear(self, message: m.Message) -> m.Echoed | m.Compared | None:
+    def hear(self, message: m.Message) -> m.ReplicaAck | m.ReplicaChecksum | None:
         """Take what the lead says; returns what is to be answered. Raises ProtocolError."""
-        if isinstance(message, m.Likeness) and message.body is not None:
+        if isinstance(message, m.StateTransfer) and message.body is not None:
             return self._part(message, message.body)
-        if isinstance(message, m.Dismissed):
+        if isinstance(message, m.ReplicaReleased):
             self.over = True
-        elif isinstance(message, m.Forward):
+        elif isinstance(message, m.ReplicatedEvent):
             return self._follow(message)
         return None
 
-    def _part(self, message: m.Likeness, body: torch.Tensor) -> m.Echoed | None:
+    def _part(self, message: m.StateTransfer, body: torch.Tensor) -> m.ReplicaAck | None:
         self._parts.append(body)
         if len(self._parts) < message.parts:
             return None
         parts, self._parts = self._parts, []
-        copy = Copy(self._make)
+        copy = ReplicatedServer(self._make)
         self._restore(copy, parts[0] if len(parts) == 1 else torch.cat(parts))
         copy.events = message.index
         self.copy = copy
-        return m.Echoed(message.index, whole=True)
+        return m.ReplicaAck(message.index, whole=True)
 
-    def _follow(self, message: m.Forward) -> m.Compared | None:
+    def _follow(self, message: m.ReplicatedEvent) -> m.ReplicaChecksum | None:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
             raise m.ProtocolError(f"event {message.index} does not follow")
@@ -402,8 +412,8 @@ class Shadow:
         except m.ProtocolError:  # the lead has turned its sender away, and said the same
             copy.said()
         found = copy.mark()
-        return None if found is None else m.Compared(message.index, found)
+        return None if found is None else m.ReplicaChecksum(message.index, found)
 
 
-def _who(message: m.Forward) -> Address:
+def _who(message: m.ReplicatedEvent) -> Address:
     return Address(Role(message.role), message.group, message.number)

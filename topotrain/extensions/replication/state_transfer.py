@@ -29,20 +29,20 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema, SchemaParts, parse_schema, torch_dtype
 from topotrain.core.model.shared_windows import VALUES
 from topotrain.core.optim.adapter import HyperCheck
-from topotrain.core.protocol.message_validation import Manners
+from topotrain.core.protocol.message_validation import MessageValidator
 from topotrain.core.server import consistency, gradient_staging, nonfinite, pull_replies, sample_counts, shutdown
-from topotrain.core.server.gradient_staging import Staging
-from topotrain.core.server.group_sync import Alone
-from topotrain.core.server.parameter_shard import Model, Unit
+from topotrain.core.server.gradient_staging import GradientStaging
+from topotrain.core.server.group_sync import NoSync
+from topotrain.core.server.parameter_shard import ParameterShard, UpdateUnit
 from topotrain.core.server.server import Server
-from topotrain.core.server.startup import Opening
+from topotrain.core.server.startup import Startup
 from topotrain.extensions.checkpointing import server_snapshots, snapshot_coordinator
-from topotrain.extensions.checkpointing.data_position import Position
+from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.elastic import membership
-from topotrain.extensions.replication.buffer_views import Views, Where
-from topotrain.extensions.replication.state_machine import Copy, Line
+from topotrain.extensions.replication.buffer_views import BufferRange, BufferViews
+from topotrain.extensions.replication.state_machine import ReliableChannel, ReplicatedServer
 from topotrain.extensions.resume import worker_state_store
-from topotrain.extensions.tables.table_server import TableBook
+from topotrain.extensions.tables.table_server import TableServer
 from topotrain.training.data import lease_queue
 
 _ALIGN = 64
@@ -50,20 +50,20 @@ _LENGTH = struct.Struct("<Q")
 _NEVER: tuple[type, ...] = (
     Job,
     Topology,
-    Manners,
+    MessageValidator,
     Schema,
     SliceMap,
     Bucket,
     Rhythm,
     Enum,
-    Alone,
-    TableBook,
+    NoSync,
+    TableServer,
     torch.dtype,
 )
 """Of what a fresh server has its own."""
 
 _DATA: tuple[type, ...] = (
-    Line,
+    ReliableChannel,
     SchemaParts,
     pull_replies._Held,
     gradient_staging._Reduction,
@@ -72,37 +72,37 @@ _DATA: tuple[type, ...] = (
     lease_queue._Leaving,
     lease_queue._Epoch,
     lease_queue._Chunk,
-    lease_queue.Draws,
+    lease_queue.DrawnChunks,
     membership._Group,
     worker_state_store._Box,
-    worker_state_store.Arrival,
+    worker_state_store.PartialState,
     snapshot_coordinator._UnderWay,
 )
 """Classes whose objects come and go: a fresh one is made of their fields."""
 
 _PARTS: tuple[type, ...] = (
     Server,
-    Opening,
-    Staging,
+    Startup,
+    GradientStaging,
     HyperCheck,
-    pull_replies.Readers,
+    pull_replies.PullReplies,
     consistency.Clocks,
-    consistency.Exits,
+    consistency.LoopExits,
     consistency.DecisionLog,
     consistency.ApplyOrder,
-    consistency.Streams,
-    sample_counts.Samples,
-    nonfinite.Strikes,
-    shutdown.Ending,
-    lease_queue.LeaseBook,
-    membership.Regroup,
+    consistency.AppliedBatches,
+    sample_counts.SampleCounts,
+    nonfinite.NonfiniteLimit,
+    shutdown.Shutdown,
+    lease_queue.LeaseQueue,
+    membership.ElasticGroups,
     membership.Members,
-    membership.Answers,
-    worker_state_store.Deposits,
-    server_snapshots.Snapshots,
-    snapshot_coordinator.Book,
-    snapshot_coordinator.Texts,
-    Position,
+    membership.CoordinatorAnswers,
+    worker_state_store.WorkerStateStore,
+    server_snapshots.ServerSnapshots,
+    snapshot_coordinator.SnapshotCoordinator,
+    snapshot_coordinator.TextParts,
+    DataPosition,
 )
 """Classes of which every server has its objects from the start: their fields are filled."""
 
@@ -110,9 +110,9 @@ _KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
 
 _OWN: Mapping[str, frozenset[str]] = {
     "Server": frozenset({"_model", "_resumed", "_workers", "spans"}),
-    "Opening": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
-    "Staging": frozenset({"_scratch", "_tree"}),
-    "Snapshots": frozenset({"_freezer", "_frozen"}),
+    "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
+    "GradientStaging": frozenset({"_scratch", "_tree"}),
+    "ServerSnapshots": frozenset({"_freezer", "_frozen"}),
     "Regroup": frozenset({"_home"}),
 }
 """Fields that a fresh one has, or makes, for itself."""
@@ -125,7 +125,7 @@ def quiet(server: Server) -> bool:
     return server._model is None or not server._model.state._loading
 
 
-def portray(copy: Copy) -> torch.Tensor | None:
+def portray(copy: ReplicatedServer) -> torch.Tensor | None:
     """The bytes of a copy, 1-D uint8; None: not at this moment.
 
     Raises TypeError for a field of a class that is not listed here.
@@ -136,7 +136,7 @@ def portray(copy: Copy) -> torch.Tensor | None:
     return teller.bytes({"server": teller.tell(copy.server), "lines": teller.tell(copy.lines), **teller.model()})
 
 
-def restore(copy: Copy, data: torch.Tensor) -> None:
+def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
     """Make a fresh copy the one of these bytes. Raises ProtocolError for bytes that `portray` has not made."""
     try:
         text, tensors = _opened(data)
@@ -163,10 +163,10 @@ def _mold(server: Server, text: str) -> None:
 class _Teller:
     """Turns objects into plain data, and collects the tensors in them."""
 
-    def __init__(self, model: Model | None) -> None:
+    def __init__(self, model: ParameterShard | None) -> None:
         self._model = model
         self._tensors: list[torch.Tensor] = []
-        self._views = None if model is None else Views(model.flats, frozenset({VALUES}))
+        self._views = None if model is None else BufferViews(model.flats, frozenset({VALUES}))
 
     def tell(self, value: Any) -> Any:
         kind = type(value)
@@ -224,7 +224,7 @@ class _Teller:
         return {**told, "parts": [[list(astuple(where)), self._own(part)] for where, part in self._views.wanted()]}
 
     @staticmethod
-    def _want(views: Views, group: int, staging: Staging) -> None:
+    def _want(views: BufferViews, group: int, staging: GradientStaging) -> None:
         """What the server looks at by its name: the sums of a step that is under way, what a group was shown last."""
         if staging._reductions or staging.commits or staging.staged:
             views.want(f"mean {group}")
@@ -232,7 +232,7 @@ class _Teller:
         if staging._workers > 1:
             views.want(f"out {group}")
 
-    def _update(self, unit: Unit) -> Any:
+    def _update(self, unit: UpdateUnit) -> Any:
         state = [[key, name, self._plain(value)] for key, name, value in unit.update.state()]
         return [unit.update._hyper.hex(), state]
 
@@ -264,7 +264,7 @@ def _fields(value: object) -> Iterator[tuple[str, Any]]:
         yield from ((name, getattr(value, name)) for name in type(value).__slots__)  # type: ignore[attr-defined]
 
 
-def _flats(model: Model) -> list[torch.Tensor]:
+def _flats(model: ParameterShard) -> list[torch.Tensor]:
     return [model.flats.flat("values", space.index) for space in model.map.spaces]
 
 
@@ -293,7 +293,7 @@ def _opened(data: torch.Tensor) -> tuple[str, torch.Tensor]:
 class _Reader:
     """The inverse of `_Teller`."""
 
-    def __init__(self, model: Model | None, data: torch.Tensor, sizes: list[int]) -> None:
+    def __init__(self, model: ParameterShard | None, data: torch.Tensor, sizes: list[int]) -> None:
         self._model = model
         self._data = data
         self._starts = list(accumulate(sizes, initial=0))
@@ -336,7 +336,7 @@ class _Reader:
             return m.decode(told[0], bytes.fromhex(told[1]), self.read(told[2]))
         if letter == "v":
             assert self._model is not None
-            return Where(*told).of(self._model.flats)
+            return BufferRange(*told).of(self._model.flats)
         if letter == "x":
             return self._tensor(*told)
         raise ValueError(f"what is {letter!r}?")
@@ -376,7 +376,7 @@ class _Reader:
         for flat, told in zip(_flats(model), tree["values"], strict=True):
             flat.copy_(self.read(told))
         for where, part in tree["parts"]:
-            Where(*where).of(model.flats).copy_(self.read(part))
+            BufferRange(*where).of(model.flats).copy_(self.read(part))
         for unit, (hyper, state) in zip(model.units, tree["updates"], strict=True):
             for key, name, told in state:
                 value = self.read(told)
@@ -386,7 +386,7 @@ class _Reader:
         self.read(tree["staging"], model.staging)
         model.hyper._good = tuple(self.read(tree["hyper"]))
 
-    def _shaped(self, unit: Unit, key: int, value: Any) -> Any:
+    def _shaped(self, unit: UpdateUnit, key: int, value: Any) -> Any:
         """A whole tensor's state has the tensor's own place in memory."""
         assert self._model is not None
         described = self._model.map.parameters[self._model.map.segments[key].parameter]

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from topotrain.config.job import ConfigError
-from topotrain.extensions.resume.state_serialization import Unpackable, pack, unpack
-from topotrain.extensions.resume.worker_state import Condition
+from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
+from topotrain.extensions.resume.worker_state import WorkerState
 
 _APART = frozenset({"params", "param_names"})
 
 
-class Rates:
+class OptimizerRates:
     """Parameter groups and schedulers of one optimizer.
 
     Args:
@@ -77,7 +77,7 @@ class Rates:
         return tuple((one.last_epoch, getattr(one, "_step_count", 0)) for one in self._all)
 
     def pack(self, tensors: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """(groups, schedulers) as in `Condition`."""
+        """(groups, schedulers) as in `WorkerState`."""
         groups = []
         for group in self._optimizer.param_groups:
             pairs = {}
@@ -85,18 +85,18 @@ class Rates:
                 if name not in _APART:
                     try:
                         pairs[name] = pack(value, tensors)
-                    except Unpackable:
+                    except UnserializableState:
                         continue
             groups.append(pairs)
         schedulers = {}
         for name, one in self._named.items():
             try:
                 schedulers[name] = pack(one.state_dict(), tensors)
-            except Unpackable as error:
+            except UnserializableState as error:
                 self._say(f"the LR scheduler {name} holds {error}: it is not there after a restart")
         return groups, schedulers
 
-    def restore(self, condition: Condition) -> None:
+    def restore(self, condition: WorkerState) -> None:
         """Raises ConfigError where the script's optimizer is another one."""
         groups = self._optimizer.param_groups
         if len(groups) != len(condition.groups):

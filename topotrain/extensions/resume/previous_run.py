@@ -6,15 +6,15 @@ from typing import Literal, Protocol
 
 import torch
 
-from topotrain.extensions.resume.worker_state import Condition
+from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.training.context import Context
 from topotrain.training.data.batch_ranges import Runs
-from topotrain.training.data.distributed_loader import Sight
-from topotrain.training.data.map_dataset import Opening
+from topotrain.training.data.distributed_loader import EpochStart
+from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.worker import Worker
 
 
-class Past(Protocol):
+class RunHistory(Protocol):
     """The earlier life of a job that is continued (see `Context.resumed`)."""
 
     @property
@@ -23,7 +23,7 @@ class Past(Protocol):
         ...
 
     def worker(self, group: int, index: int) -> bytes | None:
-        """What that worker left: its `Condition`."""
+        """What that worker left: its `WorkerState`."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Past(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class PreviousRun:
     """What is known.
 
     Args:
@@ -54,16 +54,16 @@ class Earlier:
         past, main: the earlier life of the job, and what worker (0,0) left there.
     """
 
-    condition: Condition | None = None
-    later: Condition | None = None
+    condition: WorkerState | None = None
+    later: WorkerState | None = None
     own: bool = True
     alive: bool = False
     returned: bool = False
     first: int = 0
     steps: int = 0
     taken: int = 0
-    past: Past | None = None
-    main: Condition | None = None
+    past: RunHistory | None = None
+    main: WorkerState | None = None
 
     def restores(self, epoch: int) -> bool:
         """Whether the condition is to be put back as this pass begins.
@@ -73,12 +73,12 @@ class Earlier:
         """
         return self.condition is not None and epoch in (self.first, self.condition.passes)
 
-    def opening(self, sight: Sight) -> Opening:
+    def opening(self, sight: EpochStart) -> ResumePoint:
         """How a pass of this epoch begins."""
         begun = self.condition if self.restores(sight.epoch) else None
         mine = begun if begun is not None and self.own and begun.passes == sight.epoch else None
         drawn, source = self._drawn(sight, mine)
-        return Opening(
+        return ResumePoint(
             done=() if self.past is None else self.past.runs(sight.epoch),
             returned=self.returned and sight.epoch == self.first,
             drawn="" if drawn == sight.drawn else drawn,
@@ -88,7 +88,7 @@ class Earlier:
             restored=mine is not None,
         )
 
-    def _drawn(self, sight: Sight, mine: Condition | None) -> tuple[Literal["dice", "seed"], Condition | None]:
+    def _drawn(self, sight: EpochStart, mine: WorkerState | None) -> tuple[Literal["dice", "seed"], WorkerState | None]:
         """How an epoch was drawn when it was drawn first, and whose note of it tells the dice."""
         if mine is not None and self.alive:
             return mine.drawn, mine
@@ -101,9 +101,9 @@ class Earlier:
         return ("seed" if begun else sight.drawn), None
 
 
-def find(here: Context, worker: Worker) -> Earlier:
+def find(here: Context, worker: Worker) -> PreviousRun:
     """Look for what was left, and how far it has come since. Raises ConfigError for what cannot be read."""
-    past: Past | None = here.resumed
+    past: RunHistory | None = here.resumed
     returned = here.place.identity.incarnation > 0
     conditions = {} if past is None else {who: _read(past, *who) for who in past.workers}
     main = conditions.get((0, 0))
@@ -120,14 +120,14 @@ def find(here: Context, worker: Worker) -> Earlier:
         steps += taken * here.place.job.cluster.n_push
         left, since = worker.exchange.data.deposited()
         if left is not None:
-            before, own, alive = Condition.from_bytes(_bytes(left)), True, True
+            before, own, alive = WorkerState.from_bytes(_bytes(left)), True, True
             first = before.passes
-            later = None if since is None else Condition.from_bytes(_bytes(since))
-    return Earlier(before, later, own, alive, returned, first, steps, taken, past, main)
+            later = None if since is None else WorkerState.from_bytes(_bytes(since))
+    return PreviousRun(before, later, own, alive, returned, first, steps, taken, past, main)
 
 
-def _read(past: Past, group: int, index: int) -> Condition:
-    return Condition.from_bytes(past.worker(group, index) or b"")
+def _read(past: RunHistory, group: int, index: int) -> WorkerState:
+    return WorkerState.from_bytes(past.worker(group, index) or b"")
 
 
 def _bytes(blob: torch.Tensor) -> bytes:

@@ -20,15 +20,15 @@ from topotrain.config.job import ConfigError, OnFailure
 from topotrain.core.events import Notice
 from topotrain.extensions.checkpointing.server_snapshots import takes_snapshots
 from topotrain.extensions.elastic.eligibility import singly
-from topotrain.extensions.elastic.leave import Leaving
-from topotrain.extensions.resume.lr_schedulers import Rates
+from topotrain.extensions.elastic.leave import GroupLeaving
+from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.previous_run import find
-from topotrain.extensions.resume.state_serialization import Unpackable, pack, unpack
-from topotrain.extensions.resume.worker_state import Condition
+from topotrain.extensions.resume.state_serialization import UnserializableState, pack, unpack
+from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE
 from topotrain.training.context import Context
-from topotrain.training.data.distributed_loader import ShardedLoader, Sight
-from topotrain.training.data.map_dataset import Opening
+from topotrain.training.data.distributed_loader import EpochStart, ShardedLoader
+from topotrain.training.data.map_dataset import ResumePoint
 from topotrain.training.rng_state import Stand, put_back, stand
 from topotrain.training.worker import Worker
 
@@ -43,7 +43,7 @@ def _leaves(here: Context) -> bool:
     return restarts or takes_snapshots(job, topology)
 
 
-class Continuing:
+class ScriptResume:
     """Notes where a worker is, and leads a fresh process there; a `data.Memory`.
 
     Args:
@@ -56,19 +56,19 @@ class Continuing:
 
     def __init__(self, here: Context, worker: Worker, optimizer: Optimizer) -> None:
         self._here, self._worker = here, worker
-        self._rates = Rates(optimizer, here.kept, self._notice)
+        self._rates = OptimizerRates(optimizer, here.kept, self._notice)
         self._leaves = _leaves(here)
         self._earlier = find(here, worker)
         self._generators: tuple[torch.Generator, ...] = ()
         self._turns = 0
         self.in_epochs = False
         """The script is in the middle of a loop over `tt.epochs`."""
-        self._at = Condition(self._earlier.first, self._earlier.steps)  # what holds for the whole pass
+        self._at = WorkerState(self._earlier.first, self._earlier.steps)  # what holds for the whole pass
         self._begins = False  # its first batch was not given yet
         self._now: Stand = {}  # before the batch that is asked for
         self._moment: Stand = {}  # when the process before this one had its place noted
         self._marked: tuple[object, ...] = ()
-        self._latest: Condition | None = None
+        self._latest: WorkerState | None = None
         self._latest_step = -1
         worker.tally.steps = self._earlier.steps
         if self._earlier.returned:
@@ -111,7 +111,7 @@ class Continuing:
         if condition is not None and name in condition.kept:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))
 
-    def opening(self, sight: Sight) -> tuple[Opening, bool]:
+    def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
         """As `data.Memory` has it."""
         earlier, condition = self._earlier, self._earlier.condition
         opening, device = earlier.opening(sight), self._worker.exchange.device
@@ -166,7 +166,7 @@ class Continuing:
 
     def _look_whether_it_leaves(self) -> None:
         if self._worker.leaves or self._worker.exchange.data.leaves:
-            raise Leaving
+            raise GroupLeaving
 
     def given(self) -> None:
         """As `data.Memory` has it."""
@@ -174,7 +174,7 @@ class Continuing:
             self._begin()
         elif self._leaves and (mark := self._rates.mark()) != self._marked:
             self._marked = mark
-            self._leave(SINCE, self._rated(Condition(self._at.passes, self._worker.tally.steps)))
+            self._leave(SINCE, self._rated(WorkerState(self._at.passes, self._worker.tally.steps)))
         if self._worker.snapshot:
             self._leave_snapshot()
         if self._worker.lazy and self._latest_step != self._worker.tally.steps:
@@ -209,7 +209,7 @@ class Continuing:
     def _stand(self) -> Stand:
         return stand(self._generators, self._worker.exchange.device)
 
-    def _whole(self, now: Stand) -> Condition:
+    def _whole(self, now: Stand) -> WorkerState:
         tensors: dict[str, torch.Tensor] = {}
         kept = {}
         for name, thing in self._here.kept.items():
@@ -217,7 +217,7 @@ class Continuing:
                 continue
             try:
                 kept[name] = pack(thing.state_dict(), tensors)
-            except Unpackable as error:
+            except UnserializableState as error:
                 accepted = "its state must be numbers, texts, lists, dicts and tensors"
                 raise ConfigError(f"tt.keep {name}", str(error), accepted) from None
         parts = self._worker.parts
@@ -230,11 +230,11 @@ class Continuing:
         whole = replace(self._at, steps=steps, kept=kept, now=now, buffers=buffers, tensors=tensors)
         return self._rated(whole)
 
-    def _rated(self, condition: Condition) -> Condition:
+    def _rated(self, condition: WorkerState) -> WorkerState:
         groups, schedulers = self._rates.pack(condition.tensors)
         return replace(condition, groups=groups, schedulers=schedulers)
 
-    def _leave(self, number: int, condition: Condition) -> None:
+    def _leave(self, number: int, condition: WorkerState) -> None:
         data = torch.frombuffer(bytearray(condition.to_bytes()), dtype=torch.uint8)
         with self._worker.exchange.spans.span("deposit"):
             self._worker.exchange.data.deposit(number, data)
@@ -265,7 +265,7 @@ class Continuing:
             self._loop_ended()
         self._at = replace(self._at, turn=turn + 1, epoch=0, epoch_pass=self._at.passes)
 
-    def _begin_unseen(self, was: Condition | None) -> None:
+    def _begin_unseen(self, was: WorkerState | None) -> None:
         """An epoch of a script that divides its data itself: nobody knows what it reads, so it is read as a whole."""
         if was is not None:
             self._rates.restore(self._earlier.later or was)

@@ -22,7 +22,7 @@ _MAKERS: Mapping[str, Callable[[list[Any]], Any]] = {
 _DEPTH = 32
 
 
-class Unpackable(Exception):
+class UnserializableState(Exception):
     """A state with something in it that is no plain value."""
 
 
@@ -31,10 +31,10 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     if value is None or type(value) in _PLAIN:
         return value
     if depth > _DEPTH:
-        raise Unpackable("it is nested too deeply")
+        raise UnserializableState("it is nested too deeply")
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_meta:
-            raise Unpackable(f"a {value.layout} tensor on {value.device}")
+            raise UnserializableState(f"a {value.layout} tensor on {value.device}")
         name = f"t{len(tensors)}"
         tensors[name] = value.detach().cpu().contiguous().clone()
         return {"tensor": name}
@@ -43,7 +43,7 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     if type(value) in _KINDS:
         pairs = [[pack(k, tensors, depth + 1), pack(v, tensors, depth + 1)] for k, v in value.items()]
         return {_KINDS[type(value)]: pairs}
-    raise Unpackable(f"a {type(value).__name__}")
+    raise UnserializableState(f"a {type(value).__name__}")
 
 
 def unpack(packed: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -20,7 +20,7 @@ _TENSORS = ("begin", "now", "draw", "buffers", "tensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class WorkerState:
     """Where a worker is: a batch of pass number `passes` over its loader is about to be given to its script.
 
     Args:
@@ -28,7 +28,7 @@ class Condition:
         steps: calls of `optimizer.step()`.
         turn, epoch, epoch_pass: the last `tt.epochs`: which one of the script's (-1: none so far), its number, and the
             pass that was the next one when it came.
-        drawn, fresh: the epoch of this pass, see `data.Sight`.
+        drawn, fresh: the epoch of this pass, see `data.EpochStart`.
         groups: the optimizer's parameter groups without their parameters, packed; by index.
         schedulers: LR schedulers, packed; by class.
         kept: what `tt.keep` and `tt.prepare` were given, packed; by name.
@@ -64,7 +64,7 @@ class Condition:
         return to_bytes(tensors)
 
     @staticmethod
-    def from_bytes(data: bytes) -> "Condition":
+    def from_bytes(data: bytes) -> "WorkerState":
         """Raises ConfigError for bytes that are no blob, or one of another version."""
         found = from_bytes(data, _WHAT)
         try:
@@ -82,10 +82,10 @@ class Condition:
                 raise ConfigError(_WHAT, name, f"must be one of {', '.join(_TENSORS)}")
             tensors[kind][rest] = tensor
         _check(plain)
-        return Condition(**{**plain, **tensors})
+        return WorkerState(**{**plain, **tensors})
 
 
-_SAMPLE = asdict(Condition(0, 0))
+_SAMPLE = asdict(WorkerState(0, 0))
 _TYPES = {name: type(value) for name, value in _SAMPLE.items() if name not in _TENSORS}
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Deposit, DepositAsk, Message, ProtocolError
+from topotrain.core.protocol import Message, ProtocolError, WorkerStatePart, WorkerStateRequest
 
 PART = 16 << 20
 """Bytes of a part, but for the last."""
@@ -27,16 +27,18 @@ def parts_of(nbytes: int) -> int:
     return -(-nbytes // PART)
 
 
-def cut(who: Address, number: int, data: torch.Tensor) -> list[Deposit]:
+def cut(who: Address, number: int, data: torch.Tensor) -> list[WorkerStatePart]:
     """The messages of a deposit (1-D uint8; views of it are sent, so it must not change any more)."""
     count = parts_of(data.numel())
     return [
-        Deposit(who.group, who.index, number, part, count, data.numel(), body=data[part * PART : (part + 1) * PART])
+        WorkerStatePart(
+            who.group, who.index, number, part, count, data.numel(), body=data[part * PART : (part + 1) * PART]
+        )
         for part in range(count)
     ]
 
 
-def room(who: Address, message: Deposit) -> torch.Tensor:
+def room(who: Address, message: WorkerStatePart) -> torch.Tensor:
     """Memory for a part of the state of worker `who`.
 
     Raises:
@@ -52,13 +54,13 @@ def room(who: Address, message: Deposit) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Arrival:
+class PartialState:
     """A deposit whose parts come in, in order."""
 
     nbytes: int = -1
     parts: list[torch.Tensor] = field(default_factory=list)
 
-    def take(self, message: Deposit, body: torch.Tensor) -> torch.Tensor | None:
+    def take(self, message: WorkerStatePart, body: torch.Tensor) -> torch.Tensor | None:
         """Add a part; returns the whole, 1-D uint8, with the last one. One that comes again is no part of it."""
         if message.part == 0:
             self.nbytes, self.parts = message.nbytes, []
@@ -76,7 +78,7 @@ class _Box:
     """What one worker has left."""
 
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    coming: dict[int, Arrival] = field(default_factory=dict)
+    coming: dict[int, PartialState] = field(default_factory=dict)
 
     def keep(self, number: int, data: torch.Tensor) -> None:
         self.kept[number] = data
@@ -87,19 +89,19 @@ class _Box:
             del self.kept[each]
 
 
-class Deposits:
+class WorkerStateStore:
     """The deposits of all workers of a job; lives in server (0,0)."""
 
     def __init__(self) -> None:
         self._boxes: dict[Address, _Box] = {}
 
-    def place(self, sender: Address, message: Deposit) -> torch.Tensor:
+    def place(self, sender: Address, message: WorkerStatePart) -> torch.Tensor:
         """As `room`, for what a worker says of itself."""
         return room(sender, message)
 
-    def handle(self, sender: Address, message: Deposit | DepositAsk) -> Replies:
+    def handle(self, sender: Address, message: WorkerStatePart | WorkerStateRequest) -> Replies:
         """Take a part, or tell what is here."""
-        if isinstance(message, DepositAsk):
+        if isinstance(message, WorkerStateRequest):
             return [(sender, reply) for number in (EPOCH, SINCE) for reply in self._told(sender, number)]
         if message.body is None:
             raise ProtocolError(f"{sender}: a part of its state without a body")
@@ -108,16 +110,16 @@ class Deposits:
             box.coming = {n: a for n, a in box.coming.items() if n <= 0}
         if message.part and message.number not in box.coming:
             return []
-        whole = box.coming.setdefault(message.number, Arrival()).take(message, message.body)
+        whole = box.coming.setdefault(message.number, PartialState()).take(message, message.body)
         if whole is not None:
             del box.coming[message.number]
             box.keep(message.number, whole)
         return []
 
-    def _told(self, who: Address, number: int) -> list[Deposit]:
+    def _told(self, who: Address, number: int) -> list[WorkerStatePart]:
         box = self._boxes.get(who)
         data = None if box is None else box.kept.get(number)
-        return [Deposit(who.group, who.index, number, 0, 0, 0)] if data is None else cut(who, number, data)
+        return [WorkerStatePart(who.group, who.index, number, 0, 0, 0)] if data is None else cut(who, number, data)
 
     def taken(self, number: int) -> dict[Address, torch.Tensor]:
         """Who has left its state at this snapshot so far, and the state (1-D uint8)."""

@@ -1,7 +1,7 @@
 """When a push counts: with its step, with everybody's push of the same number, or at once.
 
 Rule: every shard decides alike, because every worker tells every shard of each of its pushes, also where it has no rows
-for it. What has come of a push is kept until it is complete; rows change nowhere but in `Table.apply`.
+for it. What has come of a push is kept until it is complete; rows change nowhere but in `TableShard.apply`.
 """
 
 from bisect import insort
@@ -18,8 +18,8 @@ from topotrain.core.optim.adapter import OptimizerSpec
 from topotrain.core.protocol import Commit, ProtocolError
 from topotrain.core.server.ordered_sum import Tree, canonical_mean
 from topotrain.extensions.compression.codecs import all_finite
-from topotrain.extensions.tables.row_optimizers import Clip, Rule, SparseRule, check_rule, make_rule
-from topotrain.extensions.tables.row_storage import Rows
+from topotrain.extensions.tables.row_optimizers import Clip, RowOptimizer, SparseOptimizer, check_rule, make_rule
+from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_spec import Ids, TableSpec
 
 _MOST_OPEN = 64  # pushes of one worker that are not complete, or whose step is not over
@@ -27,7 +27,7 @@ _MOST_RULES = 1 << 12  # that a group has said for turns to come
 
 
 @dataclass(slots=True)
-class Push:
+class PendingPush:
     """What has come of one worker's push, or of its pushes of one step: parts of (rows' numbers, rows)."""
 
     parts: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Push:
         return known, torch.zeros(len(known), width, dtype=dtype).index_add_(0, torch.from_numpy(place), rows)
 
 
-class Table:
+class TableShard:
     """One shard of a table, whatever its mode.
 
     Args:
@@ -70,14 +70,14 @@ class Table:
         self.restored = False
         """Its rows are those of a snapshot."""
         self._most, self._left_out = most, 0
-        self.rows = Rows(spec, shard, shards)
+        self.rows = RowStorage(spec, shard, shards)
         self._workers = workers
         self._import, self._clip = import_module, clip if spec.mode == "step" else None
-        self._pushes: dict[tuple[Address, int], Push] = {}
+        self._pushes: dict[tuple[Address, int], PendingPush] = {}
         self._rules: dict[
             int, list[tuple[int, str]]
         ] = {}  # group -> (turn, optimizer), the present one and those to come
-        self._rule: Rule | None = None
+        self._rule: RowOptimizer | None = None
         self._text = ""
         self._take_rule(spec.optimizer)
 
@@ -87,7 +87,7 @@ class Table:
         """Take a part of a push. Raises LookupError for rows that must be given first, ConfigError from the rule."""
         if (sender, turn) not in self._pushes and sum(who == sender for who, _ in self._pushes) >= _MOST_OPEN:
             raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r}, and ends none")
-        push = self._pushes.setdefault((sender, turn), Push())
+        push = self._pushes.setdefault((sender, turn), PendingPush())
         if rows is not None:
             push.parts.append((ids, rows))
         if last:
@@ -123,7 +123,7 @@ class Table:
     @property
     def pushes(self) -> int:
         """So many the optimizer of a sparse table has applied."""
-        return self._rule.pushes if isinstance(self._rule, SparseRule) else 0
+        return self._rule.pushes if isinstance(self._rule, SparseOptimizer) else 0
 
     def go_on(self, optimizer: str, pushes: int) -> None:
         """The rows and their state are those of a snapshot. Raises ConfigError where another optimizer moved them.
@@ -131,7 +131,7 @@ class Table:
         Its settings are the script's, as with the model's own optimizer.
         """
         then, now = (OptimizerSpec.from_text(text).name for text in (optimizer, self._text))
-        if then != now or not isinstance(self._rule, SparseRule):
+        if then != now or not isinstance(self._rule, SparseOptimizer):
             raise ConfigError("resume", f"table {self.spec.name}", f"is moved by {now} now, and was by {then}")
         self._rule.pushes, self.restored = pushes, True
 
@@ -159,7 +159,7 @@ class Table:
         self._text = text or self._text
 
     def _joined(self, sender: Address, turn: int) -> tuple[Ids, torch.Tensor]:
-        return self._pushes.pop((sender, turn), Push()).joined(self.spec.width, self.spec.torch_dtype)
+        return self._pushes.pop((sender, turn), PendingPush()).joined(self.spec.width, self.spec.torch_dtype)
 
     def apply(self, ids: Ids, rows: torch.Tensor, adds: bool) -> None:
         """The one place where rows change. adds: what happens where there is no optimizer. Raises LookupError."""
@@ -182,7 +182,7 @@ class Table:
         return 0 if self._rule is None else self._rule.state_bytes
 
 
-class AsyncTable(Table):
+class AsyncTable(TableShard):
     """Each push is applied when it is complete."""
 
     def _since(self, turn: int) -> int:
@@ -193,7 +193,7 @@ class AsyncTable(Table):
         self.apply(*self._joined(sender, turn), adds=True)
 
 
-class SyncTable(Table):
+class SyncTable(TableShard):
     """The n-th pushes of all workers are added up in rank order, and applied once."""
 
     def __init__(self, *args: object) -> None:
@@ -247,12 +247,12 @@ class SyncTable(Table):
         return ""
 
 
-class StepTable(Table):
+class StepTable(TableShard):
     """Pushes belong to a step of the worker group and are applied, or dropped, with it."""
 
     @property
     def unkept(self) -> str:
-        """See `Table`."""
+        """See `TableShard`."""
         return f"table {self.spec.name!r} is dense" if self.spec.dense else ""
 
     def _group(self, sender: Address) -> int:
@@ -301,4 +301,4 @@ class StepTable(Table):
             del self._pushes[key]
 
 
-KINDS: Mapping[str, type[Table]] = {"async": AsyncTable, "sync": SyncTable, "step": StepTable}
+KINDS: Mapping[str, type[TableShard]] = {"async": AsyncTable, "sync": SyncTable, "step": StepTable}

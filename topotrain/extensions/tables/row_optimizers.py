@@ -22,7 +22,7 @@ from topotrain.core.optim.adapter import (
     hyper,
 )
 from topotrain.core.optim.kernel_choice import OWN_ERRORS
-from topotrain.extensions.tables.row_storage import Rows
+from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_spec import TableSpec
 
 Settings = Mapping[str, Any]
@@ -44,7 +44,7 @@ def rule_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> 
     return OptimizerSpec.from_text(spec.to_text()).to_text()
 
 
-class Rule(Protocol):
+class RowOptimizer(Protocol):
     """Applies pushes to rows."""
 
     def set(self, text: str) -> bool:
@@ -61,7 +61,7 @@ class Rule(Protocol):
         ...
 
 
-def make_rule(rows: Rows, text: str, import_module: str = "", clip: Clip = None) -> Rule:
+def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
     """The rule of a table; what state the rows have is forgotten. clip: bounds of every element of a gradient.
 
     Raises ConfigError for an optimizer that cannot be used.
@@ -69,30 +69,30 @@ def make_rule(rows: Rows, text: str, import_module: str = "", clip: Clip = None)
     rows.drop_columns()
     if rows.spec.dense:
         try:
-            return DenseRule(rows, text, import_module, clip)
+            return DenseOptimizer(rows, text, import_module, clip)
         except ConfigError:
             raise
         except OWN_ERRORS as error:
             raise ConfigError("table.optimizer", text[:80], f"cannot be made: {error}") from error
-    return SparseRule(rows, text, clip)
+    return SparseOptimizer(rows, text, clip)
 
 
 def check_rule(spec: TableSpec, text: str, import_module: str = "") -> None:
     """Raises ConfigError for an optimizer that the table cannot have."""
     small = TableSpec(spec.name, 1, 1, spec.dtype, "async", init="zeros", dense=spec.dense)
-    make_rule(Rows(small, 0, 1), text, import_module)
+    make_rule(RowStorage(small, 0, 1), text, import_module)
 
 
 # --- sparse --------------------------------------------------------------------------------------------------------
 
-Update = Callable[[Rows, torch.Tensor, torch.Tensor, Settings, int], None]
+Update = Callable[[RowStorage, torch.Tensor, torch.Tensor, Settings, int], None]
 
 
-def _sgd(rows: Rows, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
+def _sgd(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
     rows.scatter(slots, rows.gather(slots).add_(grad, alpha=-settings["lr"]))
 
 
-def _adagrad(rows: Rows, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
+def _adagrad(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
     rows.column("sum", float(settings["initial_accumulator_value"]))
     rate = settings["lr"] / (1 + (step - 1) * settings["lr_decay"])
     total = rows.gather(slots, "sum").add_(grad.pow(2))
@@ -101,7 +101,7 @@ def _adagrad(rows: Rows, slots: torch.Tensor, grad: torch.Tensor, settings: Sett
     rows.scatter(slots, rows.gather(slots).add_(change, alpha=-rate))
 
 
-def _sparse_adam(rows: Rows, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
+def _sparse_adam(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, settings: Settings, step: int) -> None:
     rows.column("exp_avg", 0.0)
     rows.column("exp_avg_sq", 0.0)
     beta1, beta2 = settings["betas"]
@@ -122,7 +122,7 @@ _UPDATES: Mapping[str, Update] = {"SGD": _sgd, "Adagrad": _adagrad, "SparseAdam"
 _MUST_BE_ZERO = ("momentum", "weight_decay")  # they change rows that have no gradient
 
 
-class SparseRule:
+class SparseOptimizer:
     """SGD, Adagrad (Duchi, Hazan and Singer, 2011) or SparseAdam on the rows that a push names.
 
     Args:
@@ -134,7 +134,7 @@ class SparseRule:
         ConfigError: another optimizer, or settings by which rows without a gradient would change.
     """
 
-    def __init__(self, rows: Rows, text: str, clip: Clip = None) -> None:
+    def __init__(self, rows: RowStorage, text: str, clip: Clip = None) -> None:
         self._rows, self._clip = rows, clip
         self._name, self._settings = _sparse_settings(text)
         self.pushes = 0
@@ -192,10 +192,10 @@ def _one_group(spec: OptimizerSpec) -> Settings:
 # --- dense ---------------------------------------------------------------------------------------------------------
 
 
-class DenseRule:
-    """Any optimizer of `update.SliceUpdate` on all the values of a shard at once; arguments as for `SparseRule`."""
+class DenseOptimizer:
+    """Any optimizer of `update.SliceUpdate` on all the values of a shard at once; arguments as for `SparseOptimizer`."""
 
-    def __init__(self, rows: Rows, text: str, import_module: str = "", clip: Clip = None) -> None:
+    def __init__(self, rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> None:
         spec = OptimizerSpec.from_text(text)
         if len(spec.groups) != 1 or not spec.assignment:
             raise ConfigError("table.optimizer", len(spec.groups), "must have one parameter group, with parameters")

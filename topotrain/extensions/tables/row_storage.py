@@ -83,7 +83,7 @@ class RowIndex:
             at[open_] = (at[open_] + 1) & (len(self._keys) - 1)
 
 
-class Rows:
+class RowStorage:
     """The rows of one shard.
 
     Args:

@@ -31,7 +31,7 @@ import torch
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.extensions.tables.row_optimizers import check_rule
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, pack_ids, unpack_ids
 
@@ -49,7 +49,7 @@ def dense_spec(name: str, numel: int, **more: Any) -> TableSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class TableSize:
     """What one shard holds of a table: rows, and bytes of their values, of optimizer state, and of the index."""
 
     rows: int
@@ -66,7 +66,7 @@ class _Open:
 
 
 @dataclass(slots=True)
-class Pull:
+class PendingPull:
     """Rows on their way: `wait` for them. `buffer` has them by shard, `order` says where each requested row is."""
 
     rounds: dict[int, tuple[int, int]] = field(default_factory=dict)  # round -> rows of the buffer
@@ -74,7 +74,7 @@ class Pull:
     order: torch.Tensor | None = None
 
 
-class TableDoor:
+class TableClient:
     """One worker's door; see above.
 
     Args:
@@ -85,7 +85,7 @@ class TableDoor:
         ConfigError: the layout has not just one server group.
     """
 
-    def __init__(self, exchange: Exchange, topology: Topology, job: Job) -> None:
+    def __init__(self, exchange: Client, topology: Topology, job: Job) -> None:
         groups = job.cluster.nserver_groups
         if groups != 1:
             raise ConfigError("cluster.nserver_groups", groups, "must be 1 in a job with tables: a row has one home")
@@ -98,8 +98,8 @@ class TableDoor:
         self._round = 0
         self._steps = 0
         self._opened: set[tuple[Address, int]] = set()
-        self._under_way: dict[int, Pull] = {}
-        self._sizes: dict[int, Size] = {}
+        self._under_way: dict[int, PendingPull] = {}
+        self._sizes: dict[int, TableSize] = {}
         self._lists: dict[int, Ids] = {}
         self._barriers: set[tuple[Address, int]] = set()
         self._barriers_met = 0
@@ -126,7 +126,7 @@ class TableDoor:
             if pull is not None:
                 del pull.rounds[message.round]
         elif isinstance(message, m.TableStats):
-            size = Size(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
+            size = TableSize(message.rows, message.value_bytes, message.state_bytes, message.index_bytes)
             self._sizes[message.round] = size
         elif isinstance(message, m.TableBarrier):
             self._barriers.add((sender, message.round))
@@ -134,7 +134,7 @@ class TableDoor:
             self._lists[message.round] = unpack_ids(message.ids)
 
     def end_step(self, step: int) -> None:
-        """The worker is about to commit a step (called by its `Exchange`)."""
+        """The worker is about to commit a step (called by its `Client`)."""
         self._steps = step + 1
         if any(table.spec.mode == "step" for table in self._tables.values()):
             for server in self._servers:
@@ -183,14 +183,14 @@ class TableDoor:
         """These rows, (number of ids, width); see `pull_async`."""
         return self.wait(self.pull_async(name, ids))
 
-    def pull_async(self, name: str, ids: torch.Tensor | Iterable[int]) -> Pull:
+    def pull_async(self, name: str, ids: torch.Tensor | Iterable[int]) -> PendingPull:
         """Ask for rows; their values come while the script goes on. Raises IndexError for a row that cannot be."""
         table, wanted = self._table(name), self._ids(name, ids)
         spec = table.spec
         shards = (wanted + spec.first) % self._shards
         sorts = bool(np.any(shards[1:] < shards[:-1]))  # not if all are one shard's: then nothing is copied, either
         by_shard = np.argsort(shards, kind="stable") if sorts else np.arange(len(wanted))
-        pull = Pull(buffer=torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype))
+        pull = PendingPull(buffer=torch.empty(len(wanted), spec.width, dtype=spec.torch_dtype))
         if sorts:
             order = np.empty(len(wanted), dtype=np.int64)
             order[by_shard] = np.arange(len(wanted))
@@ -211,7 +211,7 @@ class TableDoor:
             self._tell(server, m.TablePull, table.number, number, seen, raw)
         return pull
 
-    def wait(self, pull: Pull) -> torch.Tensor:
+    def wait(self, pull: PendingPull) -> torch.Tensor:
         """The rows of a pull, in the order of its ids; the tensor is the caller's. Raises JobError, PeerLost."""
         self._exchange.wait_until(lambda: not pull.rounds)
         return pull.buffer if pull.order is None else pull.buffer.index_select(0, pull.order)
@@ -233,17 +233,17 @@ class TableDoor:
         table = self._table(name)
         named, values = self._sorted(table.spec, self._ids(name, ids), rows)
         for server, _, raw, body in self._parts(table.spec, named, values):
-            self._tell(server, m.TableGive, table.number, raw, body=body)
+            self._tell(server, m.TableAssign, table.number, raw, body=body)
         self.stats(name)  # answered behind the last of them
 
-    def stats(self, name: str) -> list[Size]:
+    def stats(self, name: str) -> list[TableSize]:
         """How large the table is on each shard."""
         table = self._table(name)
         rounds = {}
         for server in self._servers:
             self._round += 1
             rounds[server] = number = self._round
-            self._tell(server, m.TableAsk, table.number, number)
+            self._tell(server, m.TableStatsRequest, table.number, number)
         self._exchange.wait_until(lambda: self._sizes.keys() >= set(rounds.values()))
         return [self._sizes.pop(rounds[server]) for server in self._servers]
 
@@ -279,7 +279,7 @@ class TableDoor:
         if not self._closed:
             self._closed = True
             for server in self._servers:
-                self._tell(server, m.TablesBye)
+                self._tell(server, m.TablesFinished)
 
     # --- keys of any shape -----------------------------------------------------------------------------------------
 
@@ -293,11 +293,11 @@ class TableDoor:
         rows = self._blocks(name, value)
         self.push(name, range(len(rows)), rows)
 
-    def pull_dense_async(self, name: str) -> Pull:
+    def pull_dense_async(self, name: str) -> PendingPull:
         """Ask for a whole key; `wait_dense` for it."""
         return self.pull_async(name, range(self._table(name).spec.rows))
 
-    def wait_dense(self, pull: Pull, out: torch.Tensor) -> None:
+    def wait_dense(self, pull: PendingPull, out: torch.Tensor) -> None:
         """Copy a key that was pulled into a tensor of its size."""
         out.copy_(self.wait(pull).view(-1)[: out.numel()].view(out.shape))
 

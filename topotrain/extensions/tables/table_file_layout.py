@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, Told, lay_out
+from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, TensorDescription, lay_out
 
 IDS = "ids"
 _MOST_ROWS = 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTable:
+class StoredTable:
     """One server's part of a table.
 
     Attributes:
@@ -51,11 +51,13 @@ class KeptTable:
         return [self.spec, self.optimizer, self.pushes, self.rows, sorted(self.columns.items())]
 
     @staticmethod
-    def from_data(data: Any) -> "KeptTable":
+    def from_data(data: Any) -> "StoredTable":
         """Raises ValueError for what `to_data` cannot have made."""
         try:
             spec, optimizer, pushes, rows, columns = data
-            made = KeptTable(str(spec), str(optimizer), int(pushes), int(rows), {str(n): float(f) for n, f in columns})
+            made = StoredTable(
+                str(spec), str(optimizer), int(pushes), int(rows), {str(n): float(f) for n, f in columns}
+            )
             fine = made.field("width") >= 1 and type(made.field("dtype")) is str and made.name != ""
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"no table: {error!r}"[:120]) from error
@@ -74,12 +76,12 @@ def entry_of(table: str, column: str) -> str:
     return f"{table}/{column}"
 
 
-def tables_file(kept: Iterable[KeptTable]) -> FlatFile:
+def tables_file(kept: Iterable[StoredTable]) -> FlatFile:
     """Where one server's tables stand. Raises ValueError as `lay_out`."""
     told = []
     for table in kept:
         width, dtype = int(table.field("width")), str(table.field("dtype"))
-        told.append(Told(entry_of(table.name, IDS), "int64", (table.rows,), (1,)))
+        told.append(TensorDescription(entry_of(table.name, IDS), "int64", (table.rows,), (1,)))
         for column in sorted(table.columns):
-            told.append(Told(entry_of(table.name, column), dtype, (table.rows, width), (width, 1)))
+            told.append(TensorDescription(entry_of(table.name, column), dtype, (table.rows, width), (width, 1)))
     return lay_out(told, {"format": "pt"})

@@ -68,7 +68,7 @@ class TableRows(Message):
 
 @numbered(85)
 @dataclass(frozen=True, slots=True)
-class TableGive(Message):
+class TableAssign(Message):
     """Worker -> server: these rows are so from now on, whatever they were."""
 
     number: int
@@ -89,7 +89,7 @@ class TableRule(Message):
 
 @numbered(87)
 @dataclass(frozen=True, slots=True)
-class TableAsk(Message):
+class TableStatsRequest(Message):
     """Worker -> server: how large is the table; replied with TableStats."""
 
     number: int
@@ -120,7 +120,7 @@ class TableBarrier(Message):
 
 @numbered(90)
 @dataclass(frozen=True, slots=True)
-class TablesBye(Message):
+class TablesFinished(Message):
     """Worker -> server: nothing more from me about tables."""
 
     number: int

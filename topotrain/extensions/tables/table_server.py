@@ -17,12 +17,12 @@ from topotrain.config.topology import Address, Topology
 from topotrain.core import protocol as m
 from topotrain.core.optim.adapter import clip_bounds
 from topotrain.core.optim.state_table import StateError
-from topotrain.core.server.nonfinite import NOBODY, Strikes
+from topotrain.core.server.nonfinite import NOBODY, NonfiniteLimit
 from topotrain.core.server.parameter_shard import norm_of, to_power
-from topotrain.extensions.checkpointing.shard_snapshot import Frozen, Source
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotSource
 from topotrain.extensions.compression.codecs import all_finite
-from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, Table
-from topotrain.extensions.tables.table_snapshot import Copier, Kept
+from topotrain.extensions.tables.push_modes import KINDS, StepTable, SyncTable, TableShard
+from topotrain.extensions.tables.table_snapshot import StoredRows, TableCopier
 from topotrain.extensions.tables.table_spec import Ids, TableSpec, difference, pack_ids, unpack_ids
 
 Out = list[tuple[Address, m.Message]]
@@ -41,12 +41,12 @@ class _Client:
     next: int = 0
     early: dict[int, m.Message] = field(default_factory=dict)
     early_bytes: int = 0  # of the bodies of these
-    tables: dict[int, Table] = field(default_factory=dict)
+    tables: dict[int, TableShard] = field(default_factory=dict)
     steps: int = 0  # whose rows are all here
     bye: bool = False
 
 
-class TableBook:
+class TableServer:
     """The tables of one server.
 
     Args:
@@ -55,24 +55,24 @@ class TableBook:
         source: the snapshot that the job goes on from.
     """
 
-    def __init__(self, me: Address, job: Job, topology: Topology, source: Source | None = None) -> None:
+    def __init__(self, me: Address, job: Job, topology: Topology, source: SnapshotSource | None = None) -> None:
         self._me = me
         self._job = job
         self._topology = topology
         self._workers = [w for group in range(topology.worker_groups) for w in topology.workers(group)]
         self._clients = {worker: _Client() for worker in self._workers}
-        self._tables: dict[str, Table] = {}
-        self._copier = Copier()
-        self._kept = Kept(source, me.index, topology.shards)
+        self._tables: dict[str, TableShard] = {}
+        self._copier = TableCopier()
+        self._kept = StoredRows(source, me.index, topology.shards)
         self._over: dict[int, int] = {}  # group -> its steps that are over
         self._means: dict[tuple[int, int], Found] = {}
-        self._held: list[tuple[Address, Table, m.TablePull]] = []
+        self._held: list[tuple[Address, TableShard, m.TablePull]] = []
         self._barriers: dict[int, set[Address]] = {}
         self.over = False
         """All scripts have come to the barrier at their end."""
         self._out: Out = []
         self._clip = clip_bounds(job.updater)
-        self._most = 0 if job.nonfinite is NonFinite.kAllow else Strikes(job.nonfinite).most
+        self._most = 0 if job.nonfinite is NonFinite.kAllow else NonfiniteLimit(job.nonfinite).most
 
     # --- the door ------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class TableBook:
         """Why no snapshot can be taken now; empty: one can."""
         return next((table.unkept for table in self._tables.values() if table.unkept), "")
 
-    def freeze(self, frozen: Frozen) -> Frozen:
+    def freeze(self, frozen: FrozenShard) -> FrozenShard:
         """With the rows as they are now. Raises StateError where no snapshot can have them."""
         if self.unkept:
             raise StateError(self.unkept)
@@ -99,7 +99,7 @@ class TableBook:
 
     def place(self, sender: Address, message: m.Message) -> torch.Tensor:
         """Where rows are to be received. Raises ProtocolError."""
-        if not isinstance(message, m.TablePush | m.TableGive):
+        if not isinstance(message, m.TablePush | m.TableAssign):
             raise m.ProtocolError(f"{type(message).__name__} has no body")
         table = self._table(sender, message.table)
         return torch.empty(len(_ids(table, message.ids)) * table.spec.width, dtype=table.spec.torch_dtype)
@@ -140,7 +140,7 @@ class TableBook:
             raise m.ProtocolError(f"{sender} has no tables")
         return client
 
-    def _table(self, sender: Address, number: int) -> Table:
+    def _table(self, sender: Address, number: int) -> TableShard:
         table = self._client(sender).tables.get(number)
         if table is None:
             raise m.ProtocolError(f"{sender} has not opened a table number {number}")
@@ -162,7 +162,7 @@ class TableBook:
         client.tables[message.table] = known
         self._out.append((sender, m.TableOpen(0, message.table, "")))
 
-    def _made(self, spec: TableSpec) -> Table:
+    def _made(self, spec: TableSpec) -> TableShard:
         if len(self._tables) >= _MAX_TABLES:
             raise ConfigError("table.name", spec.name, f"is one too many: a job may have {_MAX_TABLES} tables")
         shards, module = self._topology.shards, self._job.import_
@@ -172,7 +172,7 @@ class TableBook:
             size = f"{spec.rows} rows of {spec.row_bytes} bytes"
             raise ConfigError("table.rows", size, f"there is no room for it: {error}") from error
 
-    def _rows(self, table: Table, message: m.TablePush | m.TableGive) -> tuple[Ids, torch.Tensor | None]:
+    def _rows(self, table: TableShard, message: m.TablePush | m.TableAssign) -> tuple[Ids, torch.Tensor | None]:
         ids = _ids(table, message.ids)
         table.rows.check(ids, unique=True)
         body, width = message.body, table.spec.width
@@ -192,7 +192,7 @@ class TableBook:
             self._fail(text, config=False)
         self._answer_held()
 
-    def _give(self, sender: Address, client: _Client, message: m.TableGive) -> None:
+    def _give(self, sender: Address, client: _Client, message: m.TableAssign) -> None:
         table = self._table(sender, message.table)
         ids, rows = self._rows(table, message)
         # What a script gives before its first step it had given before the snapshot: what is here is younger.
@@ -223,12 +223,12 @@ class TableBook:
                 continue
             self._out.append((sender, m.TableRows(message.round, body=rows.view(-1) if rows.numel() else None)))
 
-    def _may_read(self, sender: Address, table: Table, seen: int) -> bool:
+    def _may_read(self, sender: Address, table: TableShard, seen: int) -> bool:
         if isinstance(table, StepTable):
             return self._over.get(sender.group, 0) >= seen
         return table.may_read(sender, seen)
 
-    def _stats(self, sender: Address, client: _Client, message: m.TableAsk) -> None:
+    def _stats(self, sender: Address, client: _Client, message: m.TableStatsRequest) -> None:
         table = self._table(sender, message.table)
         rows = table.rows
         sizes = rows.count, rows.value_bytes, table.state_bytes, rows.index_bytes
@@ -258,7 +258,7 @@ class TableBook:
             if gone and number >= 0:
                 self._fail(f"{gone[0]} ended while {min(there)} waits for all workers at a barrier", config=False)
 
-    def _bye(self, sender: Address, client: _Client, message: m.TablesBye) -> None:
+    def _bye(self, sender: Address, client: _Client, message: m.TablesFinished) -> None:
         client.bye = True
         self._check_barriers()
         for table in self._tables.values():
@@ -294,7 +294,7 @@ class TableBook:
                     found[table.spec.name] = mean
         return found
 
-    def vote(self, staged: m.Staged, commits: Mapping[int, m.Commit]) -> m.Staged:
+    def vote(self, staged: m.StepVote, commits: Mapping[int, m.Commit]) -> m.StepVote:
         """What this shard says of a staged step, with its rows taken into account."""
         commit, checked = commits[0], bool(self._most) or commits[0].check_finite
         if not self._tables or not (checked or commit.clip_norm > 0):
@@ -340,7 +340,7 @@ class TableBook:
         return self._out
 
 
-def _ids(table: Table, raw: bytes) -> Ids:
+def _ids(table: TableShard, raw: bytes) -> Ids:
     """The rows that a message names. Raises ProtocolError for more than fit into one, since memory is made for them."""
     ids = unpack_ids(raw)
     if len(ids) > table.spec.part_rows:
@@ -350,16 +350,16 @@ def _ids(table: Table, raw: bytes) -> Ids:
 
 
 _HANDLERS: Mapping[type[m.Message], Callable[..., Any]] = {
-    m.TableOpen: TableBook._open,
-    m.TablePush: TableBook._push,
-    m.TableStep: TableBook._step,
-    m.TablePull: TableBook._pull,
-    m.TableGive: TableBook._give,
-    m.TableRule: TableBook._set_rule,
-    m.TableAsk: TableBook._stats,
-    m.TableBarrier: TableBook._barrier,
-    m.TableList: TableBook._list,
-    m.TablesBye: TableBook._bye,
+    m.TableOpen: TableServer._open,
+    m.TablePush: TableServer._push,
+    m.TableStep: TableServer._step,
+    m.TablePull: TableServer._pull,
+    m.TableAssign: TableServer._give,
+    m.TableRule: TableServer._set_rule,
+    m.TableStatsRequest: TableServer._stats,
+    m.TableBarrier: TableServer._barrier,
+    m.TableList: TableServer._list,
+    m.TablesFinished: TableServer._bye,
 }
 
 MESSAGES = tuple(_HANDLERS)

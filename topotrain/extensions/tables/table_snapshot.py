@@ -1,6 +1,6 @@
 """Tables in snapshots: rows copied behind the step after which the rest of a shard is frozen, and read back by id.
 
-Rule: to freeze is to copy into memory that is kept from one snapshot to the next, as `snapshot.Freezer` does; so a
+Rule: to freeze is to copy into memory that is kept from one snapshot to the next, as `snapshot.ShardFreezer` does; so a
 server with tables takes their size twice. Who goes on reads the rows that are its own, whoever held them before.
 """
 
@@ -12,40 +12,40 @@ import torch
 from topotrain.config.job import ConfigError
 from topotrain.core.optim.state_table import StateError
 from topotrain.core.protocol import ProtocolError
-from topotrain.extensions.checkpointing.shard_snapshot import Frozen, Slab, Source
-from topotrain.extensions.tables.push_modes import Table
-from topotrain.extensions.tables.row_storage import VALUES, Rows
-from topotrain.extensions.tables.table_file_layout import IDS, KeptTable, entry_of
+from topotrain.extensions.checkpointing.shard_snapshot import FrozenShard, SnapshotSource, TensorSlice
+from topotrain.extensions.tables.push_modes import TableShard
+from topotrain.extensions.tables.row_storage import VALUES, RowStorage
+from topotrain.extensions.tables.table_file_layout import IDS, StoredTable, entry_of
 from topotrain.extensions.tables.table_spec import TableSpec
 
 _CHUNK_BYTES = 16 << 20
 
 
-class Copier:
+class TableCopier:
     """Copies one server's tables into memory that is made once."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[str, str, int], torch.Tensor] = {}
 
-    def freeze(self, frozen: Frozen, tables: Iterable[Table]) -> Frozen:
+    def freeze(self, frozen: FrozenShard, tables: Iterable[TableShard]) -> FrozenShard:
         """With the rows that these have now. Raises StateError where there is no memory for them."""
-        kept, slabs = list[KeptTable](), list[Slab]()
+        kept, slabs = list[StoredTable](), list[TensorSlice]()
         for table in tables:
             name, rows = table.spec.name, table.rows
-            kept.append(KeptTable(table.spec.to_text(), table.optimizer, table.pushes, rows.count, rows.columns()))
-            slabs.append(Slab(entry_of(name, IDS), 0, torch.from_numpy(rows.ids())))  # never written to again
+            kept.append(StoredTable(table.spec.to_text(), table.optimizer, table.pushes, rows.count, rows.columns()))
+            slabs.append(TensorSlice(entry_of(name, IDS), 0, torch.from_numpy(rows.ids())))  # never written to again
             for column in rows.columns():
                 slabs += self._column(name, column, rows)
         return replace(frozen, tables=tuple(kept), rows=tuple(slabs))
 
-    def _column(self, table: str, column: str, rows: Rows) -> Iterator[Slab]:
+    def _column(self, table: str, column: str, rows: RowStorage) -> Iterator[TensorSlice]:
         at = 0
         for number, (block, used) in enumerate(rows.blocks(column)):
             key = table, column, number
             if key not in self._rooms:
                 self._rooms[key] = _room(table, block)
             room = self._rooms[key][:used].copy_(block[:used])
-            yield Slab(entry_of(table, column), at, room.view(-1))
+            yield TensorSlice(entry_of(table, column), at, room.view(-1))
             at += room.numel()
 
 
@@ -56,7 +56,7 @@ def _room(table: str, block: torch.Tensor) -> torch.Tensor:
         raise StateError(f"there is no memory for a copy of table {table!r}: {error}") from error
 
 
-class Kept:
+class StoredRows:
     """What the snapshot that a job goes on from has of tables, as one server of now wants it.
 
     Args:
@@ -64,15 +64,15 @@ class Kept:
         shard, shards: which of how many servers this is.
     """
 
-    def __init__(self, source: Source | None, shard: int, shards: int) -> None:
+    def __init__(self, source: SnapshotSource | None, shard: int, shards: int) -> None:
         self._source, self._shard, self._shards = source, shard, shards
-        self._parts: dict[str, list[tuple[int, KeptTable]]] = {}
+        self._parts: dict[str, list[tuple[int, StoredTable]]] = {}
         for number, tables in enumerate(() if source is None else source.tables):
             for kept in tables:
                 self._parts.setdefault(kept.name, []).append((number, kept))
         self._wanted = set(self._parts)
 
-    def refill(self, table: Table) -> None:
+    def refill(self, table: TableShard) -> None:
         """Let a table that was just made have its rows of the snapshot, if it was there.
 
         Raises ConfigError for a snapshot of another table of this name, or one that cannot be read.
@@ -88,7 +88,7 @@ class Kept:
                 self._read(self._source, number, kept, table.rows)
         self._wanted.discard(table.spec.name)
 
-    def _read(self, source: Source, number: int, kept: KeptTable, rows: Rows) -> None:
+    def _read(self, source: SnapshotSource, number: int, kept: StoredTable, rows: RowStorage) -> None:
         for column, fill in kept.columns.items():
             rows.column(column, fill)
         width, step = rows.spec.width, max(1, _CHUNK_BYTES // rows.spec.row_bytes)
@@ -114,7 +114,7 @@ class Kept:
         return f"{min(self._wanted)!r} is in snapshot {self._source.number}, and the model has no table of this name"
 
 
-def _check_same(now: TableSpec, kept: KeptTable, number: int) -> None:
+def _check_same(now: TableSpec, kept: StoredTable, number: int) -> None:
     """Raise ConfigError unless a snapshot is of this table, whatever its optimizer's settings."""
     try:
         then = TableSpec.from_text(kept.spec)

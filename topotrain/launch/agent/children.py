@@ -16,14 +16,14 @@ from topotrain.config.job import Job
 from topotrain.config.private_files import close_folder, open_file
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.launch.agent import forkserver
-from topotrain.launch.agent.pipes import Lines, Raw
+from topotrain.launch.agent.pipes import LineReader, OutputReader
 
 MAIN = Address(Role.WORKER, 0, 0)
 """The worker whose output reaches the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class EntryPoints:
     """What is called in a worker and in a server process, and what a forkserver has loaded for it."""
 
     worker: str = "topotrain.launch.runtime.entry_points:run_worker"
@@ -32,7 +32,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class AttemptInfo:
     """Which start of the whole job this is, from 0, and the manifest that it goes on from; "": the beginning.
 
     absent: worker groups that are not started with the others. why: this one, for the logs; "": something was lost.
@@ -45,7 +45,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class UnitConfig:
     """What all children of a unit have in common.
 
     `sockets` is a short path of a folder for this user alone, which is removed when the job has ended, however it ends.
@@ -58,7 +58,7 @@ class Home:
     sockets: str
     hosts: tuple[int, ...] = ()
     host: str = "127.0.0.1"
-    life: Life = Life()
+    life: AttemptInfo = AttemptInfo()
 
     @property
     def logs(self) -> Path:
@@ -79,8 +79,8 @@ class Child:
     fds: tuple[int, ...]
     log: Path
     control: socket.socket
-    events: Lines
-    outputs: dict[str, Raw] = field(default_factory=dict)
+    events: LineReader
+    outputs: dict[str, OutputReader] = field(default_factory=dict)
     log_fd: int = -1
     pid: int = 0
     code: int | None = None
@@ -132,11 +132,11 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ChildSpec:
     """A child to be made: who lives in it, the memfds that it gets, and the incarnation of its workers' group.
 
-    again: why there is a second one; "" for the first. seats: of a server's process, as `seats.Seats.to_data` has them.
-    guest: the layout has it in another unit, which is gone.
+    again: why there is a second one; "" for the first. seats: of a server's process, as
+    `seats.ReplicaPlacement.to_data` has them. guest: the layout has it in another unit, which is gone.
     """
 
     residents: tuple[Address, ...]
@@ -147,7 +147,7 @@ class Birth:
     guest: bool = False
 
 
-def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> Child:
+def start(client: forkserver.ForkserverClient, home: UnitConfig, calls: EntryPoints, birth: ChildSpec) -> Child:
     """Ask the forkserver for one child. Raises OSError when the log cannot be written or the forkserver is gone."""
     close_folder(home.logs)
     control, theirs = socket.socketpair()
@@ -156,7 +156,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
     serving = first.role is Role.SERVER
     log = home.logs / _log_name(home.unit, first, birth)
     log_fd = _open_log(log, home, birth)
-    child = Child(birth.residents, birth.fds, log, control, Lines(control.fileno()))
+    child = Child(birth.residents, birth.fds, log, control, LineReader(control.fileno()))
     if MAIN in birth.residents:
         child.log_fd = log_fd
         given = [_pipe(child, stream) for stream in ("stdout", "stderr")]
@@ -164,7 +164,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
         given = [log_fd]
     try:
         client.spawn(
-            forkserver.Request(
+            forkserver.ForkRequest(
                 who=child.who,
                 call=calls.server if serving else calls.worker,
                 spec=_spec(home, child, birth.incarnation, birth.seats),
@@ -182,7 +182,7 @@ def start(client: forkserver.Client, home: Home, calls: Calls, birth: Birth) -> 
     return child
 
 
-def _open_log(log: Path, home: Home, birth: Birth) -> int:
+def _open_log(log: Path, home: UnitConfig, birth: ChildSpec) -> int:
     """The log of a job is one file per resident, however often its process was made; a line stands between two."""
     again = birth.again or home.life.why or ("the whole job starts again" if home.life.number else "")
     fd = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC))
@@ -192,7 +192,7 @@ def _open_log(log: Path, home: Home, birth: Birth) -> int:
     return fd
 
 
-def _log_name(unit: int, first: Address, birth: Birth) -> str:
+def _log_name(unit: int, first: Address, birth: ChildSpec) -> str:
     if birth.guest:
         return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
     return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
@@ -202,11 +202,11 @@ def _pipe(child: Child, stream: str) -> int:
     """The writing end of a pipe that the unit reads."""
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
-    child.outputs[stream] = Raw(ours)
+    child.outputs[stream] = OutputReader(ours)
     return theirs
 
 
-def _spec(home: Home, child: Child, incarnation: int, seats: list[list[int]]) -> dict[str, Any]:
+def _spec(home: UnitConfig, child: Child, incarnation: int, seats: list[list[int]]) -> dict[str, Any]:
     def pairs(role: Role) -> list[list[int]]:
         return [[a.group, a.index] for a in child.residents if a.role is role]
 

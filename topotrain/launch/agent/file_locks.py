@@ -16,7 +16,7 @@ from topotrain.config.private_files import open_file
 _LOCKS = Path("/proc/locks")
 
 
-class Taken(Exception):
+class LockTaken(Exception):
     """A lock is held; the text says by which process, as the end of a sentence about the workspace."""
 
 
@@ -28,7 +28,7 @@ def locked(path: Path, how: int) -> Iterator[int]:
         try:
             fcntl.flock(fd, how | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Taken(_taken(path, fd)) from None
+            raise LockTaken(_taken(path, fd)) from None
         yield fd
     finally:
         os.close(fd)

@@ -34,7 +34,7 @@ _MOST_FDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ForkRequest:
     """A process to make: `call` is "module:function", called as function(spec, control: socket, fds: list[int])."""
 
     who: str
@@ -49,7 +49,7 @@ class Request:
     ignore_sigint: bool = False
 
 
-class Client:
+class ForkserverClient:
     """A connection to the forkserver. Its children live no longer than the connection."""
 
     def __init__(self, path: str) -> None:
@@ -64,7 +64,7 @@ class Client:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def spawn(self, request: Request) -> None:
+    def spawn(self, request: ForkRequest) -> None:
         """Ask for a process; `receive` gives {"who", "pid"} or {"who", "error"}, later {"pid", "exit"}.
 
         Before its end comes {"pid", "frozen": true} whenever a signal has stopped it, and false when it goes on.
@@ -99,7 +99,7 @@ class Client:
 
 
 @dataclass(slots=True)
-class Running:
+class OwnedForkserver:
     """A forkserver that this process started and owns."""
 
     process: subprocess.Popen[bytes]
@@ -127,7 +127,7 @@ class Running:
         return self.process.returncode
 
 
-def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str] | None = None) -> Running:
+def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str] | None = None) -> OwnedForkserver:
     """Start a forkserver; it can be connected to at once, and answers when `preload` is imported.
 
     Call it from a thread that lives as long as the job: until torch is loaded the forkserver dies with that thread.
@@ -151,7 +151,7 @@ def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str
             pass_fds=[listener.fileno()],
             start_new_session=True,
         )
-    return Running(process, directory, lock)
+    return OwnedForkserver(process, directory, lock)
 
 
 def _socket_path(directory: str) -> str:
@@ -164,7 +164,7 @@ def _peer_uid(connection: socket.socket) -> int:
     return int(struct.unpack("3i", credentials)[1])
 
 
-class Server:
+class ForkserverLoop:
     """The forkserver's loop. `serve` returns None at the end of stdin, and a Birth in every child it makes."""
 
     def __init__(self, listener: socket.socket, life: int) -> None:
@@ -177,7 +177,7 @@ class Server:
             waking.setblocking(False)
         self._ended = False
 
-    def serve(self) -> child_channel.Birth | None:
+    def serve(self) -> child_channel.ForkedChild | None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT):  # whoever signals everybody: its starter ends it
             signal.signal(number, signal.SIG_IGN)
@@ -207,7 +207,7 @@ class Server:
         else:
             connection.close()
 
-    def _answer(self, connection: socket.socket) -> child_channel.Birth | None:
+    def _answer(self, connection: socket.socket) -> child_channel.ForkedChild | None:
         """Do what one request asks. In a child that is made here, returns its Birth."""
         try:
             data, fds, _, _ = socket.recv_fds(connection, 1, _MOST_FDS)
@@ -232,7 +232,7 @@ class Server:
             pid = -1
         if pid == 0:
             self._abandon()
-            return child_channel.Birth(body, fds[1:], parent)
+            return child_channel.ForkedChild(body, fds[1:], parent)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for fd in fds[1:]:
             os.close(fd)
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str]) -> None:
     child_channel.die_with_parent(False)
     gc.collect()
     gc.freeze()  # what is loaded now stays shared between the children
-    birth = Server(socket.socket(fileno=int(listening)), life=0).serve()
+    birth = ForkserverLoop(socket.socket(fileno=int(listening)), life=0).serve()
     if birth is not None:
         child_channel.live(birth)
     shutil.rmtree(directory, ignore_errors=True)

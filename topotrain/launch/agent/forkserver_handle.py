@@ -11,7 +11,7 @@ from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.orphans import sweep
 
 
-class Kept:
+class ForkserverHandle:
     """See above.
 
     Args:
@@ -23,7 +23,7 @@ class Kept:
     def __init__(self, given: str, log: Path, mark: str) -> None:
         self._given, self._mark = given, mark
         self.log = log
-        self._own: forkserver.Running | None = None
+        self._own: forkserver.OwnedForkserver | None = None
 
     @property
     def own(self) -> bool:
@@ -65,7 +65,7 @@ class Kept:
 
 def _answers(path: str) -> bool:
     try:
-        forkserver.Client(path).close()
+        forkserver.ForkserverClient(path).close()
     except OSError:
         return False
     return True

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from topotrain.config.topology import Role
-from topotrain.launch.agent.children import Birth, Child
+from topotrain.launch.agent.children import Child, ChildSpec
 
 
 @dataclass(slots=True)
-class Renewal:
+class GroupRestart:
     """The groups that wait, with the incarnation that comes next and why there is one."""
 
     _wanted: dict[tuple[int, str], tuple[int, str]] = field(default_factory=dict)  # (group, who of it; "": all) ->
-    _unborn: list[Birth] = field(default_factory=list)
+    _unborn: list[ChildSpec] = field(default_factory=list)
 
-    def later(self, birth: Birth) -> None:
+    def later(self, birth: ChildSpec) -> None:
         """A process of a group that is not there at the start."""
         self._unborn.append(birth)
 
@@ -27,17 +27,17 @@ class Renewal:
         self._wanted[group, who] = incarnation, why
         return [child for child in _of(group, who, children) if child.code is None and not child.doomed]
 
-    def due(self, group: int, children: Sequence[Child]) -> tuple[list[Child], list[Birth]]:
+    def due(self, group: int, children: Sequence[Child]) -> tuple[list[Child], list[ChildSpec]]:
         """The former processes of a group, and those that take their place now; nobody while one of them lives."""
         gone: list[Child] = []
-        born: list[Birth] = []
+        born: list[ChildSpec] = []
         for asked, who in [key for key in self._wanted if key[0] == group]:
             former, births = self._take(asked, who, children)
             gone += former
             born += births
         return gone, born
 
-    def _take(self, group: int, who: str, children: Sequence[Child]) -> tuple[list[Child], list[Birth]]:
+    def _take(self, group: int, who: str, children: Sequence[Child]) -> tuple[list[Child], list[ChildSpec]]:
         former = _of(group, who, children)
         if any(child.code is None for child in former):
             return [], []
@@ -45,7 +45,7 @@ class Renewal:
         first = [birth for birth in self._unborn if birth.residents[0].group == group]
         self._unborn = [birth for birth in self._unborn if birth not in first]
         places = [(child.residents, child.fds) for child in former] + [(birth.residents, birth.fds) for birth in first]
-        return former, [Birth(residents, fds, incarnation, why) for residents, fds in places]
+        return former, [ChildSpec(residents, fds, incarnation, why) for residents, fds in places]
 
 
 def _of(group: int, who: str, children: Sequence[Child]) -> list[Child]:

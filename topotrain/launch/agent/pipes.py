@@ -18,7 +18,7 @@ _LOG_TAIL_BYTES = 4000
 
 
 @dataclass(slots=True)
-class Lines:
+class LineReader:
     """Reads lines from a descriptor. `open` is False after its end; `rest` is what has no newline yet."""
 
     fd: int
@@ -44,7 +44,7 @@ class Lines:
         return found
 
 
-class Raw:
+class OutputReader:
     """Reads a program's output as it comes: a progress bar has no newlines, and nothing may be added to a pipe.
 
     `text` turns the pieces into text, also where a piece ends inside a character.
@@ -86,7 +86,7 @@ def _read(fd: int) -> bytes | None:
 
 
 @dataclass(slots=True)
-class Outbox:
+class LineWriter:
     """Writes lines to a descriptor as it takes them."""
 
     fd: int

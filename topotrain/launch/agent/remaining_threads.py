@@ -13,13 +13,13 @@ QUIET_S, REPEAT_S = 3.0, 60.0
 """Waiting is told after so many seconds, and then again every so many."""
 
 
-class Tell(Protocol):
+class TellNotice(Protocol):
     """Shows a line to the user; called on a thread of its own."""
 
     def __call__(self, text: str) -> None: ...
 
 
-class Remains:
+class RemainingThreads:
     """Watches the end of this process.
 
     Args:
@@ -27,7 +27,7 @@ class Remains:
         quiet_s: how long it may take before something is told.
     """
 
-    def __init__(self, tell: Tell, quiet_s: float = QUIET_S) -> None:
+    def __init__(self, tell: TellNotice, quiet_s: float = QUIET_S) -> None:
         self._tell, self._quiet_s = tell, quiet_s
 
     def watch(self) -> None:

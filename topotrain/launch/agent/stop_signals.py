@@ -11,7 +11,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True)
-class Signals:
+class StopSignals:
     """Which of the signals that end a job came, and a socket that becomes readable when one does."""
 
     came: list[int]
@@ -19,14 +19,14 @@ class Signals:
 
 
 @contextlib.contextmanager
-def signals() -> Iterator[Signals]:
+def signals() -> Iterator[StopSignals]:
     """Take over the signals that end a job, those that are not ignored, on the main thread alone."""
     woken, waker = socket.socketpair()
     came: list[int] = []
     with woken, waker:
         waker.setblocking(False)
         if threading.current_thread() is not threading.main_thread():
-            yield Signals(came, woken)
+            yield StopSignals(came, woken)
             return
         former = {number: signal.getsignal(number) for number in _SIGNALS}
         taken = {number: handler for number, handler in former.items() if handler is not signal.SIG_IGN}
@@ -34,7 +34,7 @@ def signals() -> Iterator[Signals]:
         try:
             for number in taken:
                 signal.signal(number, lambda number, _: came.append(number))
-            yield Signals(came, woken)
+            yield StopSignals(came, woken)
         finally:
             for number, handler in taken.items():
                 signal.signal(number, handler)

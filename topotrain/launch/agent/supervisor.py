@@ -41,11 +41,11 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
-from topotrain.extensions.replication.replica_placement import Seats, domains
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import children, forkserver
-from topotrain.launch.agent.children import Birth, Calls, Child, Home
-from topotrain.launch.agent.group_restart import Renewal
-from topotrain.launch.agent.pipes import Lines, Outbox, Raw, ending, log_tail
+from topotrain.launch.agent.children import Child, ChildSpec, EntryPoints, UnitConfig
+from topotrain.launch.agent.group_restart import GroupRestart
+from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader, ending, log_tail
 from topotrain.launch.agent.stop_signals import stop_signals
 from topotrain.launch.grace_period import waits
 
@@ -62,7 +62,7 @@ _UNANNOUNCED = " before its part was done: did the program call os._exit, os.exe
 _DEAF = "has closed the channel to its unit and runs on: did the program call os.exec… or close all descriptors?"
 
 
-class Stage(Enum):
+class ShutdownStage(Enum):
     """How far the ending of a unit has come."""
 
     RUNNING = 0
@@ -71,11 +71,16 @@ class Stage(Enum):
     LEFT = 3
 
 
-class Unit:
+class Supervisor:
     """The supervisor of the unit that `home` names. `run` returns 0 when every child ended with 0, else 1."""
 
     def __init__(
-        self, home: Home, topology: Topology, calls: Calls, client: forkserver.Client, owns_forkserver: bool
+        self,
+        home: UnitConfig,
+        topology: Topology,
+        calls: EntryPoints,
+        client: forkserver.ForkserverClient,
+        owns_forkserver: bool,
     ) -> None:
         self._home = home
         self._topology = topology
@@ -85,16 +90,16 @@ class Unit:
         self._poll_s = home.job.cluster.poll_time / 1000
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
-        self._commands = Lines(_STDIN)
-        self._outbox = Outbox(_STDOUT)
+        self._commands = LineReader(_STDIN)
+        self._outbox = LineWriter(_STDOUT)
         self._held = self._pauses = False
-        self._stage = Stage.RUNNING
+        self._stage = ShutdownStage.RUNNING
         self._deadline: float | None = None
         self._continues = home.job.on_failure is OnFailure.kContinue
         self._needed = self._continues
-        self._renewal = Renewal()
+        self._renewal = GroupRestart()
         twice = home.job.cluster.replicas > 1
-        self._seats = Seats(domains(topology)).to_data() if twice else []
+        self._seats = ReplicaPlacement(domains(topology)).to_data() if twice else []
         self._empty: dict[str, tuple[int, str]] = {}  # seats that wait for a fresh process
 
     def run(self) -> int:
@@ -105,28 +110,30 @@ class Unit:
         with stop_signals() as woken:
             self._on_readable(woken.fileno(), lambda: self._woken(woken))
             for residents, fds in children.members(self._topology, self._home.unit):
-                self._begin(Birth(residents, fds, seats=self._seats))
-            while (self._living() or self._awaited()) and self._stage is not Stage.LEFT:
+                self._begin(ChildSpec(residents, fds, seats=self._seats))
+            while (self._living() or self._awaited()) and self._stage is not ShutdownStage.LEFT:
                 self._turn()
-            while self._outbox.waiting and self._stage is Stage.RUNNING:  # a launcher that was stopped may go on
+            while (
+                self._outbox.waiting and self._stage is ShutdownStage.RUNNING
+            ):  # a launcher that was stopped may go on
                 self._turn()
             self._flush(time.monotonic() + GIVE_UP_S)
-        if self._continues and self._stage is Stage.RUNNING:  # how the job ended, the launcher knows
+        if self._continues and self._stage is ShutdownStage.RUNNING:  # how the job ended, the launcher knows
             return 0
         return int(any(child.code != 0 for child in self._children))
 
     def _awaited(self) -> bool:
         """The launcher may still want something from us."""
-        return self._needed and self._stage is Stage.RUNNING
+        return self._needed and self._stage is ShutdownStage.RUNNING
 
-    def _begin(self, birth: Birth) -> None:
+    def _begin(self, birth: ChildSpec) -> None:
         first = birth.residents[0]
         if first.role is Role.WORKER and first.group in self._home.life.absent:
             self._renewal.later(birth)
         else:
             self._bear(birth)
 
-    def _bear(self, birth: Birth) -> None:
+    def _bear(self, birth: ChildSpec) -> None:
         child = children.start(self._client, self._home, self._calls, birth)
         self._children.append(child)
         self._listen(child)
@@ -153,7 +160,7 @@ class Unit:
 
     def _woken(self, woken: socket.socket) -> None:
         wait_s = waits(self._home.job) if signal.SIGINT not in woken.recv(64) else 0.0
-        if self._stage is not Stage.RUNNING or not wait_s:
+        if self._stage is not ShutdownStage.RUNNING or not wait_s:
             self._stop()
         elif self._deadline is None:  # everybody was signaled, perhaps, and the launcher says what comes of it
             self._deadline = time.monotonic() + wait_s
@@ -209,8 +216,8 @@ class Unit:
             return
         for resident in child.residents:
             self._tell(Started(str(resident), child.pid))
-        if self._stage is not Stage.RUNNING:  # asked to stop before it was born
-            self._signal(child, signal.SIGTERM if self._stage is Stage.ASKED else signal.SIGKILL)
+        if self._stage is not ShutdownStage.RUNNING:  # asked to stop before it was born
+            self._signal(child, signal.SIGTERM if self._stage is ShutdownStage.ASKED else signal.SIGKILL)
 
     def _child(self, pid: int) -> Child:
         return next(child for child in self._children if child.pid == pid)
@@ -241,7 +248,7 @@ class Unit:
             else:
                 self._listen_to_output(child)
 
-    def _heard(self, child: Child, stream: str, source: Lines | Raw) -> None:
+    def _heard(self, child: Child, stream: str, source: LineReader | OutputReader) -> None:
         for line in source.read() or []:
             self._take(child, stream, line)
         if not source.open:
@@ -251,7 +258,7 @@ class Unit:
 
     def _end_the_deaf(self, now: float) -> None:
         """Processes that nothing can be said to any more, although they had not announced their end."""
-        for child in self._living() if self._stage is Stage.RUNNING else []:
+        for child in self._living() if self._stage is ShutdownStage.RUNNING else []:
             deaf = child.deaf_from is not None and now >= child.deaf_from + DEAF_S
             if deaf and not (child.announced or child.failed or child.doomed):
                 self._fail(child, f"{child.who} (pid {child.pid}) {_DEAF}")
@@ -283,12 +290,12 @@ class Unit:
 
     def _ended(self, child: Child, code: int) -> None:
         """The process is gone: hear what it still said, then tell its end."""
-        heard: list[tuple[str, Lines | Raw]] = [*child.outputs.items(), ("", child.events)]
+        heard: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
         for stream, source in heard:
             for line in source.drain():
                 self._take(child, stream, line)
         known = child.failed or child.doomed or (code == 0 and child.announced)
-        if not known and self._stage is Stage.RUNNING:
+        if not known and self._stage is ShutdownStage.RUNNING:
             self._fail(child, f"{child.who} (pid {child.pid}) {ending(code)}{'' if code else _UNANNOUNCED}")
         self._end(child, code)
 
@@ -310,7 +317,7 @@ class Unit:
 
     def _reseat(self, command: Mapping[str, Any]) -> None:
         """A server process has died: who has which seat now, and a fresh process for the one that is empty."""
-        if self._stage is not Stage.RUNNING:
+        if self._stage is not ShutdownStage.RUNNING:
             return
         self._seats = command["seats"]
         line = json.dumps({"command": "seats", "seats": self._seats}).encode() + b"\n"
@@ -333,18 +340,18 @@ class Unit:
         for child in [c for c in self._children if c.who in self._empty and c.code is not None]:
             number, why = self._empty.pop(child.who)
             self._children.remove(child)
-            if self._stage is Stage.RUNNING:
+            if self._stage is ShutdownStage.RUNNING:
                 self._seat(child.residents, number, why)
 
     def _seat(self, residents: tuple[Address, ...], number: int, why: str) -> None:
         guest = self._topology.unit_of(residents[0]) != self._home.unit
-        self._bear(Birth(residents, (), number, why, self._seats, guest))
+        self._bear(ChildSpec(residents, (), number, why, self._seats, guest))
 
     # Starting a group again
 
     def _restart(self, command: Mapping[str, Any]) -> None:
         """End the workers of a group, or one of them, and start them again when the last one has ended."""
-        if self._stage is not Stage.RUNNING:
+        if self._stage is not ShutdownStage.RUNNING:
             return
         group, who = command["group"], command["who"]
         self._dismiss(self._renewal.ask(group, command["incarnation"], command["why"], self._children, who))
@@ -357,7 +364,7 @@ class Unit:
             self._signal(child, signal.SIGKILL, group=True)
 
     def _renew(self, group: int) -> None:
-        if self._stage is not Stage.RUNNING:
+        if self._stage is not ShutdownStage.RUNNING:
             return
         former, births = self._renewal.due(group, self._children)
         for child in former:
@@ -379,32 +386,32 @@ class Unit:
 
     def _stop(self) -> None:
         """Ask the children to end; a second time changes nothing."""
-        if self._stage is not Stage.RUNNING:
+        if self._stage is not ShutdownStage.RUNNING:
             return
-        self._enter(Stage.ASKED, GRACE_S)
+        self._enter(ShutdownStage.ASKED, GRACE_S)
         for child in self._living():
             with contextlib.suppress(OSError):
                 child.control.send(b'{"command": "stop"}\n')
             self._signal(child, signal.SIGTERM)
         if not any(child.pid for child in self._living()):  # nobody is born yet: the closed connection forbids it
-            self._enter(Stage.LEFT, 0)
+            self._enter(ShutdownStage.LEFT, 0)
 
     def _insist(self) -> None:
         """The time of a stage is up."""
-        if self._stage is Stage.RUNNING:
+        if self._stage is ShutdownStage.RUNNING:
             self._stop()
-        elif self._stage is Stage.ASKED:
+        elif self._stage is ShutdownStage.ASKED:
             self._kill()
         else:
-            self._enter(Stage.LEFT, 0)
+            self._enter(ShutdownStage.LEFT, 0)
 
     def _kill(self) -> None:
         """End the children without asking them."""
-        self._enter(Stage.KILLED, GIVE_UP_S)
+        self._enter(ShutdownStage.KILLED, GIVE_UP_S)
         for child in self._living():
             self._signal(child, signal.SIGKILL, group=True)
 
-    def _enter(self, stage: Stage, patience_s: float) -> None:
+    def _enter(self, stage: ShutdownStage, patience_s: float) -> None:
         self._stage = stage
         self._deadline = time.monotonic() + patience_s
 
@@ -415,19 +422,19 @@ class Unit:
 
     def _vanish(self) -> None:
         """The launcher died, so nobody is left to work for."""
-        self._enter(Stage.LEFT, 0)
+        self._enter(ShutdownStage.LEFT, 0)
         self._kill_groups()
 
     def _orphaned(self) -> None:
         """The forkserver died, and its children with it; what they had started may not know yet."""
         self._ignore(self._client.fileno())
         self._kill_groups()
-        if self._stage is Stage.RUNNING:
+        if self._stage is ShutdownStage.RUNNING:
             who = f"unit {self._home.unit}"
             # Of a forkserver that serves the whole host the launcher tells the end itself: it knows what killed it.
             kind = "died" if self._owns_forkserver else "peer"
             self._tell(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
-        self._enter(Stage.KILLED, GIVE_UP_S)
+        self._enter(ShutdownStage.KILLED, GIVE_UP_S)
         for child in self._living():
             self._ended(child, -signal.SIGKILL)
 

@@ -13,20 +13,20 @@ from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import layout
 from topotrain.core.events import Failed, to_json
-from topotrain.launch import Place, add_arguments
+from topotrain.launch import UnitPlace, add_arguments
 from topotrain.launch.agent import forkserver
-from topotrain.launch.agent.children import Calls, Home, Life
-from topotrain.launch.agent.supervisor import Unit
+from topotrain.launch.agent.children import AttemptInfo, EntryPoints, UnitConfig
+from topotrain.launch.agent.supervisor import Supervisor
 from topotrain.launch.agent.workspace import JOB_FILE
 
 _STDOUT = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m topotrain.launch.agent.unit_main --rank R --nprocs N …`, see `launch.Place`."""
+    """`python -m topotrain.launch.agent.unit_main --rank R --nprocs N …`, see `launch.UnitPlace`."""
     parser = argparse.ArgumentParser(prog="topotrain unit", allow_abbrev=False)
     add_arguments(parser, os.environ)
-    defaults = Calls()
+    defaults = EntryPoints()
     parser.add_argument("--worker-call", default=defaults.worker)
     parser.add_argument("--server-call", default=defaults.server)
     parser.add_argument("--preload", nargs="*", default=defaults.preload)
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--absent", default="")
     parser.add_argument("--why", default="")
     given = parser.parse_args(arguments)
-    place = Place(**{f.name: getattr(given, f.name) for f in fields(Place)})
+    place = UnitPlace(**{f.name: getattr(given, f.name) for f in fields(UnitPlace)})
     try:
-        calls = Calls(given.worker_call, given.server_call, tuple(given.preload))
+        calls = EntryPoints(given.worker_call, given.server_call, tuple(given.preload))
         absent = frozenset(int(group) for group in given.absent.split(",") if group)
-        return supervise(place, calls, Life(given.life, given.resume, absent, given.why))
+        return supervise(place, calls, AttemptInfo(given.life, given.resume, absent, given.why))
     except (ConfigError, OSError) as error:
         wrong = isinstance(error, ConfigError)
         failed = Failed(f"unit {place.rank}", "config" if wrong else "internal", str(error), traceback.format_exc())
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if wrong else 1
 
 
-def supervise(place: Place, calls: Calls, life: Life) -> int:
+def supervise(place: UnitPlace, calls: EntryPoints, life: AttemptInfo) -> int:
     """Read the job, then start and watch the unit at `place`; returns its exit code. Raises ConfigError, OSError."""
     run_dir = Path(place.run_dir)
     job = job_file.load(run_dir / JOB_FILE)
@@ -65,10 +65,10 @@ def supervise(place: Place, calls: Calls, life: Life) -> int:
             stack.callback(own.close)
             path = own.path
         sockets = place.sockets or os.path.dirname(path)
-        home = Home(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
-        client = forkserver.Client(path)
+        home = UnitConfig(job, place.rank, place.rendezvous, run_dir, sockets, topology.hosts, place.host, life)
+        client = forkserver.ForkserverClient(path)
         stack.callback(client.close)
-        return Unit(home, topology, calls, client, owns_forkserver=not place.forkserver).run()
+        return Supervisor(home, topology, calls, client, owns_forkserver=not place.forkserver).run()
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from topotrain.config.private_files import open_file
-from topotrain.launch import TABLE, Place, arguments
-from topotrain.launch.agent.children import Calls, Life
-from topotrain.launch.agent.pipes import Lines
+from topotrain.launch import TABLE, UnitPlace, arguments
+from topotrain.launch.agent.children import AttemptInfo, EntryPoints
+from topotrain.launch.agent.pipes import LineReader
 
 
 @dataclass(slots=True)
-class BegunUnit:
+class UnitProcess:
     """A unit that runs: its process, what it tells, and the file with what it could not tell."""
 
     rank: int
     process: "subprocess.Popen[bytes]"
-    lines: Lines
+    lines: LineReader
     log: Path
 
     @property
@@ -43,7 +43,9 @@ class BegunUnit:
             pipe.close()
 
 
-def begin(place: Place, calls: Calls, life: Life, environ: Mapping[str, str], log: Path) -> BegunUnit:
+def begin(
+    place: UnitPlace, calls: EntryPoints, life: AttemptInfo, environ: Mapping[str, str], log: Path
+) -> UnitProcess:
     """Start the unit at `place`. Raises OSError."""
     option, variable = TABLE["rendezvous"]
     words = arguments(place)
@@ -60,4 +62,4 @@ def begin(place: Place, calls: Calls, life: Life, environ: Mapping[str, str], lo
         process = subprocess.Popen(command, env=environ, start_new_session=True, bufsize=0, **pipes)
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
-    return BegunUnit(place.rank, process, Lines(process.stdout.fileno()), log)
+    return UnitProcess(place.rank, process, LineReader(process.stdout.fileno()), log)

@@ -25,7 +25,7 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.config.private_files import close_folder, make_folder, open_file, write_text
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Covered, Event, Exited, Serving, Started
-from topotrain.launch.agent.file_locks import Taken, locked
+from topotrain.launch.agent.file_locks import LockTaken, locked
 
 JOB_FILE = "job.conf"
 TOKEN_FILE = "token"
@@ -48,7 +48,7 @@ def claimed(job: Job) -> Iterator[Path]:
             lock = stack.enter_context(locked(path / "lock", fcntl.LOCK_EX))
         except OSError as error:
             raise _unusable(job, error) from None
-        except Taken as taken:
+        except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
         with contextlib.suppress(OSError):  # a full disk: the kernel knows the holder of a lock, too
             os.ftruncate(lock, 0)
@@ -71,7 +71,7 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
             stack.enter_context(locked(path / f"lock-{rank}", fcntl.LOCK_EX))
         except OSError as error:
             raise _unusable(job, error) from None
-        except Taken as taken:
+        except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
         (path / f"processes-{rank}.json").unlink(missing_ok=True)
         yield path
@@ -116,7 +116,7 @@ def profiled_step(run_dir: Path) -> int:
 
 
 @dataclass(slots=True)
-class Entry:
+class ProcessEntry:
     """One process in processes.json. `rank` counts workers (for a unit, units); `exit` as in subprocess.
 
     second: which of a server's second copies was complete last, counted from 0.
@@ -138,7 +138,7 @@ class Entry:
             self.pid, self.address, self.exit = pid, [], None
 
 
-class Processes:
+class ProcessList:
     """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes.
 
     `own_forkserver`: the job has started one, which is listed with its processes.
@@ -147,10 +147,10 @@ class Processes:
     def __init__(self, topology: Topology, path: Path, own_forkserver: bool = True) -> None:
         self._path = path
         self._topology = topology
-        self._entries = [Entry(["launcher"], pid=os.getpid())]
-        self._entries += [Entry(["forkserver"])] if own_forkserver else []
+        self._entries = [ProcessEntry(["launcher"], pid=os.getpid())]
+        self._entries += [ProcessEntry(["forkserver"])] if own_forkserver else []
         for unit in topology.units:
-            self._entries.append(Entry([f"unit {unit.rank}"], unit.rank, unit.rank))
+            self._entries.append(ProcessEntry([f"unit {unit.rank}"], unit.rank, unit.rank))
             if unit.servers:
                 self._entries.append(self._entry(unit.rank, unit.servers))
             self._entries.extend(self._entry(unit.rank, (worker,)) for worker in unit.workers)
@@ -174,13 +174,13 @@ class Processes:
             return
         self._changed = True
 
-    def _guest(self, event: Event) -> Entry | None:
+    def _guest(self, event: Event) -> ProcessEntry | None:
         """A server from a unit that is gone, which is listed with the one unit that is here."""
         if not isinstance(event, Started) or not event.who.startswith("server "):
             return None
         group, _, index = event.who.removeprefix("server ").partition("/")
         rank = self._topology.units[0].rank
-        entry = self._by_role[event.who] = Entry([event.who], rank, servers=[[int(group), int(index)]])
+        entry = self._by_role[event.who] = ProcessEntry([event.who], rank, servers=[[int(group), int(index)]])
         self._entries.append(entry)
         return entry
 
@@ -197,10 +197,10 @@ class Processes:
             write_text(temporary, json.dumps([asdict(entry) for entry in self._entries], indent=1) + "\n")
             os.replace(temporary, self._path)
 
-    def _entry(self, unit: int, residents: tuple[Address, ...]) -> Entry:
+    def _entry(self, unit: int, residents: tuple[Address, ...]) -> ProcessEntry:
         first = residents[0]
         pairs = [[resident.group, resident.index] for resident in residents]
         roles = [str(resident) for resident in residents]
         if first.role is Role.SERVER:
-            return Entry(roles, unit, servers=pairs)
-        return Entry(roles, unit, first.group * self._topology.workers_per_group + first.index, workers=pairs)
+            return ProcessEntry(roles, unit, servers=pairs)
+        return ProcessEntry(roles, unit, first.group * self._topology.workers_per_group + first.index, workers=pairs)

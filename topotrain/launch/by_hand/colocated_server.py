@@ -14,12 +14,12 @@ from typing import Any
 
 from topotrain.comm.store import StoreError, open_store
 from topotrain.comm.store.discovery.static_addresses import StaticStore
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError
-from topotrain.launch.by_hand.manual_server import Terms, serve, tell
+from topotrain.launch.by_hand.manual_server import SharedSettings, serve, tell
 
 _LOOK_S = 1.0
 
@@ -32,7 +32,7 @@ def main() -> int:
     threading.Thread(target=_outlive_nobody, args=(worker,), name="worker's life", daemon=True).start()
     try:
         _serve(spec)
-    except (JobError, ConfigError, StoreError, WireError) as error:
+    except (JobError, ConfigError, StoreError, TransportError) as error:
         tell(f"error: {error}")
         return 1
     return 0
@@ -47,7 +47,7 @@ def _serve(spec: dict[str, Any]) -> None:
     job = job_file.loads(spec["job"], "the job")
     module, _, function = spec["name"].partition(":")
     name = getattr(importlib.import_module(module), function)
-    serve(job, servers, store, secret, spec["host"], terms=Terms(words, compare, patience_s, name))
+    serve(job, servers, store, secret, spec["host"], terms=SharedSettings(words, compare, patience_s, name))
 
 
 def _outlive_nobody(worker: int) -> None:

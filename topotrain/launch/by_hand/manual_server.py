@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
-from topotrain.comm.router import Meeting, Place, Roads
+from topotrain.comm.router import ConnectTimeouts, Router, RouterConfig
 from topotrain.comm.security.handshake import Identity, Peer
 from topotrain.comm.security.secret import job_key
 from topotrain.comm.store import Store
 from topotrain.comm.store.discovery.static_addresses import StaticStore
-from topotrain.comm.transport import Refused, WireError
-from topotrain.comm.transport.shared_memory import Memory
+from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, Job, OnFailure, Road
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import JobError
 from topotrain.core.protocol import Fail
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.child_channel import threads
-from topotrain.launch.runtime.process_host import Servers, flushing
+from topotrain.launch.runtime.process_host import HostedServers, flushing
 
 QUIET_S, REPEAT_S = 5.0, 30.0
 """Waiting is told after so many seconds, and then again every so many."""
@@ -41,7 +41,7 @@ _TEXT = 500  # characters of somebody else's error
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SharedSettings:
     """What processes that are started by hand must have been told alike, in the words of their door.
 
     words: goes into the handshake, so that a refusal can show what differs; at most 40 ASCII characters. compare: the
@@ -69,11 +69,11 @@ def place_of(
     job: Job,
     store: Store,
     secret: bytes,
-    terms: Terms,
+    terms: SharedSettings,
     host: str,
     port: int = 0,
     sockets: Path | None = None,
-) -> Place:
+) -> RouterConfig:
     """The place of a process in a job, see `by_hand`.
 
     Raises:
@@ -82,11 +82,11 @@ def place_of(
     words = terms.words.encode("ascii", "replace").decode()[:_MOST_WORDS]
     digest = f"{words} {job.digest()[:_DIGEST_DIGITS]}".strip()
     identity = Identity(job.name, job_key(secret, "by hand", job.name), 0, 0, digest)
-    meeting = Meeting(terms.patience_s, True, Waiting(terms.name))
-    return Place(job, layout(job.cluster), identity, store, sockets or Path(), host, port, meeting)
+    meeting = ConnectTimeouts(terms.patience_s, True, WaitNotice(terms.name))
+    return RouterConfig(job, layout(job.cluster), identity, store, sockets or Path(), host, port, meeting)
 
 
-class Waiting:
+class WaitNotice:
     """Says on stderr whom this process waits for, when that takes long."""
 
     def __init__(self, name: Callable[[Address], str]) -> None:
@@ -108,7 +108,7 @@ def tell(text: str) -> None:
     print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 
-def understandable(error: WireError, terms: Terms) -> WireError:
+def understandable(error: TransportError, terms: SharedSettings) -> TransportError:
     """The same error, with what the user can do about it."""
     if not isinstance(error, Refused):
         return error
@@ -124,26 +124,26 @@ def understandable(error: WireError, terms: Terms) -> WireError:
 # --- the servers -------------------------------------------------------------------------------------------------
 
 
-class Attendance:
+class WorkerPresence:
     """Who has come to the servers of this process, who has gone too early, and so whether the job can succeed."""
 
-    def __init__(self, topology: Topology, terms: Terms, servers: Iterable[Address]) -> None:
+    def __init__(self, topology: Topology, terms: SharedSettings, servers: Iterable[Address]) -> None:
         self.missing = {worker: None for server in sorted(servers) for worker in workers_of(topology, server)}
         self.failure: Fail | None = None  # why the job cannot go on
         self._name = terms.name
         self.change = threading.Condition()
 
     def came(self, server: Server, worker: Address) -> None:
-        """See `host.Attendant`."""
+        """See `host.ConnectionObserver`."""
         with self.change:
             self.missing.pop(worker, None)
 
     def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """See `host.Attendant`."""
+        """See `host.ConnectionObserver`."""
         self.fail(f"{self._name(worker)} failed: {why.text[:_TEXT]}", cause=why.cause)
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """See `host.Attendant`."""
+        """See `host.ConnectionObserver`."""
         if peer.role is Role.SERVER:
             over = not server.running
         elif peer.group not in server.groups:
@@ -168,7 +168,7 @@ class Attendance:
         self.fail(f"a server failed: {traceback.format_exc().strip().splitlines()[-1]}")
 
 
-class House:
+class ManualServers:
     """Servers that are reached at one address.
 
     Args:
@@ -177,12 +177,12 @@ class House:
         attendance: hears who comes and goes.
     """
 
-    def __init__(self, place: Place, addresses: Sequence[Address], attendance: Attendance) -> None:
+    def __init__(self, place: RouterConfig, addresses: Sequence[Address], attendance: WorkerPresence) -> None:
         self._place, self._attendance = place, attendance
         self._open = False
-        self.roads = Roads(place, Memory())
+        self.roads = Router(place, ProcessMemory())
         self.roads.admit(self._admit)
-        self.servers = Servers(place, self.roads, _zeros, addresses, attendance.trouble)
+        self.servers = HostedServers(place, self.roads, _zeros, addresses, attendance.trouble)
         for resident in self.servers.residents.values():
             resident.attendant = attendance
 
@@ -209,7 +209,7 @@ class House:
         """Tell all workers that the job cannot go on, also those that are here and have said nothing yet."""
         for me in self.servers.residents:
             for worker in workers_of(self._place.topology, me):
-                with suppress(WireError):
+                with suppress(TransportError):
                     self.roads.send(me, worker, why)
 
 
@@ -231,7 +231,7 @@ def serve(
     secret: bytes,
     host: str = "127.0.0.1",
     port: int = 0,
-    terms: Terms | None = None,
+    terms: SharedSettings | None = None,
 ) -> None:
     """Be these servers of a job until it has no more use for them. Ctrl-C ends them at once, and the job with them.
 
@@ -241,32 +241,32 @@ def serve(
         store: where processes find each other. With a `StaticStore` each server listens where the store says.
         secret: 32 bytes, see `rendezvous.secret.load_secret`.
         host, port: where to listen, for any other store; port 0: the first free one from the job's `start_port` on.
-        terms: see `Terms`.
+        terms: see `SharedSettings`.
 
     Raises:
         ConfigError: the job's counts do not fit together, or there is no such server.
         WireError: a port cannot be used, or another server cannot be reached or refuses us.
         JobError: the job cannot go on; all workers that are there have been told.
     """
-    job, terms = by_hand(job), terms or Terms()
+    job, terms = by_hand(job), terms or SharedSettings()
     topology = layout(job.cluster)
     for me in servers:
         check_there(topology, me)
     before = torch.get_num_threads()  # the process is the user's, and may have other plans when we have left
     torch.set_num_threads(threads(os.environ))  # as under a launcher
-    attendance = Attendance(topology, terms, servers)
-    houses: list[House] = []
+    attendance = WorkerPresence(topology, terms, servers)
+    houses: list[ManualServers] = []
     try:
         for (at_host, at_port), members in _houses(servers, store, host, port).items():
             place = place_of(job, store, secret, terms, at_host, at_port)
-            houses.append(House(place, members, attendance))
+            houses.append(ManualServers(place, members, attendance))
             houses[-1].open()  # in the servers' order: each calls those before it
         tell(f"{', '.join(map(terms.name, servers))}: ready")
         _stay(houses, attendance, terms)
     except BaseException as error:
         for house in houses:
             house.tell(_farewell(error, attendance))
-        if isinstance(error, WireError):
+        if isinstance(error, TransportError):
             raise understandable(error, terms) from error
         raise
     finally:
@@ -292,9 +292,9 @@ def _houses(servers: Sequence[Address], store: Store, host: str, port: int) -> d
     return found
 
 
-def _stay(houses: Sequence[House], attendance: Attendance, terms: Terms) -> None:
+def _stay(houses: Sequence[ManualServers], attendance: WorkerPresence, terms: SharedSettings) -> None:
     """Return when the job has no more use for the houses. Raises JobError."""
-    waiting = Waiting(terms.name)
+    waiting = WaitNotice(terms.name)
     until, end = time.monotonic() + terms.patience_s, 0.0
     while not all(house.done for house in houses):
         with attendance.change:
@@ -311,7 +311,7 @@ def _stay(houses: Sequence[House], attendance: Attendance, terms: Terms) -> None
             waiting.say(missing)
 
 
-def _farewell(error: BaseException, attendance: Attendance) -> Fail:
+def _farewell(error: BaseException, attendance: WorkerPresence) -> Fail:
     if isinstance(error, JobError):
         return attendance.failure or Fail(str(error), error.config, cause=True)
     if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.comm.store import Store, StoreError
 from topotrain.comm.store.discovery.static_addresses import StaticStore, as_data
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.interrupt_guard import between_frames
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import dumps
@@ -28,16 +28,16 @@ from topotrain.config.private_files import make_folder
 from topotrain.config.topology import Address
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.events import Event, Failed, Final, Metrics, Notice
-from topotrain.launch.agent.remaining_threads import Remains
-from topotrain.launch.by_hand.manual_server import Terms, by_hand, check_there, place_of, tell, understandable
+from topotrain.launch.agent.remaining_threads import RemainingThreads
+from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, check_there, place_of, tell, understandable
 from topotrain.launch.runtime.child_channel import end_process
-from topotrain.launch.runtime.process_exit import OwnEnd
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.launch.runtime.process_exit import ProcessExitHook
+from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.training import context as process
 from topotrain.training.context import Context
 from topotrain.training.finish_job import close, finish, is_complete
 
-__all__ = ["StaticStore", "Terms", "join", "leave"]
+__all__ = ["StaticStore", "SharedSettings", "join", "leave"]
 
 END_S = 30.0
 """How long the servers beside a worker may take to end after it."""
@@ -54,7 +54,7 @@ def join(
     *,
     serves: Sequence[Address] = (),
     url: str = "",
-    terms: Terms | None = None,
+    terms: SharedSettings | None = None,
     sockets: Path | None = None,
     gpus: bool = True,
 ) -> Context:
@@ -69,7 +69,7 @@ def join(
         serves: servers that live beside this worker; they get a process of their own, which ends with this one, and
             which imports the function that is `terms.name`.
         url: of the store, for that process; a `StaticStore` needs none.
-        terms: see `Terms`.
+        terms: see `SharedSettings`.
         sockets: a folder that all processes of the job share, for engines that want one.
         gpus: whether `tt.device` may name a GPU.
 
@@ -82,7 +82,7 @@ def join(
     if process.prepared():
         accepted = "was called before this process joined a job: tt.init, or tt.train.Server, must come first"
         raise ConfigError("tt.prepare", None, accepted)
-    job, terms = by_hand(job), terms or Terms()
+    job, terms = by_hand(job), terms or SharedSettings()
     place = place_of(job, store, secret, terms, host, sockets=sockets)
     for address in (me, *serves):
         check_there(place.topology, address)
@@ -115,13 +115,13 @@ def leave() -> None:
         here.leave()
 
 
-def _roads(place: Place, me: Address, terms: Terms) -> WorkerRoads:
+def _roads(place: RouterConfig, me: Address, terms: SharedSettings) -> WorkerConnections:
     def long_wait(seconds: float) -> None:
         tell(f"{terms.name(me)}: has waited {seconds:.0f} s for the others, and waits on")
 
     try:
-        return WorkerRoads(place, me, long_wait=long_wait)
-    except WireError as error:
+        return WorkerConnections(place, me, long_wait=long_wait)
+    except TransportError as error:
         raise understandable(error, terms) from error
 
 
@@ -147,7 +147,7 @@ class _Joined:
         self._said = False
         self._exit, self._hook = sys.exit, sys.excepthook
         self._usual_interrupts = between_frames()
-        self._own_end = OwnEnd(self)
+        self._own_end = ProcessExitHook(self)
 
     def watch(self) -> None:
         """Notice how the script ends."""
@@ -155,7 +155,7 @@ class _Joined:
         sys.exit = self._leaving  # type: ignore[assignment]  # at exit nothing tells with which code
         atexit.register(self._at_exit)
         self._own_end.watch()
-        Remains(self._remains).watch_after_main()
+        RemainingThreads(self._remains).watch_after_main()
 
     def _remains(self, text: str) -> None:
         if not self._over:  # else it is the business of an ordinary process
@@ -216,7 +216,7 @@ class _Joined:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = error
-        if isinstance(error, JobError | PeerLost | WireError):
+        if isinstance(error, JobError | PeerLost | TransportError):
             tell(f"error: {self._reason(error)}")
         elif isinstance(error, ConfigError | StoreError):
             tell(f"error: {error}")  # the traceback would lead into our own code
@@ -225,15 +225,15 @@ class _Joined:
             self._hook(kind, error, trace)
 
     def _give_up(self, error: BaseException) -> None:
-        if isinstance(self._here.roads, WorkerRoads) and not self._said:
+        if isinstance(self._here.roads, WorkerConnections) and not self._said:
             self._said = True
             self._here.roads.exchange.give_up(
-                _words(error), cause=not isinstance(error, JobError | PeerLost | WireError)
+                _words(error), cause=not isinstance(error, JobError | PeerLost | TransportError)
             )
 
-    def _reason(self, error: JobError | PeerLost | WireError) -> str:
+    def _reason(self, error: JobError | PeerLost | TransportError) -> str:
         """The cause, if a server knows it; else what was told or seen first."""
-        if not isinstance(self._here.roads, WorkerRoads) or (isinstance(error, JobError) and error.config):
+        if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
         exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
         return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
@@ -268,7 +268,7 @@ def _words(error: BaseException) -> str:
 
 
 def _start_servers(
-    job: Job, serves: Sequence[Address], store: Store, secret: bytes, host: str, url: str, terms: Terms
+    job: Job, serves: Sequence[Address], store: Store, secret: bytes, host: str, url: str, terms: SharedSettings
 ) -> "subprocess.Popen[bytes]":
     """Servers in a process of their own: a script must not share one with threads that others wait for."""
     if not isinstance(store, StaticStore) and not url:

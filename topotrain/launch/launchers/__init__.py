@@ -1,6 +1,6 @@
 """Every launcher by its name.
 
-A launcher is a module of this folder with the two functions of `submission.Tool`. What its units learn from its
+A launcher is a module of this folder with the two functions of `submission.LauncherTool`. What its units learn from its
 variables stands in table_spec.py.
 """
 
@@ -14,15 +14,21 @@ from typing import Any, cast
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import Topology
-from topotrain.launch import Place, arguments
+from topotrain.launch import UnitPlace, arguments
 from topotrain.launch.agent.workspace import STORE
-from topotrain.launch.launchers.submission import Ended, Options, Tool, submission, without_password
+from topotrain.launch.launchers.submission import (
+    LauncherTool,
+    LaunchOptions,
+    LaunchResult,
+    submission,
+    without_password,
+)
 
 LOCAL, KUBERNETES = "local", "kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LauncherEntry:
     """Where a launcher is written, what it is to a user in one line, and which options it takes beside the usual."""
 
     module: str
@@ -31,14 +37,14 @@ class Entry:
 
 
 LAUNCHERS = {
-    LOCAL: Entry("", "this machine, as `topotrain run`"),
-    "torchrun": Entry("torchrun", "torch.distributed.run, on one node or started on each of several"),
-    "slurm": Entry("slurm", "a batch job of Slurm"),
-    "srun": Entry("srun", "a step of Slurm, in front, inside an allocation or with one of its own"),
-    "submitit": Entry("submitit", "a batch job of Slurm through submitit"),
-    "mpirun": Entry("mpirun", "Open MPI, in front"),
-    "ray": Entry("ray", "actors in a Ray cluster, in front", ("max_restarts",)),
-    KUBERNETES: Entry(
+    LOCAL: LauncherEntry("", "this machine, as `topotrain run`"),
+    "torchrun": LauncherEntry("torchrun", "torch.distributed.run, on one node or started on each of several"),
+    "slurm": LauncherEntry("slurm", "a batch job of Slurm"),
+    "srun": LauncherEntry("srun", "a step of Slurm, in front, inside an allocation or with one of its own"),
+    "submitit": LauncherEntry("submitit", "a batch job of Slurm through submitit"),
+    "mpirun": LauncherEntry("mpirun", "Open MPI, in front"),
+    "ray": LauncherEntry("ray", "actors in a Ray cluster, in front", ("max_restarts",)),
+    KUBERNETES: LauncherEntry(
         "kubernetes",
         "writes manifests: a TrainJob of Kubeflow, or a JobSet",
         ("max_restarts", "image", "namespace", "format", "output", "with_secret"),
@@ -68,7 +74,7 @@ class Launched:
 
 
 def launch(
-    name: str, job: Job, topology: Topology, options: Options, environ: Mapping[str, str], dry_run: bool
+    name: str, job: Job, topology: Topology, options: LaunchOptions, environ: Mapping[str, str], dry_run: bool
 ) -> Launched:
     """Hand a job to the launcher `name`, or only show what that would be. Raises ConfigError, StoreError."""
     check_name(name)
@@ -82,7 +88,7 @@ def launch(
 
         options = completed(job, options)
     at = submission(job, topology, options, environ)
-    ended, text = Ended(0), ""
+    ended, text = LaunchResult(0), ""
     if dry_run:
         text = tool.command(at)
     else:
@@ -92,10 +98,10 @@ def launch(
     return Launched(name, at.id, shown, at.units, ended.code, text, ended.said, dry_run)
 
 
-def find_tool(name: str) -> Tool:
+def find_tool(name: str) -> LauncherTool:
     """The module of a launcher other than the local one. Raises ConfigError for a name that is none."""
     check_name(name)
-    return cast(Tool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
+    return cast(LauncherTool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
 
 
 def check_name(name: str) -> None:
@@ -105,7 +111,7 @@ def check_name(name: str) -> None:
         raise ConfigError("launcher", name, f"must be one of these:{known}")
 
 
-def check_special(name: str, options: Options) -> None:
+def check_special(name: str, options: LaunchOptions) -> None:
     """Raise ConfigError for an option that other launchers take."""
     for option in SPECIAL:
         value = getattr(options, option)
@@ -114,7 +120,7 @@ def check_special(name: str, options: Options) -> None:
             raise ConfigError("--" + option.replace("_", "-"), value, f"is not for {name}, but for {takers}")
 
 
-def check_local(options: Options) -> None:
+def check_local(options: LaunchOptions) -> None:
     """Raise ConfigError for what means nothing on this machine alone."""
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--pass", options.extra)):
         if value and value != 1:
@@ -129,6 +135,6 @@ def local_command(job: Job, topology: Topology) -> str:
     run_dir = Path(job.workspace).absolute() / "run"
     lines = []
     for unit in topology.units:
-        place = Place(unit.rank, len(topology.units), (run_dir / STORE).as_uri(), str(run_dir))
+        place = UnitPlace(unit.rank, len(topology.units), (run_dir / STORE).as_uri(), str(run_dir))
         lines.append(shlex.join([sys.executable, "-m", "topotrain.launch.agent.unit_main", *arguments(place)]))
     return "\n".join([*lines, ""])

@@ -17,7 +17,7 @@ DEFAULT_ID = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class VariableNames:
     """Names of variables. id: those that together name one start of a job, the same in all of its units.
 
     first: of one whose number, if it is there, is added to the rank: for a launcher that counts every role from 0.
@@ -31,20 +31,20 @@ class Table:
 
 # The first whose rank and nprocs are both there wins. Who starts units inside of another one stands before it: mpirun
 # in a batch job of Slurm inherits Slurm's variables, in which every unit would have the number of the batch script.
-TABLES: Mapping[str, Table] = MappingProxyType(
+TABLES: Mapping[str, VariableNames] = MappingProxyType(
     {
-        "topotrain": Table("TOPOTRAIN_RANK", "TOPOTRAIN_NPROCS"),
-        "torchrun": Table("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
-        "mpirun": Table("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
-        "pmi": Table("PMI_RANK", "PMI_SIZE"),
-        "slurm": Table("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-        "kubernetes": Table("JOB_COMPLETION_INDEX", "TOPOTRAIN_NPROCS", first="TOPOTRAIN_FIRST_RANK"),
+        "topotrain": VariableNames("TOPOTRAIN_RANK", "TOPOTRAIN_NPROCS"),
+        "torchrun": VariableNames("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",)),
+        "mpirun": VariableNames("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
+        "pmi": VariableNames("PMI_RANK", "PMI_SIZE"),
+        "slurm": VariableNames("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+        "kubernetes": VariableNames("JOB_COMPLETION_INDEX", "TOPOTRAIN_NPROCS", first="TOPOTRAIN_FIRST_RANK"),
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class LaunchInfo:
     """Which unit this process is, and where all meet. launcher: whose variables said so; "" for none.
 
     id: how the launcher names this start; "default" where it has no name. patience: seconds for which it waits for the
@@ -67,7 +67,7 @@ def started_by(environ: Mapping[str, str]) -> str:
 
 def start_of(
     environ: Mapping[str, str], rank: int | None = None, nprocs: int | None = None, rendezvous: str = "", host: str = ""
-) -> Start:
+) -> LaunchInfo:
     """What this process has been told; an argument wins over a variable.
 
     Raises:
@@ -100,7 +100,7 @@ def start_of(
     patience = _number(environ, MEETING, 1) if environ.get(MEETING) else 0
     host = host or environ.get(HOST, "")
     _check_host(host)
-    return Start(rank, nprocs, url, host, launcher, _id(environ, launcher), patience)
+    return LaunchInfo(rank, nprocs, url, host, launcher, _id(environ, launcher), patience)
 
 
 def _check_host(host: str) -> None:

@@ -17,17 +17,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import ConfigError
-from topotrain.launch.launchers.submission import Ended, Submission
+from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 if TYPE_CHECKING:
-    from topotrain.launch.multinode.node_info import End
+    from topotrain.launch.multinode.node_info import JobEnd
 
 PATIENCE_S = 40.0
 """From SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupted(Exception):
+class StopRequested(Exception):
     """One of the signals that end a job came; `number` says which."""
 
     def __init__(self, number: int) -> None:
@@ -44,8 +44,8 @@ def find(program: str, install: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OneLine:
-    """A `submission.Tool` that is one command, in front.
+class CommandTool:
+    """A `submission.LauncherTool` that is one command, in front.
 
     Args:
         words: the command. Raises ConfigError for options that the tool cannot take.
@@ -59,7 +59,7 @@ class OneLine:
         """The command line, and the variables that it inherits."""
         return submission.show(shlex.join(self.words(submission)))
 
-    def start(self, submission: Submission) -> Ended:
+    def start(self, submission: Submission) -> LaunchResult:
         """Run it to its end: all units, or with torchrun this node's. Raises ConfigError where there is no program."""
         program, *rest = self.words(submission)
         found = find(program, self.install)
@@ -67,13 +67,13 @@ class OneLine:
         return in_front([found, *rest], submission)
 
 
-def in_front(words: Sequence[str], submission: Submission) -> Ended:
+def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:
     """Run a tool that starts all units of a job, to its end."""
     try:
         code = run(words, submission.environ, not submission.options.json)
-    except Interrupted as came:
-        return Ended(128 + came.number)
-    return Ended(agreed(submission, code))
+    except StopRequested as came:
+        return LaunchResult(128 + came.number)
+    return LaunchResult(agreed(submission, code))
 
 
 def agreed(submission: Submission, code: int) -> int:
@@ -85,11 +85,11 @@ def agreed(submission: Submission, code: int) -> int:
     return code if end is None else end.code or code
 
 
-def ending(submission: Submission, said: "End | None" = None) -> "End | None":
+def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | None":
     """How the job has ended, if that can be found out. said: becomes the end of a job that has none yet."""
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, open_store, within
-    from topotrain.launch.multinode.node_info import End, with_job
+    from topotrain.launch.multinode.node_info import JobEnd, with_job
 
     try:
         with contextlib.closing(open_store(with_job(submission.rendezvous, ""), load_secret(os.environ))) as store:
@@ -102,7 +102,7 @@ def ending(submission: Submission, said: "End | None" = None) -> "End | None":
             end = run.get("end")
     except StoreError:  # one that the first unit has served is gone with it
         return None
-    return End.loaded(end) if end else None
+    return JobEnd.loaded(end) if end else None
 
 
 def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = True) -> int:
@@ -119,7 +119,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
         try:
             gate.open()
             code = process.wait()
-        except Interrupted:
+        except StopRequested:
             _end(process)
             raise
         except BaseException:
@@ -133,14 +133,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.terminate()
     try:
         process.wait(PATIENCE_S)
-    except (Interrupted, subprocess.TimeoutExpired):
+    except (StopRequested, subprocess.TimeoutExpired):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 @dataclass(slots=True)
-class Gate:
+class SignalGate:
     """While it is closed, signals wait behind it. came: the last one that did; 0 for none."""
 
     closed: bool = False
@@ -150,18 +150,18 @@ class Gate:
         """Raise Interrupted for what came meanwhile, and from now on at once."""
         self.closed = False
         if self.came:
-            raise Interrupted(self.came)
+            raise StopRequested(self.came)
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Gate]:
+def interruptible() -> Iterator[SignalGate]:
     """Inside, a signal that ends a job is the exception Interrupted; one that is ignored stays so."""
-    gate = Gate()
+    gate = SignalGate()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         gate.came = number
         if not gate.closed:
-            raise Interrupted(number)
+            raise StopRequested(number)
 
     former = {number: signal.getsignal(number) for number in _SIGNALS}
     taken = [number for number, handler in former.items() if handler is not signal.SIG_IGN]

@@ -18,11 +18,11 @@ from topotrain.comm.store.store_url import parse
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.launch.launchers import kubernetes_manifests
-from topotrain.launch.launchers.kubernetes_manifests import Data, Order
-from topotrain.launch.launchers.submission import Ended, Options, Submission, without_password
+from topotrain.launch.launchers.kubernetes_manifests import Data, ManifestConfig
+from topotrain.launch.launchers.submission import LaunchOptions, LaunchResult, Submission, without_password
 
 INSTALL = "pip install 'topotrain[yaml]'"
-FORMATS: Mapping[str, Callable[[Order], list[Data]]] = MappingProxyType(
+FORMATS: Mapping[str, Callable[[ManifestConfig], list[Data]]] = MappingProxyType(
     {"trainjob": kubernetes_manifests.trainjob, "jobset": kubernetes_manifests.jobset}
 )
 PORT, DOMAIN, NAMESPACE, PYTHON = 29400, "cluster.local", "default", "python"
@@ -41,7 +41,7 @@ _PASSED: Mapping[str, tuple[str, re.Pattern[str]]] = MappingProxyType(
 )
 
 
-def completed(job: Job, options: Options) -> Options:
+def completed(job: Job, options: LaunchOptions) -> LaunchOptions:
     """The options with a name for the job and a store that its unit 0 serves, where they say neither."""
     base = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:30]
     base = base if _LABEL.fullmatch(base) else "job"
@@ -67,7 +67,7 @@ def passed(extra: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def order(at: Submission) -> Order:
+def order(at: Submission) -> ManifestConfig:
     """What is to be written. Raises ConfigError, StoreError for a URL or a secret that cannot be read."""
     options = at.options
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--wait", options.wait)):
@@ -86,7 +86,7 @@ def order(at: Submission) -> Order:
     parse(at.rendezvous)
     open_url = without_password(at.rendezvous) == at.rendezvous
     volumes = [volume.partition(":") for volume in words.get("volume", "").splitlines()]
-    return Order(
+    return ManifestConfig(
         at.id,
         namespace,
         options.image,
@@ -118,11 +118,11 @@ def command(at: Submission) -> str:
     return _head(made) + _yaml(FORMATS[at.options.format or "trainjob"](made))
 
 
-def start(at: Submission) -> Ended:
+def start(at: Submission) -> LaunchResult:
     """Write them. Raises ConfigError."""
     text, file = command(at), at.options.output
     if not file:
-        return Ended(0, text=text)
+        return LaunchResult(0, text=text)
     try:
         mode = 0o600 if at.options.with_secret else 0o644
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as out:
@@ -131,10 +131,10 @@ def start(at: Submission) -> Ended:
             out.write(text)
     except OSError as error:
         raise ConfigError("--output", file, f"must be a file that can be written ({error.strerror})") from None
-    return Ended(0, {"output": str(Path(file).absolute())}, f"kubectl apply -f {shlex.quote(file)}\n")
+    return LaunchResult(0, {"output": str(Path(file).absolute())}, f"kubectl apply -f {shlex.quote(file)}\n")
 
 
-def _head(made: Order) -> str:
+def _head(made: ManifestConfig) -> str:
     """As comments: how the Secret comes to be, and where results go."""
     lines = ["kubectl apply -f THIS-FILE"]
     if made.secrets is None:

@@ -22,7 +22,7 @@ Data = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ManifestConfig:
     """What is to be made of a job.
 
     conf: the text of the job file. rendezvous: the URL; "" for one with a password, which then stands in the Secret.
@@ -50,7 +50,7 @@ class Order:
         return f"{self.name}-secret"
 
 
-def trainjob(order: Order) -> list[Data]:
+def trainjob(order: ManifestConfig) -> list[Data]:
     """A TrainJob, the TrainingRuntime that it refers to, and what both need."""
     main = roles(order.topology)[0][1]
     runtime = {
@@ -70,7 +70,7 @@ def trainjob(order: Order) -> list[Data]:
     return [*_needed(order), runtime, asked]
 
 
-def jobset(order: Order) -> list[Data]:
+def jobset(order: ManifestConfig) -> list[Data]:
     """A JobSet, and what it needs."""
     return [
         *_needed(order),
@@ -97,7 +97,7 @@ def address(name: str, namespace: str, domain: str) -> str:
     return f"{name}-{MAIN}-0-0.{name}.{namespace}.svc.{domain}"
 
 
-def _needed(order: Order) -> list[Data]:
+def _needed(order: ManifestConfig) -> list[Data]:
     conf = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -116,11 +116,11 @@ def _needed(order: Order) -> list[Data]:
     return [secret, conf]
 
 
-def _metadata(order: Order, name: str) -> Data:
+def _metadata(order: ManifestConfig, name: str) -> Data:
     return {"name": name, "namespace": order.namespace}
 
 
-def _jobset_spec(order: Order) -> Data:
+def _jobset_spec(order: ManifestConfig) -> Data:
     """All start again together or not at all; a job that was set up wrongly never does."""
     policy: Data = {"maxRestarts": order.max_restarts}
     if order.max_restarts:
@@ -132,7 +132,7 @@ def _jobset_spec(order: Order) -> Data:
     }
 
 
-def _replicated(order: Order, name: str, units: tuple[Unit, ...]) -> Data:
+def _replicated(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
     spec: Data = {
         "completionMode": "Indexed",
         "completions": len(units),
@@ -149,7 +149,7 @@ def _replicated(order: Order, name: str, units: tuple[Unit, ...]) -> Data:
     return {"name": name, "replicas": 1, "template": template}
 
 
-def _pod(order: Order, name: str, units: tuple[Unit, ...]) -> Data:
+def _pod(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
     claims = [(f"claim-{k}", path, claim) for k, (path, claim) in enumerate(order.volumes.items())]
     container = {
         "name": name,
@@ -175,7 +175,7 @@ def _pod(order: Order, name: str, units: tuple[Unit, ...]) -> Data:
     }
 
 
-def _variables(order: Order, first: int) -> list[Data]:
+def _variables(order: ManifestConfig, first: int) -> list[Data]:
     """What a unit is told; JOB_COMPLETION_INDEX comes from the indexed Job."""
     where = {"value": order.rendezvous} if order.rendezvous else _from_secret(order, "rendezvous")
     return [
@@ -188,11 +188,11 @@ def _variables(order: Order, first: int) -> list[Data]:
     ]
 
 
-def _from_secret(order: Order, key: str) -> Data:
+def _from_secret(order: ManifestConfig, key: str) -> Data:
     return {"valueFrom": {"secretKeyRef": {"name": order.secret, "key": key}}}
 
 
-def _resources(order: Order, units: tuple[Unit, ...]) -> Data:
+def _resources(order: ManifestConfig, units: tuple[Unit, ...]) -> Data:
     processes = max(len(unit.workers) + bool(unit.servers) for unit in units)
     requests = {"cpu": order.cpu or str(processes)}
     limits: dict[str, str] = {}

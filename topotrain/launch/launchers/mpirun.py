@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from topotrain.config.job import ConfigError
-from topotrain.launch.launchers.foreground_tool import OneLine
+from topotrain.launch.launchers.foreground_tool import CommandTool
 from topotrain.launch.launchers.submission import Submission
 
 INSTALL = "it comes with Open MPI (Debian: openmpi-bin)"
@@ -31,5 +31,5 @@ def _slots(hosts: Sequence[str]) -> str:
     return ",".join(f"{name}:{slots}" if slots > 1 else name for name, slots in Counter(hosts).items())
 
 
-_TOOL = OneLine(words, INSTALL)
+_TOOL = CommandTool(words, INSTALL)
 command, start = _TOOL.command, _TOOL.start

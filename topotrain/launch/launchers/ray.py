@@ -26,11 +26,11 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Failed
 from topotrain.launch.launchers import foreground_tool
 from topotrain.launch.launchers.ray_capacity import better, fits
-from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, Ended, Submission, without_password
-from topotrain.launch.multinode.node_info import End, with_job
+from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, LaunchResult, Submission, without_password
+from topotrain.launch.multinode.node_info import JobEnd, with_job
 
 if TYPE_CHECKING:
-    from topotrain.launch.agent.stop_signals import Signals
+    from topotrain.launch.agent.stop_signals import StopSignals
 
 INSTALL = "pip install 'topotrain[ray]'"
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -43,7 +43,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RayOptions:
     """What the user wants of Ray. cpus: of each unit; 0: one for each of its processes. room: seconds to wait.
 
     grows: the user has said for how long, so nodes may still join.
@@ -57,13 +57,13 @@ class Ask:
     grows: bool = False
 
 
-def ask(topology: Topology, extra: Sequence[str]) -> Ask:
+def ask(topology: Topology, extra: Sequence[str]) -> RayOptions:
     """Read --pass words. Raises ConfigError.
 
     Several server groups are several copies of each shard, which shall not go with one node: then one unit per node is
     a must, and else a wish.
     """
-    given = Ask("STRICT_SPREAD" if topology.synced else "SPREAD")
+    given = RayOptions("STRICT_SPREAD" if topology.synced else "SPREAD")
     for word in extra:
         name, _, value = word.partition("=")
         if name == "strategy" and value in STRATEGIES:
@@ -84,7 +84,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.replace(".", "", 1).isdecimal()
 
 
-def bundles(submission: Submission, asked: Ask) -> list[dict[str, float]]:
+def bundles(submission: Submission, asked: RayOptions) -> list[dict[str, float]]:
     """What each unit takes of a node, by rank. Raises ConfigError for options that Ray has no use for."""
     options = submission.options
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts)):
@@ -104,7 +104,7 @@ def command(submission: Submission) -> str:
     return submission.show("\n".join([*lines, "])", unit]))
 
 
-def start(submission: Submission) -> Ended:
+def start(submission: Submission) -> LaunchResult:
     """Run all units to their end, as often as they may start. Raises ConfigError where there is no Ray, or no room."""
     asked = ask(submission.topology, submission.options.extra)
     wanted = bundles(submission, asked)
@@ -119,7 +119,7 @@ def start(submission: Submission) -> Ended:
                 life = _Life(ray, lived(submission, count), asked, heard)
                 code = life.live()
                 if code in FINAL_CODES or heard.came or count == submission.options.max_restarts:
-                    return Ended(code, {"restarts": str(count)})
+                    return LaunchResult(code, {"restarts": str(count)})
                 count += 1
                 _say(f"all units start again ({count} of {submission.options.max_restarts})")
 
@@ -155,7 +155,7 @@ def _connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: Ask) -> None:
+def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: RayOptions) -> None:
     """Raise ConfigError where the units would wait for room that these nodes never have."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if asked.grows or fits(nodes, wanted, asked.strategy):
@@ -172,7 +172,7 @@ def _amounts(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amounts[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in amounts) or "0 CPU"
 
 
-class Seat:
+class UnitActor:
     """The actor: runs one unit on its node."""
 
     def __init__(self, rank: int) -> None:
@@ -212,8 +212,8 @@ class _Life:
 
     ray: Any
     at: Submission
-    asked: Ask
-    heard: "Signals"
+    asked: RayOptions
+    heard: "StopSignals"
     codes: dict[int, int] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     lost: Failed | None = None
@@ -261,7 +261,7 @@ class _Life:
         bundle = group.bundle_specs[rank]
         place = scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
-        return self.ray.remote(Seat).options(**options, scheduling_strategy=place).remote(rank)
+        return self.ray.remote(UnitActor).options(**options, scheduling_strategy=place).remote(rank)
 
     def _watch(self, actors: Sequence[Any]) -> None:
         """Return when all units have ended; after a loss or a signal not later than PATIENCE_S."""
@@ -304,10 +304,10 @@ class _Life:
         if self.heard.came:
             number = self.heard.came[0]
             foreground_tool.ending(
-                self.at, End(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
+                self.at, JobEnd(128 + number, text=f"ended by {signal.Signals(number).name} to the launcher")
             )
         elif self.lost is not None:
-            foreground_tool.ending(self.at, End.of(self.lost, self.lost_rank, ""))
+            foreground_tool.ending(self.at, JobEnd.of(self.lost, self.lost_rank, ""))
 
 
 def _reason(error: Exception) -> str:

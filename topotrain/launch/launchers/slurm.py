@@ -16,7 +16,7 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import write_text
 from topotrain.launch.agent.pipes import log_tail
 from topotrain.launch.launchers import foreground_tool, srun
-from topotrain.launch.launchers.submission import Ended, Submission
+from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 SCRIPT, OUTPUT = "job.sh", "slurm-%j.out"
 LOOK_S = 0.5
@@ -55,7 +55,7 @@ def command(submission: Submission) -> str:
     return submission.show(script(submission))
 
 
-def start(submission: Submission) -> Ended:
+def start(submission: Submission) -> LaunchResult:
     """Queue the script, and with `wait` follow it to its end. Raises ConfigError where there is no sbatch."""
     text = script(submission)
     sbatch = foreground_tool.find("sbatch", srun.INSTALL)
@@ -74,8 +74,8 @@ def start(submission: Submission) -> Ended:
     job = done.stdout.strip().partition(";")[0]  # behind it stands the cluster, where there are several
     said = {"job": job, "output": str(submission.folder / OUTPUT.replace("%j", job))}
     if not submission.options.wait:
-        return Ended(0, said)
-    return Ended(follow(job, Path(said["output"]), submission), said)
+        return LaunchResult(0, said)
+    return LaunchResult(follow(job, Path(said["output"]), submission), said)
 
 
 def follow(job: str, output: Path, submission: Submission) -> int:
@@ -94,7 +94,7 @@ def follow(job: str, output: Path, submission: Submission) -> int:
                 if state not in QUIET_STATES:
                     break
                 time.sleep(LOOK_S)
-    except foreground_tool.Interrupted as came:
+    except foreground_tool.StopRequested as came:
         subprocess.run(["scancel", job], stdin=subprocess.DEVNULL, capture_output=True)
         return 128 + came.number
     if code:

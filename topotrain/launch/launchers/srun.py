@@ -6,7 +6,7 @@ processes, and Slurm must not bind them all to one.
 
 import os
 
-from topotrain.launch.launchers.foreground_tool import OneLine
+from topotrain.launch.launchers.foreground_tool import CommandTool
 from topotrain.launch.launchers.submission import Submission
 
 INSTALL = "it comes with Slurm (Debian: slurm-client), on a login node of the cluster"
@@ -23,5 +23,5 @@ def words(submission: Submission, inside: bool = False) -> list[str]:
     return [*step, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", "--export=ALL", *submission.command]
 
 
-_TOOL = OneLine(words, INSTALL)
+_TOOL = CommandTool(words, INSTALL)
 command, start = _TOOL.command, _TOOL.start

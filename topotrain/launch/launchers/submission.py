@@ -29,7 +29,7 @@ RENDEZVOUS_VARIABLE, TOKEN_VARIABLE = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_TOKEN_F
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LaunchOptions:
     """What the user says to a launcher beside the job.
 
     rendezvous: the store's URL; "": a folder of the workspace. nodes: on how many machines; 0 leaves it to the tool.
@@ -63,7 +63,7 @@ class Submission:
 
     job: Job
     topology: Topology
-    options: Options
+    options: LaunchOptions
     id: str
     folder: Path
     rendezvous: str
@@ -111,7 +111,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LaunchResult:
     """What became of a start: the exit code, and what the tool called the job (empty for one that ran in front).
 
     text: for stdout, instead of the job's number.
@@ -122,19 +122,19 @@ class Ended:
     text: str = ""
 
 
-class Tool(Protocol):
+class LauncherTool(Protocol):
     """A module of this folder that hands a job to one launcher."""
 
     def command(self, submission: Submission) -> str:
         """Exactly what would be submitted. Raises ConfigError for options that the tool cannot take."""
         ...
 
-    def start(self, submission: Submission) -> Ended:
+    def start(self, submission: Submission) -> LaunchResult:
         """Submit it; returns when it is queued or, for tools that run in front, has ended. Raises ConfigError."""
         ...
 
 
-def submission(job: Job, topology: Topology, options: Options, environ: Mapping[str, str]) -> Submission:
+def submission(job: Job, topology: Topology, options: LaunchOptions, environ: Mapping[str, str]) -> Submission:
     """Name a job and find its folder; nothing is written. Raises ConfigError."""
     wanted = options.rendezvous or job.rendezvous
     given = parse_qs(urlsplit(wanted).query).get("job", [""])[0]

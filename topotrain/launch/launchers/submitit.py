@@ -12,7 +12,7 @@ from typing import Any
 
 from topotrain.config.job import ConfigError
 from topotrain.launch.launchers import foreground_tool, slurm, srun
-from topotrain.launch.launchers.submission import Ended, Submission
+from topotrain.launch.launchers.submission import LaunchResult, Submission
 
 INSTALL = "pip install 'topotrain[slurm]'"
 FOLDER = "submitit"
@@ -73,7 +73,7 @@ def command(submission: Submission) -> str:
     return submission.show("\n".join([*lines, f"  each task runs {' '.join(submission.command)}"]))
 
 
-def start(submission: Submission) -> Ended:
+def start(submission: Submission) -> LaunchResult:
     """Queue the job, and with `wait` follow it to its end. Raises ConfigError."""
     given = parameters(submission)
     try:
@@ -89,6 +89,6 @@ def start(submission: Submission) -> Ended:
     job = submit(executor, submission)
     said = {"job": job.job_id, "output": str(job.paths.stdout)}
     if not submission.options.wait:
-        return Ended(0, said)
+        return LaunchResult(0, said)
     code = slurm.follow(job.job_id, job.paths.stdout, submission)
-    return Ended(code, said)
+    return LaunchResult(code, said)

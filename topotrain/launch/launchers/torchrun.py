@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from topotrain.config.job import ConfigError
 from topotrain.launch.agent.workspace import JOB_FILE
-from topotrain.launch.launchers.foreground_tool import OneLine
+from topotrain.launch.launchers.foreground_tool import CommandTool
 from topotrain.launch.launchers.submission import RENDEZVOUS_VARIABLE, Submission
 from topotrain.launch.multinode.node_info import with_job
 
@@ -44,7 +44,7 @@ def _endpoint(submission: Submission) -> str:
     return first if ":" in first else f"{first}:{PORT}"
 
 
-_TOOL = OneLine(words)
+_TOOL = CommandTool(words)
 command, start = _TOOL.command, _TOOL.start
 
 

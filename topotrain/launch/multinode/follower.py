@@ -1,8 +1,8 @@
 """What a unit does about processes that die while another unit decides for the whole job (recovery.py, post.py).
 
-Rule: pure; it stands where `Recovery` stands in unit 0. What that has to know is told to it; a death, and an error that
-may follow from one, are held until it has said what follows. An exception of the user's program ends the job at once,
-here as there.
+Rule: pure; it stands where `RecoveryPolicy` stands in unit 0. What that has to know is told to it; a death, and an
+error that may follow from one, are held until it has said what follows. An exception of the user's program ends the job
+at once, here as there.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,10 +25,10 @@ from topotrain.core.events import (
     Unrepeatable,
     Unsaved,
 )
-from topotrain.launch.recovery.recovery_actions import GiveUp, Word
+from topotrain.launch.recovery.recovery_actions import FailJob, Word
 
 
-class Following:
+class Follower:
     """See above.
 
     Args:
@@ -50,7 +50,7 @@ class Following:
 
     @property
     def missing(self) -> set[str]:
-        """As of `Recovery`."""
+        """As of `RecoveryPolicy`."""
         return set()
 
     @property
@@ -123,5 +123,5 @@ class Following:
         """Who cannot be heard for so long has no say in it any more."""
         if self._held and self._alone:
             held, self._held = self._held, []
-            return [GiveUp(tuple(held))]
+            return [FailJob(tuple(held))]
         return []

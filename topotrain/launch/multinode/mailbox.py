@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 from topotrain.comm.store import Store, StoreError
 from topotrain.core.events import Failed
-from topotrain.launch.multinode.node_info import Introduction
+from topotrain.launch.multinode.node_info import NodeInfo
 from topotrain.launch.multinode.node_rendezvous import BEAT_S
-from topotrain.launch.multinode.reliable_messages import Ends, Words
+from topotrain.launch.multinode.reliable_messages import ReliableEnd, Words
 
 _BELL = "bell"
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class UnitMessage:
     """Unit `rank` has said something."""
 
     rank: int
@@ -36,7 +36,7 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class Vanished:
+class UnitVanished:
     """Unit `rank` gives no sign of life any more."""
 
     rank: int
@@ -44,14 +44,14 @@ class Vanished:
 
 
 @dataclass(frozen=True, slots=True)
-class Back:
+class UnitReturned:
     """A new process is unit `rank`, which had vanished."""
 
     rank: int
-    unit: Introduction
+    unit: NodeInfo
 
 
-News = Letter | Vanished | Back
+News = UnitMessage | UnitVanished | UnitReturned
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class _Line:
 
     rank: int
     word: str
-    ends: Ends
+    ends: ReliableEnd
     written: bytes = b""
     heard: bytes | None = None
 
 
-class Post:
+class Mailbox:
     """One unit's end of its lines.
 
     Args:
@@ -79,7 +79,7 @@ class Post:
         self._run, self._rank, self._away_s = run, rank, away_s
         self.suspicious = False
         """Somebody has lost a peer, so that a unit that is silent is thought to be gone sooner."""
-        self._lines = {other: _Line(other, word, Ends()) for other, word in words.items()}
+        self._lines = {other: _Line(other, word, ReliableEnd()) for other, word in words.items()}
         self._lock = threading.Condition()
         self._news: deque[News] = deque()
         self._told, self._teller = socket.socketpair()
@@ -136,7 +136,7 @@ class Post:
         with self._lock:
             if rank in self._lines and self._lines[rank].word == word:
                 return
-            self._lines[rank] = _Line(rank, word, Ends())
+            self._lines[rank] = _Line(rank, word, ReliableEnd())
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -231,5 +231,5 @@ class Post:
             except ValueError:  # of somebody who has no business there; the next page is the unit's own
                 return
             for words in found:
-                self._put(Letter(line.rank, words))
+                self._put(UnitMessage(line.rank, words))
             self._lock.notify_all()

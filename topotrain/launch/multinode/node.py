@@ -15,28 +15,28 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 
 from topotrain.comm.security.secret import job_key, load_secret
-from topotrain.comm.store import Served, Store, StoreError, host_store, open_store
+from topotrain.comm.store import Store, StoreError, StoreService, host_store, open_store
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry, UnknownJob
 from topotrain.comm.store.store_url import parse
 from topotrain.config.job import ConfigError, Job, OnFailure
 from topotrain.config.topology import Topology, layout
 from topotrain.core.events import Event, Notice
-from topotrain.launch import AlwaysTaken, OnEvent, Outcome, Outlet, Place
+from topotrain.launch import AlwaysTaken, JobOutcome, OnEvent, Outlet, UnitPlace
 from topotrain.launch.agent import temporary_folders
-from topotrain.launch.agent.children import Calls
-from topotrain.launch.agent.forkserver_handle import Kept
-from topotrain.launch.agent.stop_signals import Signals, signals
+from topotrain.launch.agent.children import EntryPoints
+from topotrain.launch.agent.forkserver_handle import ForkserverHandle
+from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.agent.workspace import LOGS, claimed_by_unit, furnish
 from topotrain.launch.grace_period import LEADER
-from topotrain.launch.launchers.env_tables import DEFAULT_ID, Start
-from topotrain.launch.launchers.foreground_tool import Interrupted, interruptible
-from topotrain.launch.multinode.attempts import Course, Met
-from topotrain.launch.multinode.node_info import End, Hosts, Over, with_job
-from topotrain.launch.multinode.node_membership import Company, Notes, Stores
-from topotrain.launch.multinode.node_rendezvous import Hall, Restarted, forget, forget_lives, outlast
-from topotrain.launch.multinode.restart_barrier import Begun
-from topotrain.launch.recovery.resume_point import Origin, asked_for, seal, seen
-from topotrain.launch.run_loop import DECIDE_S, Grounds, Run
+from topotrain.launch.launchers.env_tables import DEFAULT_ID, LaunchInfo
+from topotrain.launch.launchers.foreground_tool import StopRequested, interruptible
+from topotrain.launch.multinode.attempts import AttemptAgreement, Attempts
+from topotrain.launch.multinode.node_info import EndedBeforeStart, HostMap, JobEnd, with_job
+from topotrain.launch.multinode.node_membership import NodeMembership, StoreKeys, UnitReport
+from topotrain.launch.multinode.node_rendezvous import JobRestarted, NodeRendezvous, forget, forget_lives, outlast
+from topotrain.launch.multinode.restart_barrier import RestartInfo
+from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal, seen
+from topotrain.launch.run_loop import DECIDE_S, RunFiles, RunLoop
 
 QUIET_S = 5.0
 """How long a unit whose part is done waits for the others before that is told."""
@@ -49,33 +49,33 @@ Watching = Callable[[Job, Topology, Topology], AbstractContextManager[OnEvent]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class NodeResult:
     """How the job ended for one unit. outcome: its code is every unit's, its cause the first one."""
 
-    outcome: Outcome
-    end: End
+    outcome: JobOutcome
+    end: JobEnd
     job: Job | None = None
     topology: Topology | None = None
     rank: int = 0
 
 
 @dataclass(slots=True)
-class Part:
+class Node:
     """One unit of a job on this machine.
 
     start: which, and where all meet. given: the job, if this unit was handed one. watching: its windows. environ: where
     secrets are looked for. calls: what a child runs; only tests change it. forkserver, outlet: as for `LocalLauncher`.
     """
 
-    start: Start
+    start: LaunchInfo
     given: Job | None
     watching: Watching
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    calls: Calls = field(default_factory=Calls)
+    calls: EntryPoints = field(default_factory=EntryPoints)
     forkserver: str = ""
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
-    def live(self) -> Ended:
+    def live(self) -> NodeResult:
         """Run the unit to its end; no process of it is left on return.
 
         Raises:
@@ -85,25 +85,25 @@ class Part:
         rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
         secret = load_secret(self.environ)
         with ExitStack() as stack:
-            served: Served | None = None
+            served: StoreService | None = None
             if rank == 0:
                 served = host_store(self.start.rendezvous, secret, self.environ)
                 if served is not None:
                     stack.callback(served.close)
             root = self._open(secret)
             stack.callback(root.close)
-            hall = Hall(root, name, rank, self.start.nprocs, secret, self.start.patience)
+            hall = NodeRendezvous(root, name, rank, self.start.nprocs, secret, self.start.patience)
             stack.callback(hall.close)
             try:
                 with interruptible():
                     met = self._meet(hall, root, served, stack)
-            except Over as over:
-                return Ended(Outcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
-            except Interrupted as came:
+            except EndedBeforeStart as over:
+                return NodeResult(JobOutcome(over.end.code, 0.0, over.end.failed), over.end, rank=rank)
+            except StopRequested as came:
                 text = f"ended by signal {came.number} to unit {rank}"
-                return self._give_up(hall, End(128 + came.number, rank, text=text))
+                return self._give_up(hall, JobEnd(128 + came.number, rank, text=text))
             except ConfigError as error:
-                self._give_up(hall, End(2, rank, text=f"unit {rank} refused the job: {error}"))
+                self._give_up(hall, JobEnd(2, rank, text=f"unit {rank} refused the job: {error}"))
                 raise
             return self._run(hall, root, met, secret)
 
@@ -113,7 +113,9 @@ class Part:
 
     # --- before
 
-    def _meet(self, hall: Hall, root: Store, served: Served | None, stack: ExitStack) -> Met:
+    def _meet(
+        self, hall: NodeRendezvous, root: Store, served: StoreService | None, stack: ExitStack
+    ) -> AttemptAgreement:
         rank = self.start.rank
         while True:
             try:
@@ -125,24 +127,24 @@ class Part:
                 if rank:
                     hosts = hall.learn()
                     resume = "" if hall.returns else seen(workspace, *hall.chosen())
-                    return Met(job, hosts, workspace, Origin(workspace, resume), resume)
+                    return AttemptAgreement(job, hosts, workspace, ResumeSource(workspace, resume), resume)
                 resume = asked_for(job, workspace)
-                origin = Origin(workspace, resume)
+                origin = ResumeSource(workspace, resume)
                 hall.choose(Path(resume).name, seal(resume))
                 hosts = hall.gather(self._shown(served), served is not None)
                 self._register(root, self._record(hall, job, hosts))
-                return Met(job, hosts, workspace, origin, resume)
-            except Restarted:
+                return AttemptAgreement(job, hosts, workspace, origin, resume)
+            except JobRestarted:
                 hall.close()
 
-    def _shown(self, served: Served | None) -> str:
+    def _shown(self, served: StoreService | None) -> str:
         """The store's URL, where the units were told nothing but env://."""
         if parse(self.start.rendezvous).scheme != "env":
             return ""
         named = self.environ.get("TOPOTRAIN_RENDEZVOUS", "")
         return served.url if served is not None else named or "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**self.environ)
 
-    def _record(self, hall: Hall, job: Job, hosts: Hosts) -> JobRecord:
+    def _record(self, hall: NodeRendezvous, job: Job, hosts: HostMap) -> JobRecord:
         """What the store's list says of the job."""
         addresses = tuple(dict.fromkeys(hosts.addresses))
         return JobRecord(hall.id, job.name, started=time.time(), units=self.start.nprocs, hosts=addresses)
@@ -153,34 +155,34 @@ class Part:
             registry.end(record.id, "failed")  # of an earlier start, whose units are all gone, as we know here
         registry.add(record)
 
-    def _give_up(self, hall: Hall, end: End) -> Ended:
+    def _give_up(self, hall: NodeRendezvous, end: JobEnd) -> NodeResult:
         """Before anything was started: let the others know."""
         if hall.pulse is not None:  # one that was not let in has no say
             with suppress(StoreError):
                 hall.run.compare_and_set("end", None, end.dumped())
             if self.start.rank == 0:
                 outlast(hall.run)  # the store may go with us
-        return Ended(Outcome(end.code, 0.0), end, rank=self.start.rank)
+        return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
 
     # --- meanwhile
 
-    def _run(self, hall: Hall, root: Store, met: Met, secret: bytes) -> Ended:
+    def _run(self, hall: NodeRendezvous, root: Store, met: AttemptAgreement, secret: bytes) -> NodeResult:
         rank, job, hosts = self.start.rank, met.job, met.hosts
         topology = layout(job.cluster, hosts.numbers)
         here = replace(topology, units=(topology.units[rank],))
-        stores = Stores(hall.run, hall.shared, Registry(root), self._record(hall, job, hosts))
+        stores = StoreKeys(hall.run, hall.shared, Registry(root), self._record(hall, job, hosts))
         lines = hall.lines if job.on_failure is OnFailure.kContinue else None
         with ExitStack() as stack:
             twice = job.cluster.replicas > 1  # then the first server may move, and unit 0 knows where it is
             leads = rank == 0 if twice else LEADER in here.units[0].servers
-            company = stack.enter_context(closing(Company(stores, rank, hosts, leads, lines, hall.hear)))
+            company = stack.enter_context(closing(NodeMembership(stores, rank, hosts, leads, lines, hall.hear)))
             company.where = _where(topology)
             # In this order: when windows wait for a reader at the end, Ctrl-C is Python's again.
             on_event = stack.enter_context(self.watching(job, topology, here))
             heard = stack.enter_context(signals())
-            notes = Notes()
+            notes = UnitReport()
             mark = secrets.token_hex(16)
-            kept = Kept(self.forkserver, met.workspace / LOGS / f"forkserver-unit-{rank}.log", mark)
+            kept = ForkserverHandle(self.forkserver, met.workspace / LOGS / f"forkserver-unit-{rank}.log", mark)
             stack.enter_context(closing(kept))
 
             def hear(event: Event) -> None:
@@ -190,15 +192,17 @@ class Part:
             if topology.foreign and len(set(hosts.numbers)) > 1 and rank == 0:
                 hear(Notice("launcher", _OPEN.format(job.cluster.engine.value)))
             began = time.monotonic()
-            course = Course(hall, met, company, heard, hear)
-            outcome, again = Outcome(0, 0.0), True
+            course = Attempts(hall, met, company, heard, hear)
+            outcome, again = JobOutcome(0, 0.0), True
             try:
                 begun, goes_on = course.first(), course.recovery(topology, began)
                 while begun is not None:
                     here = _of(job, begun.hosts, rank)
                     decides = course.follows(here, begun) if rank else goes_on
-                    grounds = Grounds(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
-                    run = Run(job, here, hear, grounds, heard, kept, mark, company, decides, company.post, self.outlet)
+                    grounds = RunFiles(met.workspace / f"processes-{rank}.json", met.workspace / LOGS)
+                    run = RunLoop(
+                        job, here, hear, grounds, heard, kept, mark, company, decides, company.post, self.outlet
+                    )
                     outcome, again = self._live(run, hall, begun, secret), run.again
                     if not again or company.over or heard.came:
                         break
@@ -206,7 +210,7 @@ class Part:
             except BaseException as error:
                 refused, where = isinstance(error, ConfigError), f"unit {rank} on {hosts.names[rank]}"
                 text = f"{where} cannot go on: {error}" if refused else f"{where} failed: {error!r}"
-                self._give_up(hall, End(2 if refused else 1, rank, hosts.names[rank], text=text))
+                self._give_up(hall, JobEnd(2 if refused else 1, rank, hosts.names[rank], text=text))
                 raise
             end = _agree(company, outcome, notes, heard, again, hear)
             if heard.came:
@@ -216,9 +220,9 @@ class Part:
                     on_event(event)
             self._leave(hall, root, company, end)
             whole = replace(outcome, code=end.code, cause=end.failed, seconds=time.monotonic() - began)
-            return Ended(whole, end, job, topology, rank)
+            return NodeResult(whole, end, job, topology, rank)
 
-    def _live(self, run: Run, hall: Hall, begun: Begun, secret: bytes) -> Outcome:
+    def _live(self, run: RunLoop, hall: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
         """One life of the job here, from its first process to its last; nobody of another life has the same key."""
         rank, hosts, number = self.start.rank, begun.hosts, begun.life.number
         key = job_key(secret, "unit", hall.run_id, *([str(number)] if number else []))
@@ -228,14 +232,16 @@ class Part:
             sockets = stack.enter_context(_shared_folder(key))
             id = f"{hall.run_id}.{number}" if number else hall.run_id
             url, numbers = with_job(hosts.url or self.start.rendezvous, id), ",".join(map(str, hosts.numbers))
-            place = Place(rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets))
+            place = UnitPlace(
+                rank, self.start.nprocs, url, str(run_dir), "", numbers, hosts.addresses[rank], str(sockets)
+            )
             try:
                 run.begin(self.calls, [place], begun.life)
                 return run.watch()
             finally:
                 run.destroy()
 
-    def _leave(self, hall: Hall, root: Store, company: Company, end: End) -> None:
+    def _leave(self, hall: NodeRendezvous, root: Store, company: NodeMembership, end: JobEnd) -> None:
         """The last words: unit 0 tidies up when nobody needs the store any more."""
         if self.start.rank:
             return
@@ -251,7 +257,7 @@ class Part:
                 hall.shared.delete("run")
 
 
-def _of(job: Job, hosts: Hosts, rank: int) -> Topology:
+def _of(job: Job, hosts: HostMap, rank: int) -> Topology:
     """The layout, and of its units this one."""
     topology = layout(job.cluster, hosts.numbers)
     return replace(topology, units=(topology.units[rank],))
@@ -263,7 +269,9 @@ def _where(topology: Topology) -> dict[str, int]:
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
 
 
-def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals, again: bool, on_event: OnEvent) -> End:
+def _agree(
+    company: NodeMembership, outcome: JobOutcome, notes: UnitReport, heard: StopSignals, again: bool, on_event: OnEvent
+) -> JobEnd:
     """Wait until all agree how the job has ended; a signal ends it. again: it was about to start again."""
     if again:
         if heard.came and not company.over:
@@ -282,7 +290,7 @@ def _agree(company: Company, outcome: Outcome, notes: Notes, heard: Signals, aga
             company.signalled(heard.came[0])
     elif outcome.cause is not None and not company.over:
         company.tell(outcome.cause)
-    return company.wait(DECIDE_S) or End(outcome.code or 1, failed=outcome.cause, text="nobody agreed on the end")
+    return company.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="nobody agreed on the end")
 
 
 def _check_program(job: Job) -> None:

@@ -18,7 +18,7 @@ from topotrain.launch import exit_code
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class JobEnd:
     """How a job has ended. unit, host: where; -1 and "" for nowhere in particular. code: every unit's exit code.
 
     failed: the first cause of a failure. text: in words, where nothing failed and the job ended early all the same.
@@ -31,9 +31,9 @@ class End:
     text: str = ""
 
     @staticmethod
-    def of(cause: Failed, unit: int, host: str) -> "End":
+    def of(cause: Failed, unit: int, host: str) -> "JobEnd":
         """The end that a failure is."""
-        return End(exit_code(cause), unit, host, cause)
+        return JobEnd(exit_code(cause), unit, host, cause)
 
     def dumped(self) -> bytes:
         """For the store, whose values have a bound."""
@@ -43,26 +43,26 @@ class End:
         return json.dumps(data).encode()
 
     @staticmethod
-    def loaded(raw: bytes) -> "End":
+    def loaded(raw: bytes) -> "JobEnd":
         """What `dumped` made; anything else in its place ends a job, too."""
         try:
             data = json.loads(raw)
             failed = data.pop("failed")
-            return End(**data, failed=None if failed is None else Failed(**failed))
+            return JobEnd(**data, failed=None if failed is None else Failed(**failed))
         except (ValueError, TypeError, KeyError, AttributeError):
-            return End(1, text=f"its end in the store cannot be read: {raw[:80]!r}")
+            return JobEnd(1, text=f"its end in the store cannot be read: {raw[:80]!r}")
 
 
-class Over(Exception):
+class EndedBeforeStart(Exception):
     """The job ended before it began; says how."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: JobEnd) -> None:
         super().__init__(end.text)
         self.end = end
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
+class NodeInfo:
     """What a unit says about itself. machine: the same for units that can share memory. proof: that it has the secret.
 
     address: at which other hosts reach it; "" if it does not know. given: the user has said so. word: a random one,
@@ -84,10 +84,10 @@ class Introduction:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def loaded(raw: bytes) -> "Introduction":
+    def loaded(raw: bytes) -> "NodeInfo":
         """What `dumped` made. Raises StoreError."""
         try:
-            return Introduction(**json.loads(raw))
+            return NodeInfo(**json.loads(raw))
         except (ValueError, TypeError):
             raise StoreError(f"a unit's introduction in the store cannot be read: {raw[:80]!r}") from None
 
@@ -98,7 +98,7 @@ class Introduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class HostMap:
     """Where the units are, by rank: numbers of hosts, their names, and the address of each unit.
 
     url: of the store, where it is not what each unit was told. served: unit 0 serves the store itself.
@@ -115,18 +115,18 @@ class Hosts:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def loaded(raw: bytes) -> "Hosts":
+    def loaded(raw: bytes) -> "HostMap":
         """What `dumped` made. Raises StoreError."""
         try:
-            return Hosts.of(json.loads(raw))
+            return HostMap.of(json.loads(raw))
         except (ValueError, TypeError, KeyError):
             raise StoreError("hosts in the store cannot be read") from None
 
     @staticmethod
-    def of(data: Mapping[str, Any]) -> "Hosts":
+    def of(data: Mapping[str, Any]) -> "HostMap":
         """The inverse of `asdict`, by way of JSON. Raises KeyError, TypeError."""
         numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
-        return Hosts(numbers, names, addresses, data["url"], data["served"])
+        return HostMap(numbers, names, addresses, data["url"], data["served"])
 
 
 def machine() -> str:
@@ -169,7 +169,7 @@ def with_job(url: str, job: str) -> str:
     return urlunsplit(parts._replace(query=urlencode([*query, ("job", job)] if job else query, safe="/")))
 
 
-def hosts_of(units: list[Introduction], url: str, served: bool) -> Hosts:
+def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
     """Where these units, in the order of their ranks, are. Raises ConfigError for one whose address is missing."""
     numbers: dict[str, int] = {}
     for unit in units:
@@ -180,7 +180,7 @@ def hosts_of(units: list[Introduction], url: str, served: bool) -> Hosts:
             shown = f"is on {unit.name}, and others on {len(numbers) - 1} other hosts"
             accepted = f"{shown}: say with --host at which address they reach it"
             raise ConfigError(f"--host of unit {unit.rank}", unit.address, accepted)
-    return Hosts(
+    return HostMap(
         tuple(numbers[unit.machine] for unit in units),
         tuple(unit.name for unit in units),
         tuple("127.0.0.1" if alone and not unit.given else unit.address for unit in units),

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from topotrain.comm.store import Store, StoreError
 from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
-from topotrain.comm.store.maintained_values import KeptValues
+from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config.job import ConfigError
 from topotrain.core.events import (
     Event,
@@ -31,8 +31,8 @@ from topotrain.core.events import (
     from_json,
     to_json,
 )
-from topotrain.launch.multinode.mailbox import Back, Post, Vanished
-from topotrain.launch.multinode.node_info import End, Hosts, Introduction
+from topotrain.launch.multinode.mailbox import Mailbox, UnitReturned, UnitVanished
+from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 
 LOST_S = 10.0
@@ -50,7 +50,7 @@ SAVE = "save"  # where a unit that is asked to end asks for a last snapshot
 
 
 @dataclass(frozen=True, slots=True)
-class Stores:
+class StoreKeys:
     """The keys of this start of the job, those of the job, and its entry among all jobs, in the whole store."""
 
     run: Store
@@ -59,8 +59,8 @@ class Stores:
     record: JobRecord
 
 
-class Company:
-    """See `running.Company`.
+class NodeMembership:
+    """See `running.NodeMembership`.
 
     Args:
         stores: what to watch.
@@ -68,33 +68,33 @@ class Company:
         hosts: where all units are.
         leads: the first server is in this unit, or this one knows where it is: it has the last snapshot taken where
             another unit is asked to end.
-        lines: where the job goes on when processes die, see `Post`; None: the loss of a unit ends it.
+        lines: where the job goes on when processes die, see `Mailbox`; None: the loss of a unit ends it.
         hear: reads the introduction of a unit that has come back.
     """
 
     def __init__(
         self,
-        stores: Stores,
+        stores: StoreKeys,
         rank: int,
-        hosts: Hosts,
+        hosts: HostMap,
         leads: bool = False,
         lines: Mapping[int, str] | None = None,
-        hear: Callable[[bytes], Introduction] = Introduction.loaded,
+        hear: Callable[[bytes], NodeInfo] = NodeInfo.loaded,
     ) -> None:
         self._stores, self._rank, self._hosts, self._leads, self._hear = stores, rank, hosts, leads, hear
-        self._kept = KeptValues(stores.run)
-        self.post = None if lines is None else Post(stores.run, rank, lines, AWAY_S)
+        self._kept = MaintainedValues(stores.run)
+        self.post = None if lines is None else Mailbox(stores.run, rank, lines, AWAY_S)
         self.where: Mapping[str, int] = {}
         """Who lives in which unit, where this one knows what the others say."""
         self._gone: set[int] = set()  # units that are not looked after
         self._words: set[str] = set()  # of units that came back, once known
-        self._asked: End | None = None
+        self._asked: JobEnd | None = None
         self._told, self._teller = socket.socketpair()
         self._lock = threading.Lock()
         self._cause: Failed | None = None
         self._closed = threading.Event()
         self._decided = threading.Event()
-        self.end: End | None = None
+        self.end: JobEnd | None = None
         self.reports: dict[int, list[Event]] = {}
         self._silent: dict[int, float] = {}
         self._beaten = 0.0
@@ -103,12 +103,12 @@ class Company:
             self._start(work)
 
     def fileno(self) -> int:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         return self._told.fileno()
 
     @property
     def over(self) -> bool:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         return self.end is not None
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class Company:
     # --- how it ends
 
     def tell(self, cause: Failed) -> None:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         with self._lock:
             first, self._cause = self._cause is None, cause
         if first:
@@ -140,34 +140,36 @@ class Company:
 
     @property
     def saves(self) -> bool:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         return self._leads and self._asked is not None
 
     def heard(self) -> None:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         self._told.recv(64)
 
     def save(self, number: int) -> None:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         self._asked = end = self._by_signal(number)
         self._start(lambda: self._ask_to_save(end))
 
-    def _ask_to_save(self, end: End) -> None:
+    def _ask_to_save(self, end: JobEnd) -> None:
         with suppress(StoreError):  # then the job ends without it, when there was time enough
             self._stores.run.compare_and_set(SAVE, None, end.dumped())
         self._kept.keep(SAVE, end.dumped())
 
-    def _by_signal(self, number: int) -> End:
+    def _by_signal(self, number: int) -> JobEnd:
         name = "SIGINT" if number == 2 else "SIGTERM" if number == 15 else f"signal {number}"
-        return End(128 + number, self._rank, self._name, text=f"ended by {name} to unit {self._rank} on {self._name}")
+        return JobEnd(
+            128 + number, self._rank, self._name, text=f"ended by {name} to unit {self._rank} on {self._name}"
+        )
 
     def signalled(self, number: int, more: str = "") -> None:
-        """See `running.Company`."""
+        """See `running.NodeMembership`."""
         end = self._asked or self._by_signal(number)
         end = replace(end, text=f"{end.text}; {more}") if more else end
         self._start(lambda: self._decide(end))
 
-    def wait(self, seconds: float) -> End | None:
+    def wait(self, seconds: float) -> JobEnd | None:
         """The end, if it is decided in time."""
         self._decided.wait(seconds)
         return self.end
@@ -180,11 +182,11 @@ class Company:
             cause = self._cause
             gone = self._silent_one() if cause.kind == "peer" else None
             if gone is not None:
-                self._decide(End.of(self._vanished(gone), gone, self._hosts.names[gone]))
+                self._decide(JobEnd.of(self._vanished(gone), gone, self._hosts.names[gone]))
                 return
             if time.monotonic() - began >= _PATIENCE_S.get(cause.kind, 0.0):
                 rank = self.where.get(cause.who, self._rank)
-                self._decide(End.of(cause, rank, self._hosts.names[rank]))
+                self._decide(JobEnd.of(cause, rank, self._hosts.names[rank]))
                 return
             self._decided.wait(_LOOK_S)
 
@@ -201,7 +203,7 @@ class Company:
         text = f"unit {rank} on {self._hosts.names[rank]} vanished without a word{with_store}"
         return Failed(f"unit {rank}", "died", text, "")
 
-    def _decide(self, end: End) -> None:
+    def _decide(self, end: JobEnd) -> None:
         """Make it the end of the job, if it has none yet."""
         try:
             if self._stores.run.compare_and_set("end", None, end.dumped()):
@@ -214,9 +216,9 @@ class Company:
     def _deliver_decided(self, raw: bytes) -> None:
         """The end as it is in the store, and stays until this unit leaves: others may not have heard of it."""
         self._kept.keep("end", raw)
-        self._deliver(End.loaded(raw))
+        self._deliver(JobEnd.loaded(raw))
 
-    def _deliver(self, end: End) -> None:
+    def _deliver(self, end: JobEnd) -> None:
         with self._lock:
             if self.end is None and not self._closed.is_set():
                 self.end = end
@@ -248,13 +250,13 @@ class Company:
             except StoreError:
                 self._silent.clear()
                 if self._rank and self._hosts.served and time.monotonic() - self._answered > STORE_LOST_S:
-                    self._deliver(End.of(self._vanished(0), 0, self._hosts.names[0]))
+                    self._deliver(JobEnd.of(self._vanished(0), 0, self._hosts.names[0]))
 
     def _look_for_save(self) -> None:
         word = self._stores.run.get(SAVE)
         with self._lock:
             if word is not None and self._asked is None and not self._closed.is_set():
-                self._asked = End.loaded(word)
+                self._asked = JobEnd.loaded(word)
                 self._teller.send(b"!")
 
     def _look_after(self, ranks: Sequence[int]) -> None:
@@ -275,10 +277,10 @@ class Company:
     def _lose(self, rank: int) -> None:
         """A unit is gone: that ends the job, or is for unit 0 to judge."""
         if self.post is None or rank == 0:
-            self._decide(End.of(self._vanished(rank), rank, self._hosts.names[rank]))
+            self._decide(JobEnd.of(self._vanished(rank), rank, self._hosts.names[rank]))
         else:
             self._gone.add(rank)
-            self.post.tell(Vanished(rank, self._vanished(rank)))
+            self.post.tell(UnitVanished(rank, self._vanished(rank)))
 
     def _look_for_returns(self) -> None:
         if self.post is None:
@@ -290,9 +292,9 @@ class Company:
                 if unit.word not in self._words and 0 < unit.rank < len(self._hosts.names):
                     self._words.add(unit.word)
                     self._gone.add(unit.rank)
-                    self.post.tell(Back(unit.rank, unit))
+                    self.post.tell(UnitReturned(unit.rank, unit))
 
-    def expect(self, hosts: Hosts, ranks: Collection[int]) -> None:
+    def expect(self, hosts: HostMap, ranks: Collection[int]) -> None:
         """By unit 0: these units, which are there, are looked after from now on, and no others."""
         self._hosts = hosts
         self._gone = set(range(len(hosts.names))) - set(ranks)
@@ -301,18 +303,18 @@ class Company:
     def cast_out(self) -> None:
         """The others go on without this unit, which they have not heard for too long."""
         text = f"the job goes on without unit {self._rank} on {self._name}, which was not heard of for too long"
-        self._deliver(End(1, self._rank, self._name, text=text))
+        self._deliver(JobEnd(1, self._rank, self._name, text=text))
 
     def nobody_came(self, rank: int, seconds: float, more: str) -> None:
         """A unit that had vanished did not come back: that ends the job; does not wait."""
         lost = self._vanished(rank)
         text = f"{lost.text}, and within {seconds:g} s none was started in its place{more}"
-        end = End.of(replace(lost, text=text), rank, self._hosts.names[rank])
+        end = JobEnd.of(replace(lost, text=text), rank, self._hosts.names[rank])
         self._start(lambda: self._decide(end))
 
     def _listen(self) -> None:
         if self._stores.shared.get("stop") is not None:
-            self._decide(End(130, text="stopped by `topotrain jobs stop`"))
+            self._decide(JobEnd(130, text="stopped by `topotrain jobs stop`"))
         if time.monotonic() - self._beaten > _TELL_EVERY_S:
             self._stores.registry.keep(self._stores.record)
             self._beaten = time.monotonic()
@@ -351,13 +353,13 @@ class Company:
                 except StoreError:
                     self._end_alone(answered)
                     self._decided.wait(BEAT_S)
-        self._decide(End(0))
+        self._decide(JobEnd(0))
 
     def _end_alone(self, answered: float) -> None:
         """All is well here, and nobody says how it is elsewhere."""
         if time.monotonic() - answered > AWAY_S:
             text = f"the store was away for {AWAY_S:g} s at the end, so how the other units ended is not known here"
-            self._deliver(End(0, text=text))
+            self._deliver(JobEnd(0, text=text))
 
     def leave(self, state: str) -> None:
         """By unit 0: note in the registry how the job ended. Raises StoreError."""
@@ -366,7 +368,7 @@ class Company:
         self._stores.registry.end(self._stores.record.id, state)
 
 
-class Notes:
+class UnitReport:
     """Keeps what a report needs of one unit's events: the last of what repeats, and all that does not."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, what uni
 jobs/ID.RUN.N/   those of the processes, after the job has started again as a whole for the Nth time
 
 Rule: what one start has left behind cannot be taken for another one's, because each has keys of its own. What a unit
-that comes later needs to find its way is kept by unit 0 (`KeptValues`), also in a store that was wiped.
+that comes later needs to find its way is kept by unit 0 (`MaintainedValues`), also in a store that was wiped.
 """
 
 import os
@@ -23,11 +23,19 @@ from typing import Self, TypeVar
 
 from topotrain.comm.security.secret import job_key
 from topotrain.comm.store import Store, StoreError, within
-from topotrain.comm.store.maintained_values import KeptValues
+from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.config import job_file
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.topology import layout
-from topotrain.launch.multinode.node_info import End, Hosts, Introduction, Over, address_towards, hosts_of, machine
+from topotrain.launch.multinode.node_info import (
+    EndedBeforeStart,
+    HostMap,
+    JobEnd,
+    NodeInfo,
+    address_towards,
+    hosts_of,
+    machine,
+)
 
 MEETING_S = 60.0
 """How long units wait for each other before training starts."""
@@ -42,7 +50,7 @@ _T = TypeVar("_T")
 _FROM = "from"
 
 
-class Waiting:
+class RendezvousNotice:
     """Says on stderr what a unit waits for, when that takes long."""
 
     def __init__(self, rank: int) -> None:
@@ -55,7 +63,7 @@ class Waiting:
             print(f"topotrain: unit {self.rank} waits for {what}", file=sys.stderr, flush=True)
 
 
-class Pulse:
+class Heartbeat:
     """Tells in the store that this unit lives, every BEAT_S, until it is closed."""
 
     def __init__(self, run: Store, rank: int) -> None:
@@ -85,7 +93,7 @@ class Pulse:
             self._run.delete(self._key)
 
 
-class Hall:
+class NodeRendezvous:
     """Where one unit meets the others.
 
     Args:
@@ -101,13 +109,13 @@ class Hall:
         self.shared = within(root, f"jobs/{job}")
         self.patience = patience or MEETING_S
         self._deadline = time.monotonic() + self.patience
-        self._waiting = Waiting(rank)
+        self._waiting = RendezvousNotice(rank)
         self.word = ""
-        self.pulse: Pulse | None = None
-        self._kept = KeptValues(root)
+        self.pulse: Heartbeat | None = None
+        self._kept = MaintainedValues(root)
         self._missing = 0  # looks in a row at which no start of the job was found in the store
-        self.me: Introduction | None = None
-        self.known: list[Introduction] = []
+        self.me: NodeInfo | None = None
+        self.known: list[NodeInfo] = []
         """By unit 0: all units, by their ranks."""
         self.returns = False
         """This unit was started again while its job runs."""
@@ -130,16 +138,16 @@ class Hall:
 
     # --- coming in
 
-    def enter(self, me: Introduction) -> None:
+    def enter(self, me: NodeInfo) -> None:
         """Unit 0 opens a start of the job, the others come to it. Raises ConfigError, StoreError."""
         self.me, self.returns = me, False
         self._kept.close()  # of an earlier start
-        self._kept = KeptValues(self._root)
+        self._kept = MaintainedValues(self._root)
         if self.rank == 0:
             self._open()
             self._kept.keep(f"jobs/{self.id}/run", self.word.encode())
             self._set("host/0", me.dumped())
-            self.pulse = Pulse(self.run, 0).start()
+            self.pulse = Heartbeat(self.run, 0).start()
             return
         old = ""
         while True:
@@ -151,12 +159,12 @@ class Hall:
                     return
             elif self.shared.get("run") == self.word.encode():
                 self._kept.keep(self._whole(f"host/{self.rank}"), me.dumped())
-                self.pulse = Pulse(self.run, self.rank).start()
+                self.pulse = Heartbeat(self.run, self.rank).start()
                 return
             else:  # an earlier start, of which all was forgotten between our looking and our coming
                 self.run.delete(f"host/{self.rank}")
 
-    def _return(self, me: Introduction) -> bool:
+    def _return(self, me: NodeInfo) -> bool:
         """This unit was lost while the job ran: unit 0 is told that there is one again, and has a word for it, later.
 
         False: another start has begun. Until unit 0 has answered there is no pulse: of a start in which nobody lives no
@@ -166,13 +174,13 @@ class Hall:
         what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
         try:
             self._await(self.run, f"down/{self.rank}.{me.word}", what)
-        except Restarted:
+        except JobRestarted:
             self._kept.close()
             self.run.delete(f"back/{self.rank}")  # it may have come when all of that start was forgotten
-            self._kept = KeptValues(self._root)
+            self._kept = MaintainedValues(self._root)
             return False
         self.returns = True
-        self.pulse = Pulse(self.run, self.rank).start()
+        self.pulse = Heartbeat(self.run, self.rank).start()
         return True
 
     def _open(self) -> None:
@@ -209,7 +217,7 @@ class Hall:
             return
         with suppress(TimeoutError):
             self.run.watch(f"alive/{self.rank}", ALIVE_S, beat)
-            there = Introduction.loaded(raw).who
+            there = NodeInfo.loaded(raw).who
             raise ConfigError("--rank", self.rank, f"is taken: {there} is in job {self.id!r} already")
 
     @property
@@ -249,9 +257,9 @@ class Hall:
         if self._nprocs != units:
             raise ConfigError("--nprocs", self._nprocs, f"must be {units}, the number of units of this job")
 
-    def gather(self, url: str, served: bool) -> Hosts:
+    def gather(self, url: str, served: bool) -> HostMap:
         """By unit 0: hear everybody out, and tell all where all are. Raises Over, ConfigError, StoreError."""
-        known: dict[int, Introduction] = {}
+        known: dict[int, NodeInfo] = {}
         while len(known) < self._nprocs:
             rank = next(rank for rank in range(self._nprocs) if rank not in known)
             others = [str(r) for r in range(self._nprocs) if r not in known and self.run.get(f"host/{r}") is None]
@@ -264,14 +272,14 @@ class Hall:
         self._set("hosts", hosts.dumped())
         return hosts
 
-    def regather(self, back: Mapping[int, Introduction], hosts: Hosts) -> Hosts:
+    def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
         """By unit 0: where all are, now that these are others. Raises ConfigError."""
         self.known = [back.get(unit.rank, unit) for unit in self.known]
         return hosts_of(self.known, hosts.url, hosts.served)
 
-    def learn(self) -> Hosts:
+    def learn(self) -> HostMap:
         """By all others: where all are. Raises Over, StoreError."""
-        return Hosts.loaded(self._await(self.run, "hosts", "the other units"))
+        return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
 
     def choose(self, name: str, seal: str) -> None:
         """By unit 0, before all know where all are: from which snapshot the job goes on, if any. Raises StoreError."""
@@ -283,10 +291,10 @@ class Hall:
         sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
         return name, sealed
 
-    def introduce(self, given: str, url: str) -> Introduction:
+    def introduce(self, given: str, url: str) -> NodeInfo:
         """This unit, at the address that was `given`, or else the one that it has on its way to the store."""
         address, proof = given or address_towards(url), self._proof(self.rank)
-        return Introduction(
+        return NodeInfo(
             self.rank,
             socket.gethostname(),
             os.getpid(),
@@ -302,9 +310,9 @@ class Hall:
         # The store may be one that knows nothing of secrets; without this a wrong one is found by a worker, much later.
         return job_key(self._secret, "unit", self.id, str(rank)).hex()
 
-    def hear(self, raw: bytes) -> Introduction:
+    def hear(self, raw: bytes) -> NodeInfo:
         """Who has come. Raises ConfigError for one that was told something else, StoreError."""
-        unit = Introduction.loaded(raw)
+        unit = NodeInfo.loaded(raw)
         if unit.proof != self._proof(unit.rank):
             accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
             raise ConfigError("secret", None, f"{unit.who} has another one than unit 0; it {accepted}")
@@ -333,11 +341,11 @@ class Hall:
             return
         raw = self.run.get("end")
         if raw is not None:
-            raise Over(End.loaded(raw))
+            raise EndedBeforeStart(JobEnd.loaded(raw))
         known = self.shared.get("run")
         self._missing = self._missing + 1 if known is None else 0
         if self._missing > _MISSED or known not in (None, self.word.encode()):
-            raise Restarted
+            raise JobRestarted
 
     def _patiently(self, ask: Callable[[], _T], what: str) -> _T:
         """Ask a store that may not be there yet."""
@@ -351,15 +359,15 @@ class Hall:
                 time.sleep(BEAT_S / 4)
 
 
-class Restarted(Exception):
+class JobRestarted(Exception):
     """Unit 0 has begun another start of the job."""
 
 
 def _is_final(error: StoreError) -> bool:
     """Whether asking again is in vain."""
-    from topotrain.comm.store.tcp_store import Denied
+    from topotrain.comm.store.tcp_store import AccessDenied
 
-    return isinstance(error, Denied)
+    return isinstance(error, AccessDenied)
 
 
 def outlast(run: Store) -> None:

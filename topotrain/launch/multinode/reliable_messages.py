@@ -16,7 +16,7 @@ _TEXT = 20_000  # bytes of an event's text, the end of which says most
 Words = Mapping[str, Any]
 
 
-class Ends:
+class ReliableEnd:
     """One end of a line between two units."""
 
     def __init__(self) -> None:

@@ -14,24 +14,24 @@ from typing import Any
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Saved
-from topotrain.launch.agent.children import Life
-from topotrain.launch.agent.stop_signals import Signals
-from topotrain.launch.multinode.mailbox import Back, Letter, News, Post, Vanished
-from topotrain.launch.multinode.node_info import Hosts, Introduction
-from topotrain.launch.multinode.node_membership import Company
+from topotrain.launch.agent.children import AttemptInfo
+from topotrain.launch.agent.stop_signals import StopSignals
+from topotrain.launch.multinode.mailbox import Mailbox, News, UnitMessage, UnitReturned, UnitVanished
+from topotrain.launch.multinode.node_info import HostMap, NodeInfo
+from topotrain.launch.multinode.node_membership import NodeMembership
 from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class RestartInfo:
     """What a unit begins: the life of the job, and where all units are in it."""
 
-    life: Life
-    hosts: Hosts
+    life: AttemptInfo
+    hosts: HostMap
 
 
 @dataclass(slots=True)
-class Muster:
+class RestartBarrier:
     """Who is ready for the life after number `life`; pure.
 
     ranks: of all units but 0. vacant: those where nobody would live. patience_s: for a unit that has vanished.
@@ -41,21 +41,23 @@ class Muster:
     ranks: Collection[int]
     vacant: Collection[int]
     patience_s: float
-    back: dict[int, Introduction] = field(default_factory=dict)
+    back: dict[int, NodeInfo] = field(default_factory=dict)
     _ready: set[int] = field(default_factory=set)
     _gone: dict[int, float] = field(default_factory=dict)
 
     def heard(self, news: News, now: float) -> None:
         """Take news; what belongs to a life that is over says nothing here."""
         match news:
-            case Letter(rank, words) if "ready" in words and words.get("life") == self.life and rank not in self.back:
+            case UnitMessage(rank, words) if (
+                "ready" in words and words.get("life") == self.life and rank not in self.back
+            ):
                 self._ready.add(rank)
                 self._gone.pop(rank, None)
-            case Back(rank, unit):
+            case UnitReturned(rank, unit):
                 self.back[rank] = unit
                 self._ready.add(rank)
                 self._gone.pop(rank, None)
-            case Vanished(rank, _) if rank not in self.back:
+            case UnitVanished(rank, _) if rank not in self.back:
                 self._ready.discard(rank)
                 self._gone.setdefault(rank, now)
             case _:
@@ -83,7 +85,12 @@ class Muster:
 
 
 def muster(
-    made: Muster, unread: Iterable[News], company: Company, heard: Signals, tell: Callable[[str], None], hint: str
+    made: RestartBarrier,
+    unread: Iterable[News],
+    company: NodeMembership,
+    heard: StopSignals,
+    tell: Callable[[str], None],
+    hint: str,
 ) -> bool:
     """By unit 0: return when all are ready; False: the job ends instead."""
     post = _post(company)
@@ -107,7 +114,7 @@ def muster(
         news = post.news()
 
 
-def begin_anew(company: Company, made: Muster, hosts: Hosts, life: Life) -> None:
+def begin_anew(company: NodeMembership, made: RestartBarrier, hosts: HostMap, life: AttemptInfo) -> None:
     """By unit 0: tell all who are there what they begin."""
     post = _post(company)
     company.expect(hosts, made.there)
@@ -119,15 +126,17 @@ def begin_anew(company: Company, made: Muster, hosts: Hosts, life: Life) -> None
         post.say(rank, {"life": life.number, "begin": words})
 
 
-def await_begin(unread: Iterable[News], company: Company, heard: Signals, life: int, workspace: Path) -> Begun | None:
+def await_begin(
+    unread: Iterable[News], company: NodeMembership, heard: StopSignals, life: int, workspace: Path
+) -> RestartInfo | None:
     """By another unit: wait for the life after number `life`; None: the job ends instead. Raises ConfigError."""
     post = _post(company)
     news = list(unread)
     while True:
         for each in news:
-            if isinstance(each, Letter) and "begin" in each.words and each.words["life"] > life:
+            if isinstance(each, UnitMessage) and "begin" in each.words and each.words["life"] > life:
                 return _begun(each.words["life"], each.words["begin"], workspace)
-            if isinstance(each, Letter) and "outcast" in each.words:
+            if isinstance(each, UnitMessage) and "outcast" in each.words:
                 company.cast_out()
         if company.over or heard.came:
             return None
@@ -135,9 +144,9 @@ def await_begin(unread: Iterable[News], company: Company, heard: Signals, life: 
         news = post.news()
 
 
-def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> Begun:
+def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> RestartInfo:
     path = seen(workspace, words["name"], words["seal"])
-    return Begun(Life(number, path, frozenset(words["absent"])), Hosts.of(words["hosts"]))
+    return RestartInfo(AttemptInfo(number, path, frozenset(words["absent"])), HostMap.of(words["hosts"]))
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:
@@ -147,12 +156,12 @@ def check_found(resume: str, saved: Saved | None, job: Job) -> None:
         raise ConfigError("cluster.workspace", job.workspace, accepted)
 
 
-def _post(company: Company) -> Post:
+def _post(company: NodeMembership) -> Mailbox:
     assert company.post is not None
     return company.post
 
 
-def _sleep(company: Company, post: Post, heard: Signals, due: float | None) -> None:
+def _sleep(company: NodeMembership, post: Mailbox, heard: StopSignals, due: float | None) -> None:
     """Until something has come, or it is time."""
     with DefaultSelector() as selector:
         for number in (company.fileno(), post.fileno(), heard.woken.fileno()):

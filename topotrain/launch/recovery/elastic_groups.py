@@ -14,7 +14,7 @@ JOIN, LEAVE, LOSE = "join", "leave", "lose"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class GroupRequest:
     """That a group joins or leaves; within_s: seconds that it has for leaving, before its processes are ended."""
 
     verb: str
@@ -23,7 +23,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskServers:
     """To do: ask the group's servers whether this may be; incarnation: of the group's workers, as they are now."""
 
     wish: str
@@ -32,7 +32,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class ReportGone:
     """To do: tell the group's servers that none of its processes before this incarnation is left."""
 
     group: int
@@ -40,7 +40,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerRequest:
     """To do: tell whoever wished this what came of it; error: why nothing did."""
 
     verb: str
@@ -49,7 +49,7 @@ class Answer:
     error: str = ""
 
 
-class State(Enum):
+class GroupState(Enum):
     """How it stands with a group; the value is what a user is told."""
 
     HERE = "trains"
@@ -61,10 +61,10 @@ class State(Enum):
 
 
 @dataclass(slots=True)
-class Part:
+class GroupEntry:
     """A group. until: when one that leaves is made to; how: it left, in words; lost: why it is given up."""
 
-    state: State = State.HERE
+    state: GroupState = GroupState.HERE
     within_s: float = 0.0
     until: float | None = None
     how: str = ""
@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Attendance:
+class GroupStates:
     """All groups of a job, over all its lives.
 
     Args:
@@ -84,28 +84,28 @@ class Attendance:
 
     refusals: Mapping[int, str]
     absent: Iterable[int] = ()
-    _parts: dict[int, Part] = field(default_factory=dict)
+    _parts: dict[int, GroupEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parts = {group: Part() for group in self.refusals}
+        self._parts = {group: GroupEntry() for group in self.refusals}
         for group in self.absent:
-            self._parts[group] = Part(State.AWAY)
+            self._parts[group] = GroupEntry(GroupState.AWAY)
 
-    def __getitem__(self, group: int) -> Part:
+    def __getitem__(self, group: int) -> GroupEntry:
         return self._parts[group]
 
-    def put(self, group: int, part: Part) -> None:
+    def put(self, group: int, part: GroupEntry) -> None:
         """How it stands with a group from here on."""
         self._parts[group] = part
 
     @property
     def away(self) -> frozenset[int]:
         """Groups that are not there."""
-        return frozenset(g for g, part in self._parts.items() if part.state in (State.AWAY, State.COMING))
+        return frozenset(g for g, part in self._parts.items() if part.state in (GroupState.AWAY, GroupState.COMING))
 
     def going(self, group: int | None) -> bool:
         """Whether what is lost with this group's processes is known already."""
-        return group in self._parts and self._parts[group].state in (State.LEAVING, State.LOST)
+        return group in self._parts and self._parts[group].state in (GroupState.LEAVING, GroupState.LOST)
 
     def elastic(self, group: int) -> bool:
         """Whether the job may go on without the group."""
@@ -113,7 +113,7 @@ class Attendance:
 
     def asked(self) -> list[tuple[int, str]]:
         """Groups about which the servers have not answered yet, and what they were asked."""
-        wishes = {State.ASKED: LEAVE, State.COMING: JOIN, State.LOST: LOSE}
+        wishes = {GroupState.ASKED: LEAVE, GroupState.COMING: JOIN, GroupState.LOST: LOSE}
         return [(g, wishes[p.state]) for g, p in sorted(self._parts.items()) if p.state in wishes and not p.agreed]
 
     @property
@@ -128,7 +128,7 @@ class Attendance:
             self._parts[group].until = None
         return found
 
-    def refusal(self, wish: Wish) -> str:
+    def refusal(self, wish: GroupRequest) -> str:
         """Why this cannot be, as far as it is known here; "": ask the servers."""
         part = self._parts.get(wish.group)
         if part is None:
@@ -136,7 +136,7 @@ class Attendance:
         why = self.refusals[wish.group]
         if why:
             return f"group {wish.group} cannot {wish.verb}: {why}"
-        wanted = State.AWAY if wish.verb == JOIN else State.HERE
+        wanted = GroupState.AWAY if wish.verb == JOIN else GroupState.HERE
         if part.state is not wanted:
             return f"group {wish.group} {part.state.value}; {self}"
         if wish.verb == LEAVE and not any(g != wish.group for g in self._here()):
@@ -146,11 +146,11 @@ class Attendance:
     def renewed(self) -> None:
         """The whole job starts again: who was about to leave has left, and who was about to come is there."""
         for group, part in self._parts.items():
-            gone = part.state in (State.LEAVING, State.ASKED, State.LOST, State.AWAY)
-            self._parts[group] = Part(State.AWAY if gone else State.HERE)
+            gone = part.state in (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
+            self._parts[group] = GroupEntry(GroupState.AWAY if gone else GroupState.HERE)
 
     def _here(self) -> list[int]:
-        return [g for g, part in self._parts.items() if part.state is State.HERE]
+        return [g for g, part in self._parts.items() if part.state is GroupState.HERE]
 
     def __str__(self) -> str:
         """The groups and their states."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from topotrain.core.events import Event, Failed
-from topotrain.launch.recovery.elastic_groups import Answer, Ask, Gone
-from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay
+from topotrain.launch.recovery.elastic_groups import AnswerRequest, AskServers, ReportGone
+from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, RestartResized
 
 
 @dataclass(frozen=True, slots=True)
-class Regroup:
+class RestartGroup:
     """To do: end what is left of this group, then start its workers with this incarnation.
 
     why: for their logs. who: the one worker that is meant; "": all of them.
@@ -21,18 +21,18 @@ class Regroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismiss:
+class EndProcess:
     """To do: end this process, which does nothing any more; what follows from its loss is said beside."""
 
     who: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reseat:
+class PlaceReplica:
     """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
 
-    number: of the fresh process, counted over the job. seats: as `seats.Seats.to_data`. unit: where the fresh one is
-    to stand; -1: nowhere, the seat stays empty.
+    number: of the fresh process, counted over the job. seats: as `seats.ReplicaPlacement.to_data`. unit: where the
+    fresh one is to stand; -1: nowhere, the seat stays empty.
     """
 
     who: str
@@ -43,17 +43,30 @@ class Reseat:
 
 
 @dataclass(frozen=True, slots=True)
-class Renew:
+class RestartJob:
     """To do: end every process, then start the whole job again."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class FailJob:
     """To do: end the job for one of these reasons; nobody needs to wait for a better one."""
 
     failures: tuple[Failed, ...]
 
 
-Word = Event | Regroup | Dismiss | Reseat | Renew | GiveUp | Ask | Gone | Answer | AskSnapshot | Refused | Relay
+Word = (
+    Event
+    | RestartGroup
+    | EndProcess
+    | PlaceReplica
+    | RestartJob
+    | FailJob
+    | AskServers
+    | ReportGone
+    | AnswerRequest
+    | RequestSnapshot
+    | ResizeRefused
+    | RestartResized
+)

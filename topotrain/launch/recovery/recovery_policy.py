@@ -40,15 +40,26 @@ from topotrain.core.events import (
 )
 from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal, refusal, singly
 from topotrain.extensions.replication import replica_placement
-from topotrain.extensions.replication.replica_placement import Seats
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement
 from topotrain.launch import choose_cause
-from topotrain.launch.recovery.elastic_groups import JOIN, LEAVE, LOSE, Answer, Ask, Attendance, Gone, Part, State, Wish
-from topotrain.launch.recovery.recovery_actions import Dismiss, GiveUp, Regroup, Renew, Reseat, Word
-from topotrain.launch.recovery.recovery_time import Waits
-from topotrain.launch.recovery.resize import AskSnapshot, Refused, Relay, Resize, Resizing
-from topotrain.launch.recovery.restart_budget import Allowance
-from topotrain.launch.recovery.stopped_processes import Patience
-from topotrain.launch.recovery.unit_map import Homes
+from topotrain.launch.recovery.elastic_groups import (
+    JOIN,
+    LEAVE,
+    LOSE,
+    AnswerRequest,
+    AskServers,
+    GroupEntry,
+    GroupRequest,
+    GroupState,
+    GroupStates,
+    ReportGone,
+)
+from topotrain.launch.recovery.recovery_actions import EndProcess, FailJob, PlaceReplica, RestartGroup, RestartJob, Word
+from topotrain.launch.recovery.recovery_time import RecoveryTimes
+from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, ResizeRequest, ResizeState, RestartResized
+from topotrain.launch.recovery.restart_budget import RestartBudget
+from topotrain.launch.recovery.stopped_processes import StoppedProcesses
+from topotrain.launch.recovery.unit_map import UnitMap
 
 CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
 """How long an error that may follow from a death waits for one to be told; over several units, for one to be silent."""
@@ -56,7 +67,7 @@ _WHOLE = -1  # counts with the groups
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RestartTerms:
     """What may start again here.
 
     groups: the worker groups that can do so alone. limit: how often within WINDOW_S, each group and the whole job for
@@ -87,14 +98,14 @@ class _Told:
     held: list[Failed] = field(default_factory=list)
     bounds: dict[bool, str] = field(default_factory=dict)
     """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
-    frozen: Patience = field(default_factory=Patience)
+    frozen: StoppedProcesses = field(default_factory=StoppedProcesses)
     gone: set[int] = field(default_factory=set)
     """Units."""
     missed: set[str] = field(default_factory=set)
     """Servers that have lost the way to another one, of whose end nobody has told."""
 
 
-class Recovery:
+class RecoveryPolicy:
     """Decides for a job, over all its lives.
 
     Args:
@@ -109,22 +120,22 @@ class Recovery:
     def __init__(
         self,
         topology: Topology,
-        terms: Terms,
+        terms: RestartTerms,
         began: float,
         twice: bool = False,
         near: frozenset[str] | None = None,
-        resizing: Resizing | None = None,
+        resizing: ResizeState | None = None,
     ) -> None:
         self._began, self._near = began, near
-        self._allowance = Allowance(terms.limit, began)
+        self._allowance = RestartBudget(terms.limit, began)
         self._incidents = 0
         self._fresh = 0  # server processes that have taken another's seat
         self._settle(topology, terms, twice, resizing)
 
-    def _settle(self, topology: Topology, terms: Terms, twice: bool, resizing: Resizing | None) -> None:
+    def _settle(self, topology: Topology, terms: RestartTerms, twice: bool, resizing: ResizeState | None) -> None:
         """What depends on who lives where."""
         self._terms, self._resizing = terms, resizing
-        self._topology, self._homes = topology, Homes(topology)
+        self._topology, self._homes = topology, UnitMap(topology)
         self._units = {f"unit {unit.rank}": unit.rank for unit in topology.units}
         residents = [resident for unit in topology.units for resident in (*unit.workers, *unit.servers)]
         workers = [worker for unit in topology.units for worker in unit.workers]
@@ -132,11 +143,11 @@ class Recovery:
         self._group_of = {str(worker): worker.group for worker in workers}
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
-        self._seats = Seats(replica_placement.domains(topology)) if twice else None
+        self._seats = ReplicaPlacement(replica_placement.domains(topology)) if twice else None
         self._differed: set[str] = set()  # servers whose copies have differed once
-        self.attendance = Attendance(terms.refusals, terms.absent)
+        self.attendance = GroupStates(terms.refusals, terms.absent)
         self._told = _Told(self._up())
-        self._waits = Waits(self._group_of, self._near)
+        self._waits = RecoveryTimes(self._group_of, self._near)
         self._over = False  # the job ends, or this life of it
         self._due: float | None = None  # when those who wait for the cause of an error have waited enough
 
@@ -176,7 +187,7 @@ class Recovery:
         self._told = _Told(self._up())
         self._waits.renewed()
         self.stands(self._topology)
-        self._resizing = None if self._resizing is None else Resizing(self._resizing.job)
+        self._resizing = None if self._resizing is None else ResizeState(self._resizing.job)
         self._over, self._due = False, None
 
     def stands(self, topology: Topology) -> None:
@@ -184,13 +195,13 @@ class Recovery:
 
         Raises ValueError where those do not do for two copies, see `seats.check`.
         """
-        self._topology, self._homes = topology, Homes(topology)
-        self._seats = None if self._seats is None else Seats(replica_placement.domains(topology))
+        self._topology, self._homes = topology, UnitMap(topology)
+        self._seats = None if self._seats is None else ReplicaPlacement(replica_placement.domains(topology))
 
     def relaid(self, job: Job, topology: Topology) -> None:
         """The whole job starts again, with another layout. What has happened so far counts on."""
         waited = self._waits
-        self._settle(topology, _terms(job, topology), job.cluster.replicas > 1, Resizing(job))
+        self._settle(topology, _terms(job, topology), job.cluster.replicas > 1, ResizeState(job))
         self._waits.take_over(waited)
 
     @property
@@ -260,7 +271,7 @@ class Recovery:
         found: list[Word] = []
         for lost, since in [] if self._over else self._told.frozen.over(now):
             # It was lost when it stopped: so long the others have waited for it.
-            found += [Dismiss(lost.who), *self._lost(lost, since)]
+            found += [EndProcess(lost.who), *self._lost(lost, since)]
         for group in self.attendance.late(now):
             part = self.attendance[group]
             part.how = f"did not leave within {part.within_s:g} s and was ended"
@@ -399,13 +410,15 @@ class Recovery:
         told.missed.clear()
         self._due = self._due if told.held else None
         self._waits.begin(self._incidents, None, now)
-        incident = self._incident(lost, _seated([word.unit for word in words if isinstance(word, Reseat)], lost), now)
+        incident = self._incident(
+            lost, _seated([word.unit for word in words if isinstance(word, PlaceReplica)], lost), now
+        )
         again = self._said_again() if moved else []
         if self._resizing is not None and self._resizing.under_way is not None:
-            again = [*again, AskSnapshot()]  # whoever was asked to take one may be the one that has died
+            again = [*again, RequestSnapshot()]  # whoever was asked to take one may be the one that has died
         return [incident, *words, *again]
 
-    def _refilled(self, who: str, seats: Seats, lost: Failed) -> Reseat:
+    def _refilled(self, who: str, seats: ReplicaPlacement, lost: Failed) -> PlaceReplica:
         """A fresh process takes a seat that is empty, where one may stand."""
         told, seat = self._told, self._seat_of[who]
         rank = self._homes.refuge(who, seat, seats, told.gone)
@@ -416,13 +429,13 @@ class Recovery:
             told.leaving.add(who)
             told.up.add(who)
             self._fresh += 1
-        return Reseat(who, self._fresh, _what(lost), seats.to_data(), rank)
+        return PlaceReplica(who, self._fresh, _what(lost), seats.to_data(), rank)
 
     def _said_again(self) -> list[Word]:
         """What the coordinator may have been told in vain: its successor is told, whom nothing of it surprises."""
-        words: list[Word] = [Ask(wish, group) for group, wish in self.attendance.asked()]
+        words: list[Word] = [AskServers(wish, group) for group, wish in self.attendance.asked()]
         gone = sorted(group for group in self.attendance.away)
-        return words + [Gone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
+        return words + [ReportGone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
 
     def speaks(self, server: Address) -> tuple[str, int]:
         """The server in whose process this one speaks, and the unit in which that is."""
@@ -430,7 +443,7 @@ class Recovery:
         home = str(Address(server.role, server.group, lead))
         return home, self._homes.of(home)
 
-    def _unlike(self, event: Differs, seats: Seats, now: float) -> list[Word]:
+    def _unlike(self, event: Differs, seats: ReplicaPlacement, now: float) -> list[Word]:
         """The copies of a server have come to differ, which only a fault of memory or of ours can do."""
         who = event.who
         seats.uncovered(self._seat_of[who], event.shadows)
@@ -452,7 +465,7 @@ class Recovery:
         rest = sorted(self._seat_of.keys() - told.finished) if leads <= told.finished else []
         told.finished.update(rest)
         told.leaving.difference_update(rest)
-        return [Dismiss(who) for who in rest]
+        return [EndProcess(who) for who in rest]
 
     def _regroup(self, group: int, lost: Failed, now: float) -> list[Word]:
         if not self._allowance.allows(group, now):
@@ -464,7 +477,7 @@ class Recovery:
         self._waits.begin(self._incidents, group, now)
         what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
         incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
-        return [incident, Regroup(group, incarnation, _what(lost), who), *answers]
+        return [incident, RestartGroup(group, incarnation, _what(lost), who), *answers]
 
     def _again(self, group: int, who: str = "") -> int:
         """The workers of a group, or one of them, are about to start; returns their incarnation."""
@@ -493,24 +506,24 @@ class Recovery:
         self._over, self._due = True, None
         self._waits.widen()
         self._waits.begin(self._incidents, None, now)
-        return [self._incident(lost, "the whole job starts again", now), Renew(_what(lost))]
+        return [self._incident(lost, "the whole job starts again", now), RestartJob(_what(lost))]
 
     def _give_up(self, *failures: Failed) -> list[Word]:
         self._over, self._due = True, None
-        return [GiveUp(failures)]
+        return [FailJob(failures)]
 
     # --- workers that leave, and come
 
-    def resize(self, wish: Resize, now: float) -> list[Word]:
+    def resize(self, wish: ResizeRequest, now: float) -> list[Word]:
         """What follows from a user's wish; what is said to that comes with it, or later."""
         if self._resizing is None or self._over or self._all_finished():
-            return [Refused(wish, "the job ends, or starts again as a whole just now")]
+            return [ResizeRefused(wish, "the job ends, or starts again as a whole just now")]
         if True in self._told.bounds:
-            return [Refused(wish, f"it would go on from a snapshot, which cannot be: {self._told.bounds[True]}")]
+            return [ResizeRefused(wish, f"it would go on from a snapshot, which cannot be: {self._told.bounds[True]}")]
         try:
             return [self._resizing.begin(wish, now)]
         except ConfigError as error:
-            return [Refused(wish, str(error))]
+            return [ResizeRefused(wish, str(error))]
 
     def ends(self) -> list[Word]:
         """The job is asked to end behind its next step: it does not go on with other workers."""
@@ -526,7 +539,7 @@ class Recovery:
             return [] if late is None else [late]
         former = self._resizing.job.cluster.nworkers_per_group
         word = self._resizing.answered(event, self._incidents)
-        if not isinstance(word, Relay):
+        if not isinstance(word, RestartResized):
             return [] if word is None else [word]
         number, self._incidents = self._incidents, self._incidents + 1
         self._over, self._due = True, None
@@ -537,7 +550,7 @@ class Recovery:
 
     # --- groups that leave, and come
 
-    def wish(self, wish: Wish, now: float) -> list[Word]:
+    def wish(self, wish: GroupRequest, now: float) -> list[Word]:
         """What follows from a user's wish; its Answer is among that, or comes later."""
         if self._over:
             return [_no(wish, "the job ends, or starts again as a whole just now")]
@@ -545,31 +558,31 @@ class Recovery:
         if why:
             return [_no(wish, why)]
         part = self.attendance[wish.group]
-        part.state = State.COMING if wish.verb == JOIN else State.ASKED
+        part.state = GroupState.COMING if wish.verb == JOIN else GroupState.ASKED
         part.within_s = wish.within_s
-        return [Ask(wish.verb, wish.group, self._told.incarnations.get(wish.group, 0))]
+        return [AskServers(wish.verb, wish.group, self._told.incarnations.get(wish.group, 0))]
 
     def _agreed(self, event: Agreed, now: float) -> list[Word]:
         """The servers have answered."""
         if self._over or event.group not in self._terms.refusals:
             return []
         group, part = event.group, self.attendance[event.group]
-        if (event.wish, part.state) == (JOIN, State.COMING):
+        if (event.wish, part.state) == (JOIN, GroupState.COMING):
             if event.text:
-                part.state = State.AWAY
-                return [_no(Wish(JOIN, group), f"group {group} cannot join: {event.text}")]
-            self.attendance.put(group, Part(arriving=True))
+                part.state = GroupState.AWAY
+                return [_no(GroupRequest(JOIN, group), f"group {group} cannot join: {event.text}")]
+            self.attendance.put(group, GroupEntry(arriving=True))
             incarnation = self._again(group)
             joined = Joined(group, incarnation, now - self._began)
             text = f"group {group} starts (incarnation {incarnation})"
-            return [joined, Regroup(group, incarnation, "it joins the job"), Answer(JOIN, group, text)]
-        if (event.wish, part.state) == (LEAVE, State.ASKED):
+            return [joined, RestartGroup(group, incarnation, "it joins the job"), AnswerRequest(JOIN, group, text)]
+        if (event.wish, part.state) == (LEAVE, GroupState.ASKED):
             if event.text:
-                part.state = State.HERE
-                return [_no(Wish(LEAVE, group), f"group {group} cannot leave: {event.text}")]
-            part.state, part.until, part.agreed = State.LEAVING, now + part.within_s, True
+                part.state = GroupState.HERE
+                return [_no(GroupRequest(LEAVE, group), f"group {group} cannot leave: {event.text}")]
+            part.state, part.until, part.agreed = GroupState.LEAVING, now + part.within_s, True
             return self._emptied(group, now)
-        if (event.wish, part.state) == (LOSE, State.LOST):
+        if (event.wish, part.state) == (LOSE, GroupState.LOST):
             if event.text and part.lost is not None:
                 alone = part.lost.who in self._group_of  # else its unit is gone, for which another may come
                 return self._give_up(part.lost) if alone else self._renew(part.lost, now)
@@ -582,12 +595,12 @@ class Recovery:
         if not self.attendance.elastic(group):
             return self._give_up(lost)
         answers = self._not_now(group)
-        self.attendance.put(group, Part(State.LOST, how=how, lost=lost))
+        self.attendance.put(group, GroupEntry(GroupState.LOST, how=how, lost=lost))
         self._forget(self._members(group))
         self._waits.drop(group)
         back = ", which `topotrain join` can bring back" if self._terms.door else ""
         action = f"the job goes on without group {group}{back}"
-        ask = Ask(LOSE, group, self._told.incarnations.get(group, 0))
+        ask = AskServers(LOSE, group, self._told.incarnations.get(group, 0))
         return [self._incident(lost, action, now), *self._dismiss(group), ask, *answers]
 
     def _emptied(self, group: int | None, now: float) -> list[Word]:
@@ -598,24 +611,26 @@ class Recovery:
         if not part.agreed or members & self._told.up:
             return []
         if members <= self._told.finished:
-            self.attendance.put(group, Part())
-            return [_no(Wish(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
+            self.attendance.put(group, GroupEntry())
+            return [_no(GroupRequest(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
         self._forget(self._members(group))
         how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
-        self.attendance.put(group, Part(State.AWAY))
+        self.attendance.put(group, GroupEntry(GroupState.AWAY))
         left = Left(group, how, now - self._began)
-        return [left, Gone(group, gone), Answer(LEAVE, group, f"group {group} {how}")]
+        return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
 
     def _not_now(self, group: int) -> list[Word]:
         """Something happens to a group that was asked to leave."""
-        if group not in self._terms.refusals or self.attendance[group].state is not State.ASKED:
+        if group not in self._terms.refusals or self.attendance[group].state is not GroupState.ASKED:
             return []
-        self.attendance[group].state = State.HERE
-        return [_no(Wish(LEAVE, group), f"group {group} has just lost a process, and starts again: try once more")]
+        self.attendance[group].state = GroupState.HERE
+        return [
+            _no(GroupRequest(LEAVE, group), f"group {group} has just lost a process, and starts again: try once more")
+        ]
 
     def _dismiss(self, group: int) -> list[Word]:
         """End what is left of a group."""
-        return [Dismiss(who) for who in sorted(self._members(group) & self._told.up)]
+        return [EndProcess(who) for who in sorted(self._members(group) & self._told.up)]
 
     def _incident(self, lost: Failed, action: str, now: float) -> Incident:
         number, self._incidents = self._incidents, self._incidents + 1
@@ -660,11 +675,11 @@ def _seated(units: Sequence[int], lost: Failed) -> str:
     return f"the second copies of its servers go on; fresh processes in {where} become the second ones"
 
 
-def _no(wish: Wish, error: str) -> Answer:
-    return Answer(wish.verb, wish.group, "", error)
+def _no(wish: GroupRequest, error: str) -> AnswerRequest:
+    return AnswerRequest(wish.verb, wish.group, "", error)
 
 
-def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> Recovery | None:
+def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> RecoveryPolicy | None:
     """What decides for a job; None where a death is to end it. Raises ConfigError.
 
     near: where others start the units, the workers of this one; None: all units have one launcher.
@@ -675,11 +690,11 @@ def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | 
     terms = _terms(job, topology)
     if near is not None:
         terms = replace(terms, cause_s=FAR_CAUSE_S if len(topology.units) > 1 else CAUSE_S, door=False)
-    return Recovery(topology, terms, began, job.cluster.replicas > 1, near, Resizing(job))
+    return RecoveryPolicy(topology, terms, began, job.cluster.replicas > 1, near, ResizeState(job))
 
 
-def _terms(job: Job, topology: Topology) -> Terms:
+def _terms(job: Job, topology: Topology) -> RestartTerms:
     groups = range(topology.worker_groups)
     alone = frozenset(group for group in groups if not refusal(job, topology, group))
     refusals = {group: leave_refusal(job, topology, group) for group in groups}
-    return Terms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))
+    return RestartTerms(alone, job.restarts, refusals, absent_groups(job, topology), singly(job))

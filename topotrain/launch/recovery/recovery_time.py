@@ -19,7 +19,7 @@ class _Wait:
     gap: float = 0.0
 
 
-class Waits:
+class RecoveryTimes:
     """Of a job, over all its lives.
 
     Args:
@@ -55,7 +55,7 @@ class Waits:
         for wait in self._waits:
             wait.group = None
 
-    def take_over(self, former: "Waits") -> None:
+    def take_over(self, former: "RecoveryTimes") -> None:
         """Whoever was waited for in another layout of the job is waited for here."""
         self._waits = former._waits
 

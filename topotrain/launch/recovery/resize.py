@@ -16,7 +16,7 @@ from topotrain.launch.recovery.elastic_groups import LEAVE
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
+class ResizeRequest:
     """The wish that so many workers leave, or join; within_s: seconds in which the snapshot has to be there."""
 
     verb: str
@@ -25,26 +25,26 @@ class Resize:
 
 
 @dataclass(frozen=True, slots=True)
-class AskSnapshot:
+class RequestSnapshot:
     """To do: ask the first server for a snapshot behind the very next step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ResizeRefused:
     """To do: tell whoever wished this that nothing has changed, and why."""
 
-    wish: Resize
+    wish: ResizeRequest
     error: str
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class RestartResized:
     """To do: end every process, then go on as this job, from the snapshot that there is now.
 
     number: of the Recovered that tells when it trains. text: the answer to whoever wished it, for then.
     """
 
-    wish: Resize
+    wish: ResizeRequest
     job: Job
     number: int
     step: int
@@ -68,23 +68,23 @@ def resized(cluster: Cluster, workers: int) -> Cluster:
 
 
 @dataclass(slots=True)
-class Resizing:
+class ResizeState:
     """Of one life of a job; `job` is as it is now."""
 
     job: Job
-    under_way: Resize | None = None
+    under_way: ResizeRequest | None = None
     due: float | None = None
     """When the snapshot has to be there."""
     _next: Job | None = None
     _bound: Bounded | None = None
 
-    def begin(self, wish: Resize, now: float) -> AskSnapshot:
+    def begin(self, wish: ResizeRequest, now: float) -> RequestSnapshot:
         """Raises ConfigError for what cannot be, as far as the conf, and what a script has said, show it."""
         self._next = self._wanted(wish)
         self.under_way, self.due = wish, now + wish.within_s
-        return AskSnapshot()
+        return RequestSnapshot()
 
-    def _wanted(self, wish: Resize) -> Job:
+    def _wanted(self, wish: ResizeRequest) -> Job:
         workers = self._count(wish)
         self._check(wish, workers)
         try:
@@ -94,10 +94,10 @@ class Resizing:
             raise ConfigError("", None, f"the job cannot go on with {_workers(workers)}: {error}") from None
         return job
 
-    def _count(self, wish: Resize) -> int:
+    def _count(self, wish: ResizeRequest) -> int:
         return self.job.cluster.nworkers_per_group + (-wish.workers if wish.verb == LEAVE else wish.workers)
 
-    def _check(self, wish: Resize, workers: int) -> None:
+    def _check(self, wish: ResizeRequest, workers: int) -> None:
         cluster, bound, why = self.job.cluster, self._bound, ""
         if cluster.nworker_groups > 1:
             why = f"the job has {cluster.nworker_groups} worker groups, which come and go as a whole: say --group"
@@ -118,7 +118,7 @@ class Resizing:
         """What the script says of its batches, or of its model."""
         self._bound = event
 
-    def answered(self, event: Saved | Unsaved, number: int) -> Refused | Relay | None:
+    def answered(self, event: Saved | Unsaved, number: int) -> ResizeRefused | RestartResized | None:
         """The snapshot is there, or cannot be taken; None: nobody has asked for it here."""
         wish, job = self.under_way, self._next
         if wish is None or job is None:
@@ -126,19 +126,19 @@ class Resizing:
         if isinstance(event, Unsaved):
             return self.give_up(f"it would go on from a snapshot, and none can be taken: {event.text}")
         self.forget()
-        return Relay(wish, job, number, event.step, _told(wish, job.cluster.nworkers_per_group, event.step))
+        return RestartResized(wish, job, number, event.step, _told(wish, job.cluster.nworkers_per_group, event.step))
 
-    def give_up(self, why: str) -> Refused | None:
+    def give_up(self, why: str) -> ResizeRefused | None:
         """Nothing comes of what is under way."""
         wish = self.under_way
         self.forget()
-        return None if wish is None else Refused(wish, why)
+        return None if wish is None else ResizeRefused(wish, why)
 
     def forget(self) -> None:
         """Nothing is under way."""
         self.under_way = self.due = self._next = None
 
-    def late(self, now: float) -> Refused | None:
+    def late(self, now: float) -> ResizeRefused | None:
         """Whoever waits for a snapshot that does not come."""
         if self.under_way is None or self.due is None or now < self.due:
             return None
@@ -146,7 +146,7 @@ class Resizing:
         return self.give_up(f"no snapshot was there within {seconds}, so the job trains on as it was")
 
 
-def _told(wish: Resize, now: int, step: int) -> str:
+def _told(wish: ResizeRequest, now: int, step: int) -> str:
     who = "a worker has" if wish.workers == 1 else f"{wish.workers} workers have"
     what = "left" if wish.verb == LEAVE else "joined"
     return f"{who} {what}: the job goes on behind step {step} with {_workers(now)}"

@@ -11,7 +11,7 @@ WINDOW_S = 600.0
 
 
 @dataclass(slots=True)
-class Allowance:
+class RestartBudget:
     """Counts restarts by whatever starts again. limit: so many of each within WINDOW_S; began: the job's start."""
 
     limit: int

@@ -16,7 +16,7 @@ from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFES
 SHARED = "units on several hosts need one workspace that all of them see"
 
 
-class Origin:
+class ResumeSource:
     """See above; to be made before the job starts.
 
     Args:

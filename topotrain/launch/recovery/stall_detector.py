@@ -14,7 +14,7 @@ QUIET_S = 5.0
 """Who has made a step within so many seconds is not waited for."""
 
 
-class Standstill:
+class StallDetector:
     """Hears the workers of this machine.
 
     Args:

@@ -10,7 +10,7 @@ LEASE_S = 2.0
 """So long a process may be stopped: somebody who looks at it for a moment shall not cost the job a restart."""
 
 
-class Patience:
+class StoppedProcesses:
     """Who is stopped at present, with its pid, and since when."""
 
     def __init__(self) -> None:

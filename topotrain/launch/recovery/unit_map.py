@@ -7,10 +7,10 @@ first; if there is none, it stays empty, and those servers go on with one copy.
 from collections.abc import Collection
 
 from topotrain.config.topology import Topology
-from topotrain.extensions.replication.replica_placement import Seats, domain_in
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domain_in
 
 
-class Homes:
+class UnitMap:
     """See above.
 
     Args:
@@ -33,7 +33,7 @@ class Homes:
         """The failure domain of a seat whose process lives in that unit."""
         return domain_in(self._topology, seat, rank)
 
-    def refuge(self, who: str, seat: int, seats: Seats, gone: Collection[int]) -> int:
+    def refuge(self, who: str, seat: int, seats: ReplicaPlacement, gone: Collection[int]) -> int:
         """The unit for a fresh process in an empty seat, with these units gone; -1: there is none. who: its name.
 
         Its own, if that lives. Else the one in which it is of use to most servers, then the one with the fewest.

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Ending, Event, Failed, Notice, to_json
-from topotrain.launch.agent.remaining_threads import Remains
+from topotrain.launch.agent.remaining_threads import RemainingThreads
 
 OnCommand = Callable[[dict[str, Any]], None]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Control:
+class ChildChannel:
     """The channel of one child to its unit. `emit` may be called from any thread."""
 
     def __init__(self, channel: socket.socket, on_command: OnCommand | None = None) -> None:
@@ -163,7 +163,7 @@ def exit_code(code: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ForkedChild:
     """What a fresh fork becomes: what the request asks for, with its descriptors [control, stdout, stderr, …]."""
 
     request: dict[str, Any]
@@ -171,7 +171,7 @@ class Birth:
     parent: int
 
 
-def live(birth: Birth) -> NoReturn:
+def live(birth: ForkedChild) -> NoReturn:
     """Turn a fresh fork into the process that was asked for, run it, and end."""
     code = 1
     try:
@@ -197,7 +197,7 @@ def _announce(who: str, channel: socket.socket) -> None:
             channel.sendall(to_json(event).encode() + b"\n")
 
     tell(Ending(who))
-    Remains(lambda text: tell(Notice(who, text))).watch()
+    RemainingThreads(lambda text: tell(Notice(who, text))).watch()
 
 
 def die_with_parent(yes: bool) -> None:
@@ -205,7 +205,7 @@ def die_with_parent(yes: bool) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
 
 
-def _become(birth: Birth) -> None:
+def _become(birth: ForkedChild) -> None:
     request = birth.request
     die_with_parent(True)
     if os.getppid() != birth.parent:

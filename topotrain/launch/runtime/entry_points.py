@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from topotrain.comm.router import Place
+from topotrain.comm.router import RouterConfig
 from topotrain.comm.store import open_store
 from topotrain.config import job_file
 from topotrain.config.job import OnFailure
@@ -37,24 +37,24 @@ from topotrain.core.events import (
 from topotrain.core.protocol import Fail
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
-from topotrain.extensions.checkpointing.checkpoint_writer import Writer, writer_for
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter, writer_for
 from topotrain.extensions.elastic.eligibility import refusal
-from topotrain.extensions.elastic.leave import Leaving, leave
-from topotrain.extensions.elastic.resize_requests import Orders
-from topotrain.extensions.replication.replica_host import Seat
-from topotrain.extensions.replication.replica_placement import Standing, standings
+from topotrain.extensions.elastic.leave import GroupLeaving, leave
+from topotrain.extensions.elastic.resize_requests import ResizeRequests
+from topotrain.extensions.replication.replica_host import ReplicaSlot
+from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
 from topotrain.extensions.tables.frontend.table_registry import roads_of
 from topotrain.launch.agent.workspace import TOKEN_FILE
-from topotrain.launch.runtime.child_channel import Control, exit_code
-from topotrain.launch.runtime.final_snapshot import Farewell
-from topotrain.launch.runtime.process_exit import OwnEnd
-from topotrain.launch.runtime.process_host import Homes, WorkerRoads, serve
-from topotrain.launch.runtime.sigterm import Termination
+from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
+from topotrain.launch.runtime.final_snapshot import FinalSnapshot
+from topotrain.launch.runtime.process_exit import ProcessExitHook
+from topotrain.launch.runtime.process_host import ServerProcess, WorkerConnections, serve
+from topotrain.launch.runtime.sigterm import SigtermHandler
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
 from topotrain.training.final_parameters import NotSaved
 from topotrain.training.finish_job import SpoiledResult, Unfinished, close, finish, is_complete, kind_of
-from topotrain.training.worker_profile import Profile
+from topotrain.training.worker_profile import ProfileRecorders
 
 _SITE = "site-packages"
 _LEFT = -1
@@ -62,9 +62,9 @@ _LEFT = -1
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be the servers of one unit."""
-    seating = Seating()
+    seating = ReplicaCommands()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
-    orders, farewell, termination = Orders(), Farewell(str(addresses[0])), Termination()
+    orders, farewell, termination = ResizeRequests(), FinalSnapshot(str(addresses[0])), SigtermHandler()
 
     def hear(command: dict[str, Any]) -> None:
         termination.hear(command)
@@ -72,19 +72,19 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
         farewell.hear(command)
         seating.hear(command)
 
-    control = Control(channel, hear)
+    control = ChildChannel(channel, hear)
     orders.emit = farewell.emit = control.emit
-    profile = Profile(Path(spec["run_dir"]), addresses[0])
+    profile = ProfileRecorders(Path(spec["run_dir"]), addresses[0])
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
     termination.take_over(place.job)
-    watchful = Watchful(control, partial(_comes_back, place)) if spec["hosts"] else None
+    watchful = PeerLossReporter(control, partial(_comes_back, place)) if spec["hosts"] else None
     farewell.writer = writer = _writer(place, addresses, control)
     seat = _seat(spec, control, seating)
-    homes: list[Homes] = []
+    homes: list[ServerProcess] = []
 
-    def opened(servers: Homes) -> None:
+    def opened(servers: ServerProcess) -> None:
         homes.append(servers)
         orders.open(servers)
 
@@ -100,24 +100,24 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     return 0
 
 
-def _tell_distance(control: Control, server: Server) -> None:
+def _tell_distance(control: ChildChannel, server: Server) -> None:
     found = server.distance
     if found.exchanges:
         control.emit(Apart(str(server.me), found.exchanges, found.mean, found.most, found.share))
 
 
-class Seating:
+class ReplicaCommands:
     """Takes the unit's commands about seats, and keeps them until somebody wants them."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Mapping[int, Standing]] = SimpleQueue()
+        self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
 
     def hear(self, command: dict[str, Any]) -> None:
         """Called on the control channel's thread."""
         if command.get("command") == "seats":
             self._queue.put(standings(command["seats"]))
 
-    def to(self, take: Callable[[Mapping[int, Standing]], None]) -> None:
+    def to(self, take: Callable[[Mapping[int, ReplicaSet]], None]) -> None:
         """From now on they go there, in order, on a thread of their own."""
 
         def live() -> None:
@@ -127,7 +127,7 @@ class Seating:
         threading.Thread(target=live, name="orders", daemon=True).start()
 
 
-def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | None:
+def _seat(spec: dict[str, Any], control: ChildChannel, seating: ReplicaCommands) -> ReplicaSlot | None:
     """What a server process needs to know where every server has two copies."""
     if not spec.get("seats"):
         return None
@@ -145,16 +145,16 @@ def _seat(spec: dict[str, Any], control: Control, seating: Seating) -> Seat | No
         print(why, file=sys.stderr, flush=True)
         os._exit(1)
 
-    return Seat(standings(spec["seats"]), seating.to, covered, differs, despair, missed)
+    return ReplicaSlot(standings(spec["seats"]), seating.to, covered, differs, despair, missed)
 
 
-class Watchful:
-    """Tells the unit when a server of its own lost somebody too early; see `host.Attendant`.
+class PeerLossReporter:
+    """Tells the unit when a server of its own lost somebody too early; see `host.ConnectionObserver`.
 
     comes_back: whether a worker that is lost will be there again, so that its end here is no news.
     """
 
-    def __init__(self, control: Control, comes_back: Callable[[Address], bool]) -> None:
+    def __init__(self, control: ChildChannel, comes_back: Callable[[Address], bool]) -> None:
         self._control, self._comes_back = control, comes_back
 
     def came(self, server: Server, worker: Address) -> None:
@@ -173,19 +173,21 @@ class Watchful:
             self._control.emit(Failed(str(server.me), "peer", f"lost {peer}: {reason}", ""))
 
 
-def _tell_counts(emit: Callable[[Event], None], place: Place, homes: Homes) -> None:
+def _tell_counts(emit: Callable[[Event], None], place: RouterConfig, homes: ServerProcess) -> None:
     """What the servers of this process that decide for others have counted."""
     found = {home.server.me: home.server for g in range(place.topology.worker_groups) if (home := homes.coordinator(g))}
     for me, server in found.items():
         emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
 
 
-def _comes_back(place: Place, worker: Address) -> bool:
+def _comes_back(place: RouterConfig, worker: Address) -> bool:
     """Its group starts again, or unit 0 says that it cannot."""
     return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
 
 
-def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
+def _voices(
+    control: ChildChannel, first: Address
+) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
     """What the servers of a process are to call: when they can be reached, and when one cannot go on."""
 
     def serving(me: Address, urls: tuple[str, ...]) -> None:
@@ -199,15 +201,15 @@ def _voices(control: Control, first: Address) -> tuple[Callable[[Address, tuple[
     return serving, trouble
 
 
-def _place(spec: dict[str, Any]) -> Place:
+def _place(spec: dict[str, Any]) -> RouterConfig:
     job = job_file.loads(spec["job"], "the job")
     token = (Path(spec["run_dir"]) / TOKEN_FILE).read_bytes()
     store = open_store(spec["rendezvous"])
-    place = Place.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
+    place = RouterConfig.of(job, store, token, Path(spec["sockets"]), spec["incarnation"], spec["hosts"], spec["host"])
     return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
 
 
-def _writer(place: Place, servers: Sequence[Address], control: Control) -> Writer | None:
+def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
     """Who writes snapshots of these servers, if anybody; the unit is told of them, and may ask for a last one."""
     resumed = None if place.resumed is None else place.resumed.path
     again = place.identity.incarnation > 0
@@ -217,19 +219,19 @@ def _writer(place: Place, servers: Sequence[Address], control: Control) -> Write
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
     """Be one worker: run the user's program in its place in the job."""
     ((group, index),) = spec["workers"]
-    farewell, termination = Farewell(str(Address(Role.WORKER, group, index))), Termination()
+    farewell, termination = FinalSnapshot(str(Address(Role.WORKER, group, index))), SigtermHandler()
 
     def hear(command: dict[str, Any]) -> None:
         termination.hear(command)
         farewell.hear(command)
 
-    control = Control(channel, hear)
+    control = ChildChannel(channel, hear)
     farewell.emit = control.emit
     place = _place(spec)
     termination.take_over(place.job)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
-    profile = Profile(Path(spec["run_dir"]), me)
+    profile = ProfileRecorders(Path(spec["run_dir"]), me)
     here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared, spans=profile.worker())
     here.resumed = place.resumed
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))
@@ -240,13 +242,13 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
         control.emit(Waits(str(me), seconds))
 
     here.roads_of = partial(
-        WorkerRoads, serving=serving, trouble=trouble, recorder=profile.server, writer=writer, long_wait=long_wait
+        WorkerConnections, serving=serving, trouble=trouble, recorder=profile.server, writer=writer, long_wait=long_wait
     )
     enter(here)
     # The main worker's error is shown with the job's end; on its stderr the terminal would have it twice.
     log = Path(spec["log"]) if here.is_main else None
     part = _Part(here, log, profile, [Address(Role.SERVER, group, index) for group, index in spec["servers"]])
-    own_end = OwnEnd(part)
+    own_end = ProcessExitHook(part)
     own_end.watch()
     here.loop_ended = own_end.watch_c
     code = _guarded(here, log, lambda: _run_program(spec["program"], spec["args"]))
@@ -260,7 +262,7 @@ class _Part:
 
     here: Context
     log: Path | None
-    profile: Profile
+    profile: ProfileRecorders
     servers: Sequence[Address]
 
     def is_complete(self) -> bool:
@@ -307,7 +309,7 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
     try:
         do()
         return 0
-    except Leaving:
+    except GroupLeaving:
         leave(here)
         return _LEFT
     except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of a user comes to the launcher, and not here

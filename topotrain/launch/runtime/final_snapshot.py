@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from topotrain.core.events import Event, Unsaved
-from topotrain.extensions.checkpointing.checkpoint_writer import Writer
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter
 
 SNAPSHOT = "snapshot"
 
 
-class Farewell:
+class FinalSnapshot:
     """See above. `hear` takes a command; `emit` tells the unit, `writer` writes snapshots, if there is one."""
 
     def __init__(self, who: str) -> None:
         self._who = who
         self.emit: Callable[[Event], None] = lambda event: None
-        self.writer: Writer | None = None
+        self.writer: SnapshotWriter | None = None
 
     def hear(self, command: Mapping[str, Any]) -> None:
         """Answered by Saved or Unsaved; commands of others are none of ours."""

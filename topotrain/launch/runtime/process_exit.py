@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 _OnExit = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
 
 
-class Part(Protocol):
+class JobPart(Protocol):
     """What a process does in its job."""
 
     def is_complete(self) -> bool:
@@ -26,14 +26,14 @@ class Part(Protocol):
         ...
 
 
-class OwnEnd:
+class ProcessExitHook:
     """Notices on the main thread of this process that the script ends it, from `watch` to `forget`.
 
     Args:
         part: what is ended before, at most once.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: JobPart) -> None:
         self._part, self._pid = part, os.getpid()
         self._watches = False
         self._exit, self._execv, self._execve = os._exit, os.execv, os.execve

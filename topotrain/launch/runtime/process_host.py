@@ -15,27 +15,27 @@ from typing import Protocol
 
 import torch
 
-from topotrain.comm.router import Place, Roads
+from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.store import within
 from topotrain.comm.store.discovery.static_addresses import StaticStore
 from topotrain.comm.torch_store.c10d_store import TorchStore
-from topotrain.comm.transport import Broken, WireError
-from topotrain.comm.transport.inline_reader import Pump
-from topotrain.comm.transport.shared_memory import Memory
+from topotrain.comm.transport import ConnectionLost, TransportError
+from topotrain.comm.transport.inline_reader import InlineReader
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.config.topology import Address, Role, Topology
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Allocate
 from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.checkpoint_writer import Aside, Writer
+from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
-from topotrain.extensions.collectives.torch_client import EngineExchange
-from topotrain.extensions.replication.replica_connections import Lifelines
-from topotrain.extensions.replication.replica_host import CopiedServers, Seat
-from topotrain.parallel.runtime.network_channel import Crossing
+from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
+from topotrain.extensions.replication.replica_connections import ReplicaConnections
+from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
+from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 # --- servers -----------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def flushing() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-class Attendant(Protocol):
+class ConnectionObserver(Protocol):
     """Hears who comes to a server and who goes, on the readers' threads."""
 
     def came(self, server: Server, worker: Address) -> None:
@@ -69,7 +69,7 @@ class Attendant(Protocol):
         ...
 
 
-class Home(Protocol):
+class LocalServer(Protocol):
     """A server, as its launcher speaks to it."""
 
     @property
@@ -84,10 +84,10 @@ class Home(Protocol):
         ...
 
 
-class Homes(Protocol):
+class ServerProcess(Protocol):
     """The servers of a process."""
 
-    def coordinator(self, group: int) -> Home | None:
+    def coordinator(self, group: int) -> LocalServer | None:
         """The one that decides for a worker group; None: it is not here (yet)."""
         ...
 
@@ -98,7 +98,7 @@ class _ServerResident:
     def __init__(
         self,
         make: Callable[[Callable[[Address, Message], None]], Server],
-        roads: Roads,
+        roads: Router,
         change: threading.Condition,
         trouble: Callable[[], None],
         goes_on: bool = False,
@@ -107,8 +107,8 @@ class _ServerResident:
         self.server = make(self._answer)
         self.flushes = False  # the thread is a script's, which keeps its denormals
         self.workers: set[Address] = set()
-        self.attendant: Attendant | None = None
-        self.aside: Aside | None = None
+        self.attendant: ConnectionObserver | None = None
+        self.aside: SnapshotPort | None = None
         self._roads = roads
         self._lock = threading.Lock()
         self._change = change
@@ -195,7 +195,7 @@ class _ServerResident:
         if to.role is Role.WORKER and to not in self.workers and not isinstance(answer, Fail):
             return  # it was meant for one that is gone, and whose place another has taken who has said nothing yet
         # A peer that is gone is the supervisor's business: the answer has nobody to go to.
-        with suppress(WireError), sending(self.server.spans, to, answer):
+        with suppress(TransportError), sending(self.server.spans, to, answer):
             self._roads.send(self.server.me, to, answer)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -220,7 +220,7 @@ class _ServerResident:
 Recorders = Callable[[Address, Sequence[int]], Recorder]
 
 
-class Servers:
+class HostedServers:
     """The servers of one process, reachable and connected with their peers.
 
     Args:
@@ -235,13 +235,13 @@ class Servers:
 
     def __init__(
         self,
-        place: Place,
-        roads: Roads,
+        place: RouterConfig,
+        roads: Router,
         allocate: Allocate,
         addresses: Sequence[Address],
         trouble: Callable[[], None],
         recorder: Recorders = lambda *_: SILENT,
-        writer: Writer | None = None,
+        writer: SnapshotWriter | None = None,
     ) -> None:
         self._place, self._roads = place, roads
         self._change = threading.Condition()
@@ -273,8 +273,8 @@ class Servers:
             self._roads.publish("server", me, urls[me])
             serving(me, urls[me])
 
-    def coordinator(self, group: int) -> Home | None:
-        """See `Homes`."""
+    def coordinator(self, group: int) -> LocalServer | None:
+        """See `ServerProcess`."""
         found = (r for me, r in self.residents.items() if me.index == 0 and group in r.server.groups)
         return next(found, None)
 
@@ -286,24 +286,24 @@ class Servers:
 
 
 def serve(
-    place: Place,
+    place: RouterConfig,
     addresses: Sequence[Address],
     serving: Callable[[Address, tuple[str, ...]], None],
     trouble: Callable[[], None],
     recorder: Recorders = lambda *_: SILENT,
-    attendant: Attendant | None = None,
-    writer: Writer | None = None,
-    opened: Callable[[Homes], None] = lambda servers: None,
-    seat: Seat | None = None,
+    attendant: ConnectionObserver | None = None,
+    writer: SnapshotWriter | None = None,
+    opened: Callable[[ServerProcess], None] = lambda servers: None,
+    seat: ReplicaSlot | None = None,
     ended: Callable[[Server], None] = lambda server: None,
 ) -> tuple[int, int]:
-    """Live as the servers of one process, see `Servers`; returns the bytes of messages out and in.
+    """Live as the servers of one process, see `HostedServers`; returns the bytes of messages out and in.
 
     opened: called once everybody is let in, and again when one more server is here. seat: where every server has two
     copies, see `copies`. ended: told each server once it has nothing left to do, where none has two copies.
     """
-    memory = Memory()
-    roads = Roads(place, memory)
+    memory = ProcessMemory()
+    roads = Router(place, memory)
     allocate = memory.allocate if place.shared else _zeros
     if place.job.cluster.replicas > 1:
         if seat is None:
@@ -313,14 +313,14 @@ def serve(
                 "needs a launcher, as `topotrain run` or `topotrain unit`, that replaces processes",
             )
         with flushing():
-            copied = CopiedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)
+            copied = ReplicatedServers(place, roads, allocate, addresses[0], trouble, recorder, writer, seat, opened)
             seat.taken(copied.arrange)
             copied.open(serving)
             copied.wait()
             roads.close()
         return roads.traffic()
     with flushing():
-        servers = Servers(place, roads, allocate, addresses, trouble, recorder, writer)
+        servers = HostedServers(place, roads, allocate, addresses, trouble, recorder, writer)
         for resident in servers.residents.values():
             resident.attendant = attendant
         servers.open(serving)
@@ -332,7 +332,7 @@ def serve(
     return roads.traffic()
 
 
-def _server(me: Address, place: Place, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
+def _server(me: Address, place: RouterConfig, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
     return make_server(me, place.job, place.topology, allocate, place.shared, answer, place.resumed)
 
 
@@ -379,7 +379,7 @@ class _Patience:
             self._tell(seconds)
 
 
-class Monitor:
+class ConditionWaiter:
     """How a live worker waits: on a condition variable that the roads' readers notify."""
 
     def __init__(self, poll_s: float, long_wait: LongWait = _untold) -> None:
@@ -412,10 +412,10 @@ class Monitor:
         """Take in what has come. Here the roads' readers do so by themselves."""
 
 
-class Turns(Monitor):
+class InlineWaiter(ConditionWaiter):
     """How a worker waits that is home to a server: by doing the server's work, and reading for both."""
 
-    def __init__(self, poll_s: float, roads: Roads, pump: Pump, long_wait: LongWait = _untold) -> None:
+    def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = _untold) -> None:
         super().__init__(poll_s, long_wait)
         self._roads, self._pump = roads, pump
 
@@ -437,7 +437,7 @@ class Turns(Monitor):
             self._roads.turn(0.0)
 
 
-class WorkerRoads:
+class WorkerConnections:
     """A worker's side of the roads: connected to the servers of its group and to server (0,0).
 
     Where the layout has it so (`Topology.inline`) the worker's process is home to a server, too.
@@ -445,43 +445,45 @@ class WorkerRoads:
     Args:
         place: the process.
         me: the worker.
-        serving, trouble, recorder, writer: of the server beside the worker, as for `Servers`.
+        serving, trouble, recorder, writer: of the server beside the worker, as for `HostedServers`.
         long_wait: hears when the worker waits for long.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: RouterConfig,
         me: Address,
         serving: Callable[[Address, tuple[str, ...]], None] = lambda *_: None,
         trouble: Callable[[], None] = lambda: None,
         recorder: Recorders = lambda *_: SILENT,
-        writer: Writer | None = None,
+        writer: SnapshotWriter | None = None,
         long_wait: LongWait = _untold,
     ) -> None:
         self.me = me
-        self.memory = Memory()
+        self.memory = ProcessMemory()
         self._shared = place.shared
         self._place = place
-        pump = Pump() if place.topology.inline else None
-        self._roads = Roads(place, self.memory, pump)
+        pump = InlineReader() if place.topology.inline else None
+        self._roads = Router(place, self.memory, pump)
         poll_s = place.job.cluster.poll_time / 1000
-        monitor = Monitor(poll_s, long_wait) if pump is None else Turns(poll_s, self._roads, pump, long_wait)
+        monitor = (
+            ConditionWaiter(poll_s, long_wait) if pump is None else InlineWaiter(poll_s, self._roads, pump, long_wait)
+        )
         self._monitor = monitor
         # The script's thread is one that may wait for room; with a pump it reads, too, and so may not.
         twice = place.job.cluster.replicas > 1
         send = self._say if twice else partial(self._roads.send, me, wait=pump is None)
-        self._lines: Lifelines | None = None
+        self._lines: ReplicaConnections | None = None
         self.exchange = self._door(place, send, monitor)
         if twice:
             servers = dict.fromkeys((*self.exchange.servers, self.exchange.desk))
             life = place.identity.incarnation
             way = (partial(self._roads.send, me), self._redial, self._noted, life)
-            self._lines = Lifelines(servers, self.exchange, *way)
-        self._beside: Servers | None = None
+            self._lines = ReplicaConnections(servers, self.exchange, *way)
+        self._beside: HostedServers | None = None
         if pump is not None:
             beside = Address(Role.SERVER, 0, me.index)
-            self._beside = Servers(place, self._roads, self.allocate, [beside], trouble, recorder, writer)
+            self._beside = HostedServers(place, self._roads, self.allocate, [beside], trouble, recorder, writer)
             self._beside.residents[beside].flushes = True
         try:
             self._connect(serving)
@@ -522,17 +524,17 @@ class WorkerRoads:
         def look() -> None:
             try:
                 lines.connected(server, self._roads.follow(self.me, server, moves))
-            except Broken as error:
+            except ConnectionLost as error:
                 lines.failed(server, str(error))
-            except (WireError, TimeoutError) as error:
+            except (TransportError, TimeoutError) as error:
                 lines.failed(server, f"its process has died, and no other one took its place: {error}")
 
         threading.Thread(target=look, name=f"to {server}", daemon=True).start()
 
-    def _door(self, place: Place, send: Callable[[Address, Message], None], monitor: Monitor) -> Exchange:
+    def _door(self, place: RouterConfig, send: Callable[[Address, Message], None], monitor: ConditionWaiter) -> Client:
         incarnation = place.identity.incarnation
         if not place.topology.foreign:
-            return Exchange(self.me, place.topology, send, monitor, place.shared, incarnation)
+            return Client(self.me, place.topology, send, monitor, place.shared, incarnation)
         if not place.sockets.parts or len(set(place.topology.hosts)) > 1:  # no folder that all workers share
             store: object = TorchStore(within(place.store, f"engine/{self.me.group}"))
             address = place.host
@@ -541,14 +543,14 @@ class WorkerRoads:
             store = str(place.sockets / f"engine-{sha256(b'engine' + place.identity.token).hexdigest()[:16]}")
             address = ""
         topology, job, shared = place.topology, place.job, place.shared
-        return EngineExchange(self.me, topology, send, monitor, shared, job, store, address, incarnation)
+        return TorchCollectiveClient(self.me, topology, send, monitor, shared, job, store, address, incarnation)
 
     @property
-    def beside(self) -> Homes | None:
+    def beside(self) -> ServerProcess | None:
         """The server that lives in the worker's process."""
         return self._beside
 
-    def meet_group(self) -> Crossing:
+    def meet_group(self) -> NetworkChannel:
         """Open the ways to the other workers of the group, which all do this, too: one model is split over them.
 
         A worker calls on those before it, and waits for those after it. To be called once, and after the exchange has
@@ -566,7 +568,7 @@ class WorkerRoads:
                 "a list of addresses names servers only",
             )
         send = partial(self._roads.send, self.me)
-        crossing = Crossing(self.exchange, send, self._monitor.look, self.allocate)
+        crossing = NetworkChannel(self.exchange, send, self._monitor.look, self.allocate)
         incarnation = self._place.identity.incarnation
         kind = f"worker-{incarnation}" if incarnation else "worker"  # where others of the group were is of no use
         self._roads.publish(kind, self.me, self._urls)

@@ -18,7 +18,7 @@ from topotrain.config.job import Job
 from topotrain.launch.grace_period import waits
 
 
-class Termination:
+class SigtermHandler:
     """See above. `take_over` is called on the main thread, `hear` on that of the control channel."""
 
     def __init__(self) -> None:

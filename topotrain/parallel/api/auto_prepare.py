@@ -15,16 +15,16 @@ from torch.utils.data import IterableDataset
 from topotrain.config.job import Cluster, ConfigError, Job, Schedule
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Topology
-from topotrain.parallel.api.example_inputs import Inputs, inputs_of
-from topotrain.parallel.capture.capture_model import Captured
-from topotrain.parallel.estimate.cost_report import Bill, bill, buffer_bytes
-from topotrain.parallel.estimate.memory_check import Excess, Room, check, excesses, room
-from topotrain.parallel.estimate.process_memory import Load, Need, loads, needs
+from topotrain.parallel.api.example_inputs import ExampleInputs, inputs_of
+from topotrain.parallel.capture.capture_model import CapturedForward
+from topotrain.parallel.estimate.cost_report import CostReport, bill, buffer_bytes
+from topotrain.parallel.estimate.memory_check import MemoryExcess, MemoryLimits, check, excesses, room
+from topotrain.parallel.estimate.process_memory import ProcessNeed, WorkerLoad, loads, needs
 from topotrain.parallel.placement.assign_modules import Assignment
-from topotrain.parallel.placement.auto_modules import Call, place
-from topotrain.parallel.placement.auto_placement import Chosen
-from topotrain.parallel.placement.cost_model import USUAL, Speeds
-from topotrain.parallel.placement.parameter_owners import Division, divide
+from topotrain.parallel.placement.auto_modules import ModelCall, place
+from topotrain.parallel.placement.auto_placement import ChosenPlacement
+from topotrain.parallel.placement.cost_model import USUAL, WorkerSpeeds
+from topotrain.parallel.placement.parameter_owners import ParameterOwners, divide
 from topotrain.parallel.program.build_program import program
 from topotrain.parallel.runtime.local_model import described
 from topotrain.training.data.sampling import cut
@@ -36,7 +36,7 @@ _INDEX = re.compile(r"worker \d+/(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlacementRequest:
     """A model that is to be split, and how: what a placement and its memory are found from.
 
     captured: of `model`. found: what the conf and the script say, by `assign.assignments`. call: of the forward; None:
@@ -46,13 +46,13 @@ class Asked:
     job: Job
     topology: Topology
     model: nn.Module
-    captured: Captured
+    captured: CapturedForward
     found: Mapping[str, Assignment]
-    call: Call | None
+    call: ModelCall | None
     state_factor: float = 0.0
 
 
-def place_modules(asked: Asked, loader: Any) -> tuple[Mapping[str, Assignment], Chosen]:
+def place_modules(asked: PlacementRequest, loader: Any) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
     """`placement: kAuto` in a job: where modules go that nobody has placed, the same on all workers of a group.
 
     Args:
@@ -67,8 +67,8 @@ def place_modules(asked: Asked, loader: Any) -> tuple[Mapping[str, Assignment], 
 
 
 def placed(
-    asked: Asked, here: Room, times: Mapping[str, tuple[float, float]] | None = None
-) -> tuple[Mapping[str, Assignment], Chosen]:
+    asked: PlacementRequest, here: MemoryLimits, times: Mapping[str, tuple[float, float]] | None = None
+) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
     """The same for a known call; `times` by module, where they were measured.
 
     The quickest placement first. Where it does not fit, its workers must give up what is too much, and the quickest of
@@ -79,7 +79,7 @@ def placed(
     assert call is not None
     alive = min(1.0, workers / job.microbatches) if job.schedule is Schedule.k1F1B else 1.0
     limits: list[int] | None = None
-    first: list[Excess] = []
+    first: list[MemoryExcess] = []
     quickest = ""
     for _ in range(_TRIES):
         try:
@@ -104,7 +104,7 @@ def placed(
     raise first[0].error()
 
 
-def _tighter(limits: Sequence[int], chosen: Chosen, over: Sequence[Excess]) -> list[int]:
+def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[MemoryExcess]) -> list[int]:
     """Bytes that each worker may hold next time: those who have too much give it up, each its part."""
     found = list(limits)
     for excess in over:
@@ -116,7 +116,7 @@ def _tighter(limits: Sequence[int], chosen: Chosen, over: Sequence[Excess]) -> l
     return found
 
 
-def bill_of(asked: Asked, found: Mapping[str, Assignment]) -> Bill:
+def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
     """What the cut costs with these assignments. Raises ConfigError: it cannot be cut so."""
     call, workers = asked.call, asked.topology.workers_per_group
     assert call is not None
@@ -128,40 +128,42 @@ def bill_of(asked: Asked, found: Mapping[str, Assignment]) -> Bill:
     return bill(made, asked.model, division, call.shares, asked.job.microbatches, named)
 
 
-def needs_of(asked: Asked, found: Mapping[str, Assignment], costs: Bill | None) -> tuple[Need, ...]:
+def needs_of(
+    asked: PlacementRequest, found: Mapping[str, Assignment], costs: CostReport | None
+) -> tuple[ProcessNeed, ...]:
     """What every process of the job will hold; without a bill activations and messages are not counted."""
     division = divide(asked.model, found, asked.topology.workers_per_group)
     if costs is None:
-        loaded = tuple(Load(buffer_bytes(division, w)) for w in range(asked.topology.workers_per_group))
+        loaded = tuple(WorkerLoad(buffer_bytes(division, w)) for w in range(asked.topology.workers_per_group))
     else:
         loaded = loads(costs, asked.job.schedule)
     return needs(asked.job, asked.topology, schema_of(division), asked.state_factor, loaded)
 
 
-def schema_of(division: Division) -> tuple[Parameter, ...]:
+def schema_of(division: ParameterOwners) -> tuple[Parameter, ...]:
     """One entry for each share of a parameter."""
     return tuple(described(whole, share) for whole in division.parameters for share in whole.shares)
 
 
-def call_of(job: Job, model: nn.Module, given: Inputs) -> Call:
+def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
     """A call for a group's batch, and each worker's part of it; a worker without samples repeats one."""
     cluster, workers = job.cluster, job.cluster.nworkers_per_group
     batch = given.samples * (workers if job.per_worker_batch else 1)
     least = 2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1
     shares = [high - low for low, high in cut(batch, workers, cluster.shares, least)]
-    return Call(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
+    return ModelCall(given.args, given.kwargs, given.samples, tuple(max(1, share) for share in shares))
 
 
-def speeds_of(cluster: Cluster) -> Speeds:
+def speeds_of(cluster: Cluster) -> WorkerSpeeds:
     """The usual speeds, with the link that the job pretends."""
     link = cluster.link
     if link is None:
         return USUAL
     rate = USUAL.link if link.bandwidth is None else link.bandwidth * 1e6 / 8
-    return Speeds(link=rate, delay=USUAL.delay + link.delay / 1000)
+    return WorkerSpeeds(link=rate, delay=USUAL.delay + link.delay / 1000)
 
 
-def check_room(asked: Asked, loader: Any, host: int) -> None:
+def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:
     """Refuse, before anything is made, what the processes of this host cannot hold.
 
     Args:
@@ -177,7 +179,7 @@ def check_room(asked: Asked, loader: Any, host: int) -> None:
     check(planned, room(), host)
 
 
-def _bill_if_known(asked: Asked, loader: Any) -> Bill | None:
+def _bill_if_known(asked: PlacementRequest, loader: Any) -> CostReport | None:
     """The bill, if the loader tells what the forward is called with.
 
     A stream is not asked, for what it gives is gone; and whatever is wrong here the first step tells better.

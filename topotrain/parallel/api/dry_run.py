@@ -15,12 +15,12 @@ from topotrain.config.async_momentum import momentum_of
 from topotrain.config.job import ConfigError, Updater
 from topotrain.config.sharding import Parameter
 from topotrain.extensions.tables.frontend.sparse_embedding import find_sparse
-from topotrain.training.context import Planning, plan_only
+from topotrain.training.context import PlanRun, plan_only
 from topotrain.training.parameters.flat_parameters import describe_model
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PreparedArguments:
     """What a script hands to `tt.prepare`."""
 
     model: Any
@@ -45,7 +45,7 @@ class Seen:
         return state_factor(self.optimizer)
 
 
-def look(program: str, args: Sequence[str]) -> Seen:
+def look(program: str, args: Sequence[str]) -> PreparedArguments:
     """Run a script up to `tt.prepare`.
 
     What the script prints goes to stderr. Raises ConfigError if it ends without calling `tt.prepare`.
@@ -56,8 +56,8 @@ def look(program: str, args: Sequence[str]) -> Seen:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(program, run_name="__main__")
-    except Planning as seen:
-        return Seen(seen.model, seen.optimizer, seen.loader)
+    except PlanRun as seen:
+        return PreparedArguments(seen.model, seen.optimizer, seen.loader)
     except SystemExit as leaving:
         raise ConfigError("program", program, f"left with code {leaving.code} before tt.prepare") from leaving
     raise ConfigError("program", program, "ended without calling topotrain.prepare: there is no model to plan for")

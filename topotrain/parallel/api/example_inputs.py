@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from topotrain.config.job import ConfigError
-from topotrain.training.rng_state import Dice
+from topotrain.training.rng_state import RngState
 
 OPTION = "--input"
 SAY = f"say what the forward is called with, one {OPTION} per tensor, such as {OPTION} 32x1x8x8 or {OPTION} 32x64:int64"
@@ -26,7 +26,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ExampleInputs:
     """A forward's arguments as examples for one batch of `samples`; `origin` is told to the user."""
 
     samples: int
@@ -41,7 +41,7 @@ class Inputs:
         return f"{', '.join(parts)} ({self.origin})"
 
 
-def parse_inputs(texts: Sequence[str]) -> Inputs:
+def parse_inputs(texts: Sequence[str]) -> ExampleInputs:
     """Read "32x1x8x8", "32x64:int64", "mask=32x64:bool": the first number is that of samples, the same in all.
 
     Raises ConfigError.
@@ -65,10 +65,10 @@ def parse_inputs(texts: Sequence[str]) -> Inputs:
     counts = {tensor.shape[0] for tensor in (*args, *kwargs.values())}
     if len(counts) != 1:
         raise ConfigError(OPTION, " ".join(texts), "must all begin with the same number of samples")
-    return Inputs(counts.pop(), tuple(args), kwargs, f"from {OPTION}")
+    return ExampleInputs(counts.pop(), tuple(args), kwargs, f"from {OPTION}")
 
 
-def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> Inputs:
+def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> ExampleInputs:
     """What the first batch of a loader makes of a model's forward.
 
     Args:
@@ -82,7 +82,7 @@ def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> Inputs
     if not isinstance(loader, DataLoader):
         raise ConfigError("tt.prepare", type(loader).__name__, f"got no DataLoader, which would tell shapes: {SAY}")
     try:
-        with Dice(0):  # what the script draws afterwards is what it would have drawn
+        with RngState(0):  # what the script draws afterwards is what it would have drawn
             batch, count = _batch(loader)
     except Exception as error:  # whatever the script's own dataset raises
         accepted = f"gave no sample ({type(error).__name__}: {error}): {SAY}"
@@ -90,7 +90,7 @@ def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> Inputs
     args, kwargs = _arguments(model, batch, everything)
     if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
         raise ConfigError("loader", type(batch).__name__, f"gives no tensor that the forward takes: {SAY}")
-    return Inputs(count, args, kwargs, "from the loader's first batch")
+    return ExampleInputs(count, args, kwargs, "from the loader's first batch")
 
 
 def _batch(loader: DataLoader[Any]) -> tuple[Any, int]:

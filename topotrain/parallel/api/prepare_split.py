@@ -19,16 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from topotrain.config.job import ConfigError, Job, Placement
 from topotrain.extensions.tables.frontend.embedding import Embedding
-from topotrain.parallel.api.auto_prepare import Asked, check_room, place_modules
+from topotrain.parallel.api.auto_prepare import PlacementRequest, check_room, place_modules
 from topotrain.parallel.api.dry_run import state_factor
-from topotrain.parallel.api.split_forward import Forward
+from topotrain.parallel.api.split_forward import SplitForward
 from topotrain.parallel.capture import device_scopes
-from topotrain.parallel.capture.capture_model import Captured, capture
+from topotrain.parallel.capture.capture_model import CapturedForward, capture
 from topotrain.parallel.placement.assign_modules import Assignment, assignments
 from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.runtime.channel import Passage
+from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.gather import entries, gather, give
-from topotrain.parallel.runtime.local_model import Localised, localise, restore
+from topotrain.parallel.runtime.local_model import LocalModel, localise, restore
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import in_one_file, metadata_of
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model, in_file
@@ -38,7 +38,7 @@ _ANY = 1 << 16
 """More workers than a group has: where there is one only, a device may be called by any number."""
 
 
-def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) -> "Split | None":
+def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) -> "SplitModel | None":
     """Cut the model, if the job or the script says so; None: every worker holds all of it.
 
     Raises:
@@ -60,7 +60,7 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
     _check(job, model)
     found = assignments(model, job, workers, captured)
     topology, unit = here.place.topology, here.place.topology.unit_of(here.me)
-    asked = Asked(job, topology, model, captured, found, None, state_factor(optimizer))
+    asked = PlacementRequest(job, topology, model, captured, found, None, state_factor(optimizer))
     if job.placement is Placement.kAuto:
         with _dice_kept(loader):
             found, chosen = place_modules(asked, loader)
@@ -72,7 +72,9 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         raise ConfigError("tt.device", None, accepted)
     with _dice_kept(loader):
         check_room(replace(asked, found=found), loader, topology.hosts[unit] if topology.hosts else 0)
-    return Split(here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed))
+    return SplitModel(
+        here, model, optimizer, captured, found, localise(model, optimizer, division, here.me.index, job.seed)
+    )
 
 
 def is_split(here: Context | None, model: nn.Module) -> bool:
@@ -88,7 +90,7 @@ def tagged(model: nn.Module) -> bool:
     return any(device_scopes.parse(tag).task is not None for tag in tags if tag)
 
 
-def says_where(model: nn.Module) -> Captured | None:
+def says_where(model: nn.Module) -> CapturedForward | None:
     """The model's graph, if a forward names a worker with `tt.device`. Only code that speaks of it is traced."""
     if not any(_speaks_of_device(kind) for kind in {type(module) for module in model.modules()}):
         return None
@@ -134,7 +136,7 @@ def _check(job: Job, model: nn.Module) -> None:
             raise ConfigError("model", name, accepted)
 
 
-class Split:
+class SplitModel:
     """A model that this worker holds its part of.
 
     Args:
@@ -149,9 +151,9 @@ class Split:
         here: Context,
         model: nn.Module,
         optimizer: Optimizer,
-        captured: Captured,
+        captured: CapturedForward,
         found: Mapping[str, Assignment],
-        localised: Localised,
+        localised: LocalModel,
     ) -> None:
         self.parts = localised.parts
         self.over = False  # the model is whole again
@@ -160,7 +162,7 @@ class Split:
         division = localised.division
         self.metadata = metadata_of({whole.names[0]: whole.names[1:] for whole in division.parameters})
         """Of a file that has what `gather` returns."""
-        self._forward = Forward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
+        self._forward = SplitForward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
         names = {module: name for name, module in model.named_modules()}
         self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(_Elsewhere(self._forward, names[module], where))
@@ -169,7 +171,7 @@ class Split:
         self._hooks.append(model.register_state_dict_pre_hook(_no_state))  # type: ignore[no-untyped-call]
         model.forward = self._forward
 
-    def follow(self, worker: Worker, passage: Passage) -> None:
+    def follow(self, worker: Worker, passage: ActivationChannel) -> None:
         """The worker has begun: from now on the model can be called."""
         self._forward.start(worker, passage)
         self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
@@ -246,7 +248,7 @@ class Split:
 class _Elsewhere:
     """Refuses a call of a module that is not here, or not all of it, unless it is the cut graph that calls."""
 
-    def __init__(self, forward: Forward, name: str, where: str) -> None:
+    def __init__(self, forward: SplitForward, name: str, where: str) -> None:
         self._forward, self._name, self._where = forward, name, where
 
     def __call__(self, module: nn.Module, args: Any) -> None:

@@ -10,36 +10,36 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.client.client import StepEnd
-from topotrain.parallel.capture.capture_model import Captured
+from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.placement.assign_modules import Assignment
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.runtime.channel import STEPPED, Key, Passage
+from topotrain.parallel.runtime.channel import STEPPED, ActivationChannel, TensorKey
 from topotrain.parallel.runtime.program_runner import Runner
-from topotrain.parallel.runtime.worker_sync import Hello, Meeting
+from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
 
 _DICE = STEPPED - 1
-"""`Key.edge` of the state of torch's generator."""
+"""`TensorKey.edge` of the state of torch's generator."""
 
 
-class Forward:
+class SplitForward:
     """What stands in the place of `model.forward`. Graphs are cut when they are first needed: one for each kind of
     arguments (dtypes, sizes apart from the samples, what is no tensor), and for each mode if the model looks at it."""
 
     def __init__(
-        self, model: nn.Module, job: Job, captured: Captured, found: Mapping[str, Assignment], workers: int
+        self, model: nn.Module, job: Job, captured: CapturedForward, found: Mapping[str, Assignment], workers: int
     ) -> None:
         self._model, self._job = model, job
         self._captured, self._found, self._workers = captured, found, workers
         self._runners: dict[object, Runner] = {}
-        self._passage: Passage | None = None
+        self._passage: ActivationChannel | None = None
         self._weight: Callable[[], float] = lambda: 1.0
         self._last: Runner | None = None
         self.open = False  # a forward has been made whose backward has not begun
         self.inside = False
 
-    def start(self, worker: Worker, passage: Passage) -> None:
+    def start(self, worker: Worker, passage: ActivationChannel) -> None:
         """There is somebody to talk to."""
         self._passage, self._weight = passage, worker.weight
         self.meeting = _JobMeeting(passage, worker, self._begun)
@@ -60,7 +60,7 @@ class Forward:
         finally:
             self.inside = False
 
-    def _runner(self, passage: Passage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
+    def _runner(self, passage: ActivationChannel, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Runner:
         samples = samples_of(args, kwargs)
         training = self._model.training
         key = (kind_of(args, kwargs, samples), training if self._captured.by_mode else None)
@@ -98,14 +98,14 @@ class Forward:
         self.__deepcopy__(None)
 
 
-class _JobMeeting(Meeting):
+class _JobMeeting(WorkerSync):
     """A meeting in a job: the worker hears of each backward, and all draw masks with the dice of worker 0.
 
     A worker would not notice a backward that reaches none of its parameters. And the dice of the workers do not stay
     alike: in a job one of them draws the order of the batches, as the only process of an ordinary script does.
     """
 
-    def __init__(self, passage: Passage, worker: Worker, begins: Callable[[], None]) -> None:
+    def __init__(self, passage: ActivationChannel, worker: Worker, begins: Callable[[], None]) -> None:
         super().__init__(passage)
         self._begins = begins
         assert isinstance(worker.path, PushPath)  # gradients of a split model are hidden
@@ -118,9 +118,9 @@ class _JobMeeting(Meeting):
         self._begins()
         self._path.begin()
 
-    def meet(self, mine: Hello) -> tuple[Hello, ...]:
-        """As `Meeting.meet`; the dice come before worker 0's hello, so that nobody has to wait for them."""
-        passage, key, draws = self.passage, Key(self.forwards, 0, _DICE, False), mine.chance != 0
+    def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
+        """As `WorkerSync.meet`; the dice come before worker 0's hello, so that nobody has to wait for them."""
+        passage, key, draws = self.passage, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
         for other in range(1, passage.size if draws and passage.me == 0 else 1):
             passage.send(other, key, self.dice.get_state())
         hellos = super().meet(replace(mine, chance=int(draws)))

@@ -15,15 +15,15 @@ from torch import fx, nn
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture.capture_modes import prepared
-from topotrain.parallel.capture.shape_propagation import Bench, Stored, stored
+from topotrain.parallel.capture.shape_propagation import FakeEvaluator, StoredTensor, stored
 from topotrain.parallel.capture.source_location import ADVICE, FIELD, is_leaf, line_of, signature
-from topotrain.parallel.capture.tracer import Tracer, Unfinished
+from topotrain.parallel.capture.tracer import NeedsExample, Tracer
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedForward:
     """A captured forward. Nodes have meta "line" ("file:line" of the user's code) and "device" (name or "").
 
     leaves: names of all modules that are one node where they are called, in definition order.
@@ -34,12 +34,12 @@ class Captured:
 
     graph: fx.Graph
     leaves: tuple[str, ...]
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     by_mode: bool = False
     unfinished: str = ""
 
 
-def capture(model: nn.Module, training: bool = True) -> Captured:
+def capture(model: nn.Module, training: bool = True) -> CapturedForward:
     """Capture a forward before its arguments are known; arguments with defaults count as not given.
 
     Raises:
@@ -51,12 +51,12 @@ def capture(model: nn.Module, training: bool = True) -> Captured:
 
 def trace(
     model: nn.Module,
-    whole: Mapping[str, Stored],
-    bench: Bench | None,
+    whole: Mapping[str, StoredTensor],
+    bench: FakeEvaluator | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     training: bool,
-) -> Captured:
+) -> CapturedForward:
     """Capture a forward; with a bench, for these arguments, and nodes have their meta "values" and "draws".
 
     Raises:
@@ -67,7 +67,7 @@ def trace(
     with prepared(model, tracer, training):
         try:
             tracer.trace(model)
-        except Unfinished as error:
+        except NeedsExample as error:
             unfinished = str(error)
         except ConfigError:
             raise
@@ -78,7 +78,7 @@ def trace(
                 accepted = f"cannot be captured: {type(error).__name__}: {error}; {ADVICE}"
                 raise ConfigError(FIELD, None, accepted, line_of(error)) from error
     leaves = tuple(name for name, module in model.named_modules() if name and is_leaf(module))
-    return Captured(tracer.graph, leaves, whole, tracer.by_mode, unfinished)
+    return CapturedForward(tracer.graph, leaves, whole, tracer.by_mode, unfinished)
 
 
 def _bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

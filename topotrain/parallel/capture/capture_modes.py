@@ -16,7 +16,7 @@ _MAKERS = (
 )
 
 
-class Recording(Protocol):
+class CaptureRecorder(Protocol):
     """A tracer, as far as this concerns it."""
 
     by_mode: bool
@@ -24,10 +24,10 @@ class Recording(Protocol):
     def recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]: ...
 
 
-class Mode(int):
+class TrainingMode(int):
     """A module's `training` during a capture: 0 or 1, and it notices when somebody asks."""
 
-    tracer: Recording
+    tracer: CaptureRecorder
 
     def __bool__(self) -> bool:
         self.tracer.by_mode = True
@@ -35,11 +35,11 @@ class Mode(int):
 
 
 @contextmanager
-def prepared(model: nn.Module, tracer: Recording, training: bool) -> Iterator[None]:
+def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Iterator[None]:
     """For the time of a capture: modules have the mode, and what makes tensors out of nothing is recorded."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
-    mode = Mode(training)
+    mode = TrainingMode(training)
     mode.tracer = tracer
     inside = {id(inner) for leaf in modules if is_leaf(leaf) for inner in leaf.modules()}
     places = {id(space): space for space in map(_globals, modules) if space is not None}

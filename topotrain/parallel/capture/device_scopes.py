@@ -36,7 +36,7 @@ _PART = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceScope:
     """Some devices: None leaves open which. `task` is a worker's number in its group, or a server's in its group."""
 
     job: str | None = None
@@ -45,9 +45,9 @@ class Device:
     device_type: str | None = None
     device_index: int | None = None
 
-    def within(self, outer: "Device") -> "Device":
+    def within(self, outer: "DeviceScope") -> "DeviceScope":
         """What this name means inside another's scope: its own parts count, the outer's where it has none."""
-        return Device(
+        return DeviceScope(
             outer.job if self.job is None else self.job,
             outer.replica if self.replica is None else self.replica,
             outer.task if self.task is None else self.task,
@@ -63,7 +63,7 @@ class Device:
         return f"{text}/device:{self.device_type}:{'*' if self.device_index is None else self.device_index}"
 
 
-def parse(text: str) -> Device:
+def parse(text: str) -> DeviceScope:
     """Read a name: any of /job:NAME, /replica:I, /task:I and /device:TYPE:I (or /cpu:I, /gpu:I); * leaves open.
 
     Raises:
@@ -84,7 +84,7 @@ def parse(text: str) -> Device:
                 found[name] = value
         at = part.end()
     kind = found.get("type")
-    return Device(
+    return DeviceScope(
         found.get("job"),
         _number(found.get("replica")),
         _number(found.get("task")),
@@ -97,7 +97,7 @@ def _number(text: str | None) -> int | None:
     return None if text is None or text == "*" else int(text)
 
 
-def complete(device: Device, workers: int, servers: int, types: Collection[str] = ("CPU",)) -> Device:
+def complete(device: DeviceScope, workers: int, servers: int, types: Collection[str] = ("CPU",)) -> DeviceScope:
     """Fill in what a name leaves open and check that the device exists.
 
     Job worker, replica 0 and the first of `types` are filled in; an open task stays open: any of them.
@@ -113,7 +113,7 @@ def complete(device: Device, workers: int, servers: int, types: Collection[str] 
     counts = {"worker": workers, "ps": servers}
     job = device.job or "worker"
     kinds = types if job == "worker" else ("CPU",)
-    whole = Device(job, device.replica or 0, device.task, device.device_type or next(iter(kinds)))
+    whole = DeviceScope(job, device.replica or 0, device.task, device.device_type or next(iter(kinds)))
     exists = (
         job in counts
         and whole.replica == 0
@@ -125,17 +125,17 @@ def complete(device: Device, workers: int, servers: int, types: Collection[str] 
         there = ", ".join(f"/job:{name}/{_tasks(count)}" for name, count in counts.items() if count)
         accepted = f"no such device; there are {there}, each with {' and '.join(f'{kind}:0' for kind in kinds)}"
         raise ConfigError("device", str(device), accepted)
-    return Device(whole.job, 0, whole.task, whole.device_type, 0)
+    return DeviceScope(whole.job, 0, whole.task, whole.device_type, 0)
 
 
 def _tasks(count: int) -> str:
     return "task:0" if count == 1 else f"task:0 to task:{count - 1}"
 
 
-_SCOPE: ContextVar[Device | None] = ContextVar("topotrain_device", default=None)
+_SCOPE: ContextVar[DeviceScope | None] = ContextVar("topotrain_device", default=None)
 
 
-def current() -> Device | None:
+def current() -> DeviceScope | None:
     """The device of the scopes that the calling code is in; None outside of all."""
     return _SCOPE.get()
 
@@ -150,7 +150,7 @@ def scope(text: str | None) -> Iterator[None]:
         ConfigError: `text` names no device.
     """
     outer = current()
-    merged = None if text is None else parse(text).within(outer or Device())
+    merged = None if text is None else parse(text).within(outer or DeviceScope())
     token = _SCOPE.set(merged)
     hooks = (
         register_module_module_registration_hook(lambda parent, name, module: _note_module(module)),
@@ -182,7 +182,7 @@ def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None
             _note_module(module)  # a layer that is no child of another module yet; survives deepcopy, unlike the other
 
 
-def _send_home(parameter: nn.Parameter, device: Device) -> None:
+def _send_home(parameter: nn.Parameter, device: DeviceScope) -> None:
     if device.task is not None and not hasattr(parameter, HOME):
         setattr(parameter, HOME, device.task)
 

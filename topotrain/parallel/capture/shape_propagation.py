@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from topotrain.parallel.program.split_program import Shape, Size
+from topotrain.parallel.program.split_program import SizeArgument, SymbolicShape
 
 # Two numbers show a line, the third that it is one. None is 1, which would hide in broadcasts, and they have no divisor
 # in common that the user's batches may have, so that what only holds for even numbers is not taken for a rule.
@@ -29,7 +29,7 @@ Values = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A parameter or buffer of the whole model: how large it is, where it lives ("meta" if it is nowhere here)."""
 
     shape: tuple[int, ...]
@@ -39,21 +39,21 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorShape:
     """A tensor's shape; `odd` says why it cannot be cut into the samples' shares ("": it can)."""
 
-    shape: Shape
+    shape: SymbolicShape
     odd: str = ""
 
 
-def stored(model: nn.Module) -> dict[str, Stored]:
+def stored(model: nn.Module) -> dict[str, StoredTensor]:
     """All parameters and buffers, by each of their names."""
     found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: Stored(tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in found}
+    return {name: StoredTensor(tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in found}
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DropoutMasks:
     """What a node draws. masks: of each, in order, its tensor for each number of samples, and the chance of an element
     to stay; None if it draws anything else."""
 
@@ -79,15 +79,15 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _drawn(seen: Sequence[_Draws]) -> Drawn:
+def _drawn(seen: Sequence[_Draws]) -> DropoutMasks:
     """What a node has drawn with each number of samples."""
     if any(one.others for one in seen) or len({tuple(keep for _, keep in one.masks) for one in seen}) > 1:
-        return Drawn(None)
+        return DropoutMasks(None)
     rows = zip(*(one.masks for one in seen), strict=True)
-    return Drawn(tuple((tuple(tensor for tensor, _ in row), row[0][1]) for row in rows))
+    return DropoutMasks(tuple((tuple(tensor for tensor, _ in row), row[0][1]) for row in rows))
 
 
-class Bench:
+class FakeEvaluator:
     """Computes a graph's nodes on fake tensors.
 
     Args:
@@ -96,7 +96,7 @@ class Bench:
         device: where parameters live that are not here.
     """
 
-    def __init__(self, model: nn.Module, whole: Mapping[str, Stored], samples: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, whole: Mapping[str, StoredTensor], samples: int, device: torch.device) -> None:
         self._model = model
         self._whole = whole
         self._samples = samples
@@ -137,7 +137,7 @@ class Bench:
             self._made[name] = made
         return self._made[name]
 
-    def run(self, node: fx.Node) -> tuple[Values, Drawn]:
+    def run(self, node: fx.Node) -> tuple[Values, DropoutMasks]:
         """A node's results, and what it draws."""
         found, seen = [], []
         for index in range(len(self.counts)):
@@ -180,7 +180,7 @@ def _value(index: int, node: fx.Node) -> Any:
     return node.meta["values"][index]
 
 
-def number(values: Values, counts: tuple[int, ...]) -> Size | int | None:
+def number(values: Values, counts: tuple[int, ...]) -> SizeArgument | int | None:
     """A whole number as one that is linear in the samples; None if it is not."""
     if values == (values[0],) * len(values):
         return int(values[0])
@@ -188,25 +188,27 @@ def number(values: Values, counts: tuple[int, ...]) -> Size | int | None:
     more = values[0] - step * counts[0]
     if rest or any(value != step * count + more for value, count in zip(values, counts, strict=True)):
         return None
-    return Size(step, more)
+    return SizeArgument(step, more)
 
 
-def form(values: Values, counts: tuple[int, ...]) -> Form:
+def form(values: Values, counts: tuple[int, ...]) -> TensorShape:
     """A tensor's shape for any number of samples."""
     dtype = str(values[0].dtype).removeprefix("torch.")
     shapes = [tuple(value.shape) for value in values]
     if len(set(map(len, shapes))) > 1:
-        return Form(Shape(shapes[0], dtype), "its number of dimensions depends on the number of samples")
+        return TensorShape(SymbolicShape(shapes[0], dtype), "its number of dimensions depends on the number of samples")
     growing = {d: number(sizes, counts) for d, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1}
     if not growing:
-        return Form(Shape(shapes[0], dtype))
+        return TensorShape(SymbolicShape(shapes[0], dtype))
     (dim, size), *others = growing.items()
     if others:
-        return Form(Shape(shapes[0], dtype), "several of its dimensions grow with the number of samples")
-    if not isinstance(size, Size) or size.more:
-        return Form(Shape(shapes[0], dtype), f"its dimension {dim} is no multiple of the number of samples")
+        return TensorShape(SymbolicShape(shapes[0], dtype), "several of its dimensions grow with the number of samples")
+    if not isinstance(size, SizeArgument) or size.more:
+        return TensorShape(
+            SymbolicShape(shapes[0], dtype), f"its dimension {dim} is no multiple of the number of samples"
+        )
     sizes = tuple(0 if d == dim else n for d, n in enumerate(shapes[0]))
-    return Form(Shape(sizes, dtype, dim, size.per_sample))
+    return TensorShape(SymbolicShape(sizes, dtype, dim, size.per_sample))
 
 
 def every(test: Callable[[Any], bool], values: Values) -> bool:

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture import device_scopes
-from topotrain.parallel.capture.capture_modes import Mode
+from topotrain.parallel.capture.capture_modes import TrainingMode
 from topotrain.parallel.capture.op_rules import WRITING
-from topotrain.parallel.capture.shape_propagation import Bench, Drawn, every, number
+from topotrain.parallel.capture.shape_propagation import DropoutMasks, FakeEvaluator, every, number
 from topotrain.parallel.capture.source_location import ADVICE, FIELD, definition, is_leaf, signature, user_line
 
 _ABOUT_SIZE = frozenset(
@@ -26,7 +26,7 @@ _ABOUT_SIZE = frozenset(
 )
 
 
-class Unfinished(Exception):
+class NeedsExample(Exception):
     """Something that needs an example of the arguments."""
 
 
@@ -75,7 +75,7 @@ for _operation in WRITING:  # fx takes `x += y` for `x = x + y`, which is anothe
 class Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
-    def __init__(self, model: nn.Module, bench: Bench | None, given: Mapping[str, Any] | None) -> None:
+    def __init__(self, model: nn.Module, bench: FakeEvaluator | None, given: Mapping[str, Any] | None) -> None:
         super().__init__()
         self._model = model
         self._bench = bench
@@ -141,7 +141,7 @@ class Tracer(fx.Tracer):
             return self.proxy(node)
         if kind == "get_attr":
             with self._on_the_bench():
-                node.meta.update(values=self._bench.attribute(target), draws=Drawn())
+                node.meta.update(values=self._bench.attribute(target), draws=DropoutMasks())
             return self.proxy(node)
         self._compute(node)
         return self._known(node)
@@ -152,7 +152,7 @@ class Tracer(fx.Tracer):
     def iter(self, obj: Any) -> Any:
         values = obj.node.meta.get("values")
         if values is None:
-            raise Unfinished(f"{user_line()}: goes through the parts of a value")
+            raise NeedsExample(f"{user_line()}: goes through the parts of a value")
         if isinstance(values[0], tuple | list):
             return iter([obj[index] for index in range(len(values[0]))])
         if isinstance(values[0], torch.Tensor) and every(lambda v: v.dim() > 0, values):
@@ -173,7 +173,7 @@ class Tracer(fx.Tracer):
             if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
                 return value
         node = self.create_node("placeholder", name, (), {})
-        node.meta.update(line=definition(self._model), device="", draws=Drawn())
+        node.meta.update(line=definition(self._model), device="", draws=DropoutMasks())
         if self._bench is None or self._given is None:
             return self.proxy(node)
         with self._on_the_bench():
@@ -182,7 +182,7 @@ class Tracer(fx.Tracer):
 
     def _plain(self, a: Any) -> Any:
         """An argument as it is recorded: of a `training` that is handed on, the value."""
-        if not isinstance(a, Mode):
+        if not isinstance(a, TrainingMode):
             return a
         self.by_mode = True
         return int(a) != 0
@@ -235,7 +235,7 @@ class Tracer(fx.Tracer):
         """The error for code that wants to know more of a value than is known."""
         values = node.meta.get("values")
         if values is None and _about_sizes(node):
-            return Unfinished(f"{user_line()}: {does} by a size")
+            return NeedsExample(f"{user_line()}: {does} by a size")
         if values is None or isinstance(values[0], torch.Tensor):
             what = f"{does} by a tensor's values, and the graph must be the same for all data"
         else:

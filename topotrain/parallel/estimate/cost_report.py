@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.parallel.estimate.fake_run import NOTHING, Cost, rehearse, with_gradient
-from topotrain.parallel.placement.parameter_owners import Division, Whole
+from topotrain.parallel.estimate.fake_run import NOTHING, StepCost, rehearse, with_gradient
+from topotrain.parallel.placement.parameter_owners import ParameterOwners, WholeTensor
 from topotrain.parallel.program.layouts import even, transfers
-from topotrain.parallel.program.split_program import Edge, Program
+from topotrain.parallel.program.split_program import LayoutEdge, Program
 
 Pairs = Mapping[tuple[int, int], int]
 """Bytes by (sender, receiver), workers of the group; nobody sends to itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeBill:
+class EdgeCost:
     """What one move costs per step of training: bytes from worker to worker, forward and back."""
 
-    edge: Edge
+    edge: LayoutEdge
     forward: Pairs
     backward: Pairs
 
@@ -37,7 +37,7 @@ class EdgeBill:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerBill:
+class WorkerCost:
     """What one worker needs and does per step of training. Memory in bytes.
 
     parameters, buffers: its parts. trainable: of the parameters, what has a gradient.
@@ -55,15 +55,15 @@ class WorkerBill:
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class CostReport:
     """All of it, for so many samples. `steps[worker][step]` is what a step costs a worker that runs it."""
 
     program: Program
     samples: tuple[int, ...]
     microbatches: int
-    edges: tuple[EdgeBill, ...]
-    workers: tuple[WorkerBill, ...]
-    steps: tuple[Mapping[int, Cost], ...]
+    edges: tuple[EdgeCost, ...]
+    workers: tuple[WorkerCost, ...]
+    steps: tuple[Mapping[int, StepCost], ...]
 
     def pairs(self, backward: bool = False) -> Pairs:
         """Bytes per step from worker to worker over all edges."""
@@ -85,11 +85,11 @@ class Bill:
 def bill(
     program: Program,
     model: nn.Module,
-    division: Division,
+    division: ParameterOwners,
     samples: Sequence[int],
     microbatches: int = 1,
     examples: Mapping[str, Any] = NOTHING,
-) -> Bill:
+) -> CostReport:
     """Count what a program costs with these samples per worker; nothing is computed or sent.
 
     Args:
@@ -113,9 +113,9 @@ def bill(
         others = buffer_bytes(division, worker)
         flops = [(cost.flops, cost.backward_flops) for cost in done.costs.values()]
         both = (sum(forward for forward, _ in flops), sum(back for _, back in flops))
-        workers.append(WorkerBill(worker, sum(held), sum(trained), others, done.kept, done.peak, both))
+        workers.append(WorkerCost(worker, sum(held), sum(trained), others, done.kept, done.peak, both))
         steps.append(MappingProxyType(done.costs))
-    return Bill(program, tuple(samples), microbatches, edges, tuple(workers), tuple(steps))
+    return CostReport(program, tuple(samples), microbatches, edges, tuple(workers), tuple(steps))
 
 
 def chunks(samples: Sequence[int], microbatches: int) -> tuple[tuple[int, ...], ...]:
@@ -124,17 +124,17 @@ def chunks(samples: Sequence[int], microbatches: int) -> tuple[tuple[int, ...], 
     return tuple(tuple(high - low for low, high in (cut[m] for cut in cuts)) for m in range(microbatches))
 
 
-def buffer_bytes(division: Division, worker: int) -> int:
+def buffer_bytes(division: ParameterOwners, worker: int) -> int:
     """Bytes of the model's buffers that a worker holds."""
     return sum(_held(whole, worker) for whole in (*division.buffers, *division.passing))
 
 
-def _held(whole: Whole, worker: int) -> int:
+def _held(whole: WholeTensor, worker: int) -> int:
     like = whole.like()
     return sum(share.of(like).numel() for share in whole.shares if share.here(worker)) * like.element_size()
 
 
-def _edge(edge: Edge, parts: Sequence[Sequence[int]], graded: bool) -> EdgeBill:
+def _edge(edge: LayoutEdge, parts: Sequence[Sequence[int]], graded: bool) -> EdgeCost:
     size = getattr(torch, edge.shape.dtype).itemsize
     forward: dict[tuple[int, int], int] = {}
     for samples in parts:
@@ -146,4 +146,4 @@ def _edge(edge: Edge, parts: Sequence[Sequence[int]], graded: bool) -> EdgeBill:
                 pair = (move.source, move.target)
                 forward[pair] = forward.get(pair, 0) + count * size
     backward = {(target, source): nbytes for (source, target), nbytes in forward.items()} if graded else {}
-    return EdgeBill(edge, MappingProxyType(forward), MappingProxyType(backward))
+    return EdgeCost(edge, MappingProxyType(forward), MappingProxyType(backward))

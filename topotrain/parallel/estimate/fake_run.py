@@ -17,17 +17,27 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from topotrain.parallel.capture.shape_propagation import flat_weights
-from topotrain.parallel.estimate.flop_counter import Meter, storage, tensors
-from topotrain.parallel.placement.parameter_owners import Division, Whole
+from topotrain.parallel.estimate.flop_counter import FlopCounter, storage, tensors
+from topotrain.parallel.placement.parameter_owners import ParameterOwners, WholeTensor
 from topotrain.parallel.program.layouts import box, sizes_of
-from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Size, Step, Where
+from topotrain.parallel.program.split_program import (
+    LayoutEdge,
+    LocationKind,
+    Program,
+    ProgramStep,
+    ResultRef,
+    SizeArgument,
+    StepKind,
+    SymbolicShape,
+    ValueLocation,
+)
 from topotrain.parallel.program.worker_program import references, replaced
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """What one step costs one worker and one pass over its samples.
 
     `flops` and `touched` (bytes) of the forward and of the backward; `made`: bytes of its result that are new memory;
@@ -43,10 +53,10 @@ class Cost:
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class FakeRun:
     """One worker's pass. `costs` by step; `kept` bytes stay for the backward; `peak` bytes live at once in it."""
 
-    costs: dict[int, Cost] = field(default_factory=dict)
+    costs: dict[int, StepCost] = field(default_factory=dict)
     kept: int = 0
     peak: int = 0
 
@@ -54,11 +64,11 @@ class Rehearsal:
 def rehearse(
     program: Program,
     model: nn.Module,
-    division: Division,
+    division: ParameterOwners,
     worker: int,
     samples: Sequence[int],
     examples: Mapping[str, Any] = NOTHING,
-) -> Rehearsal:
+) -> FakeRun:
     """Run one worker's steps of a program on fake tensors; nothing of the model's sizes is allocated.
 
     Args:
@@ -76,14 +86,14 @@ def with_gradient(program: Program, model: nn.Module) -> frozenset[int]:
     found: set[int] = set()
     for step in program.steps:
         real = step.shape is None or getattr(torch, step.shape.dtype).is_floating_point
-        cut = step.kind is Kind.METHOD and step.target == "detach"
+        cut = step.kind is StepKind.METHOD and step.target == "detach"
         read = refs(step)
         if real and not cut and (_trained(step, model) or any(ref.number in found for ref in read)):
             found.add(step.number)
     return frozenset(found)
 
 
-def refs(step: Step) -> tuple[Ref, ...]:
+def refs(step: ProgramStep) -> tuple[ResultRef, ...]:
     """What a step reads, in order."""
     return tuple(references((step.args, step.kwargs)))
 
@@ -93,7 +103,7 @@ class _Stage:
         self,
         program: Program,
         model: nn.Module,
-        division: Division,
+        division: ParameterOwners,
         worker: int,
         samples: Sequence[int],
         examples: Mapping[str, Any],
@@ -118,9 +128,9 @@ class _Stage:
         self._sizes: dict[int, int] = {}
         self._kept: set[int] = set()
         self._last = _last_uses(program)
-        self._done = Rehearsal()
+        self._done = FakeRun()
 
-    def run(self) -> Rehearsal:
+    def run(self) -> FakeRun:
         for at, step in enumerate(self._program.steps):
             if step.layout.on(self._worker):
                 self._done.costs[step.number] = self._step(step)
@@ -128,19 +138,19 @@ class _Stage:
         self._done.kept = sum(map(self._sizes.__getitem__, self._kept))
         return self._done
 
-    def _step(self, step: Step) -> Cost:
-        if step.kind is Kind.INPUT:
+    def _step(self, step: ProgramStep) -> StepCost:
+        if step.kind is StepKind.INPUT:
             self._results[step.number] = self._input(step)
-            return Cost()
-        if step.kind is Kind.ATTRIBUTE:
+            return StepCost()
+        if step.kind is StepKind.ATTRIBUTE:
             self._results[step.number] = self._attribute(step)
-            return Cost()
+            return StepCost()
         before, known = self._bytes_kept(), set(self._sizes)
         leaves: list[torch.Tensor] = []
         args, kwargs = replaced((step.args, step.kwargs), lambda leaf: self._argument(leaf, step, leaves))
         state = self._states(step)
         leaves += [tensor for tensor in state.values() if tensor.requires_grad]
-        forward, backward = Meter(), Meter()
+        forward, backward = FlopCounter(), FlopCounter()
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor), forward:
             out = self._call(step, state, args, kwargs)
         ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
@@ -151,26 +161,26 @@ class _Stage:
         self._results[step.number] = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
         made = sum(self._note(t) for t in tensors(out) if self._of(t) not in known)
         kept = self._bytes_kept() - before
-        return Cost(forward.flops, forward.touched, backward.flops, backward.touched, made, kept)
+        return StepCost(forward.flops, forward.touched, backward.flops, backward.touched, made, kept)
 
-    def _call(self, step: Step, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        if step.kind is Kind.FUNCTION:
+    def _call(self, step: ProgramStep, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        if step.kind is StepKind.FUNCTION:
             return step.target(*args, **kwargs)
-        if step.kind is Kind.METHOD:
+        if step.kind is StepKind.METHOD:
             return getattr(args[0], step.target)(*args[1:], **kwargs)
         module = self._model.get_submodule(step.target)
         with flat_weights(module, state):
             return functional_call(module, state, args, kwargs)
 
-    def _states(self, step: Step) -> dict[str, torch.Tensor]:
+    def _states(self, step: ProgramStep) -> dict[str, torch.Tensor]:
         """A module's parameters and buffers by their names in it; of a function none."""
-        if step.kind is not Kind.MODULE:
+        if step.kind is not StepKind.MODULE:
             return {}
         module = self._model.get_submodule(step.target)
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         return {name: self._state(self._wholes[f"{step.target}.{name}".lstrip(".")]) for name in names}
 
-    def _state(self, whole: Whole) -> torch.Tensor:
+    def _state(self, whole: WholeTensor) -> torch.Tensor:
         """This worker's part of a parameter or buffer, fake."""
         made = self._own.get(whole.names[0])
         if made is None:
@@ -180,14 +190,14 @@ class _Stage:
             self._own[whole.names[0]] = made
         return made
 
-    def _attribute(self, step: Step) -> Any:
+    def _attribute(self, step: ProgramStep) -> Any:
         whole = self._wholes.get(step.target)
         if whole is not None:
             return self._state(whole)
         owner, _, name = step.target.rpartition(".")
         return getattr(self._model.get_submodule(owner), name)
 
-    def _input(self, step: Step) -> Any:
+    def _input(self, step: ProgramStep) -> Any:
         if step.shape is not None:
             return self._fresh(step.shape, step.layout)
         return tree_map(self._share, self._examples.get(step.target))
@@ -203,17 +213,17 @@ class _Stage:
         self._note(made)
         return made
 
-    def _fresh(self, shape: Shape, layout: Layout) -> torch.Tensor:
+    def _fresh(self, shape: SymbolicShape, layout: ValueLocation) -> torch.Tensor:
         part = box(layout, self._worker, shape, self._samples)
         sizes = shape.at(self._samples[self._worker]) if part is None else sizes_of(part)
         made = torch.empty(sizes, dtype=getattr(torch, shape.dtype))
         self._note(made)
         return made
 
-    def _argument(self, leaf: Ref | Size, step: Step, leaves: list[torch.Tensor]) -> Any:
+    def _argument(self, leaf: ResultRef | SizeArgument, step: ProgramStep, leaves: list[torch.Tensor]) -> Any:
         """A number of samples; or a value as autograd may write into it: a copy that stands for the same memory."""
-        if isinstance(leaf, Size):
-            whole = step.layout.where in (Where.AT, Where.FEATURE)
+        if isinstance(leaf, SizeArgument):
+            whole = step.layout.where in (LocationKind.AT, LocationKind.FEATURE)
             samples = sum(self._samples) if whole else self._samples[self._worker]
             return leaf.per_sample * samples + leaf.more
         graded = leaf.number in self._graded
@@ -232,7 +242,7 @@ class _Stage:
 
     def _moved(self, number: int) -> torch.Tensor:
         if number not in self._arrived:
-            edge: Edge = next(edge for edge in self._program.edges if edge.number == number)
+            edge: LayoutEdge = next(edge for edge in self._program.edges if edge.number == number)
             self._arrived[number] = self._fresh(edge.shape, edge.target)
         return self._arrived[number]
 
@@ -255,28 +265,28 @@ class _Stage:
     def _bytes_kept(self) -> int:
         return sum(map(self._sizes.__getitem__, self._kept))
 
-    def _live(self, at: int, step: Step) -> int:
+    def _live(self, at: int, step: ProgramStep) -> int:
         """Bytes there are when this step is done: kept, just made, or still read by a later step or the output."""
         held = set(self._kept)
-        values = {Ref(number): value for number, value in self._results.items()}
-        values |= {Ref(edge.value, edge.number): self._arrived.get(edge.number) for edge in self._program.edges}
+        values = {ResultRef(number): value for number, value in self._results.items()}
+        values |= {ResultRef(edge.value, edge.number): self._arrived.get(edge.number) for edge in self._program.edges}
         for ref, value in values.items():
-            if self._last.get(ref, -1) > at or ref == Ref(step.number):
+            if self._last.get(ref, -1) > at or ref == ResultRef(step.number):
                 held.update(self._of(tensor) for tensor in tensors(value))
         held -= set(map(storage, self._own.values()))
         return sum(self._sizes.get(number, 0) for number in held)
 
 
-def _last_uses(program: Program) -> dict[Ref, int]:
+def _last_uses(program: Program) -> dict[ResultRef, int]:
     """A value, moved or not -> the place in the order of the last step that reads it, or sends it on."""
     last = {ref: at for at, step in enumerate(program.steps) for ref in refs(step)}
     return last | dict.fromkeys(references(program.output), len(program.steps))
 
 
-def _trained(step: Step, model: nn.Module) -> bool:
-    if step.kind is Kind.MODULE:
+def _trained(step: ProgramStep, model: nn.Module) -> bool:
+    if step.kind is StepKind.MODULE:
         return any(tensor.requires_grad for tensor in model.get_submodule(step.target).parameters())
-    if step.kind is Kind.ATTRIBUTE:
+    if step.kind is StepKind.ATTRIBUTE:
         owner, _, name = step.target.rpartition(".")
         return bool(getattr(getattr(model.get_submodule(owner), name), "requires_grad", False))
     return False

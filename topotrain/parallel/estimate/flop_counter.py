@@ -23,7 +23,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is done inside: `flops`, and `touched` (bytes read and written, without views)."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.estimate.process_memory import ProcessNeed
 
 SAFE = 0.85
 """How much of a host's memory a job may plan to use."""
@@ -38,7 +38,7 @@ _GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryLimits:
     """What there is, in bytes: for a process as data and as addresses, and of the host's memory for all processes
     on it; `words` say what bounds the last. None: no bound is known."""
 
@@ -52,13 +52,13 @@ class Room:
         return min((bound for bound in (self.data, self.addresses, self.machine) if bound is not None), default=None)
 
 
-def room() -> Room:
+def room() -> MemoryLimits:
     """Of this process, which others have inherited or will, and of this host."""
     data, addresses = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     bounds = [(_numbers(_MACHINE).get("MemTotal"), "memory"), (_group(), "control group")]
     known = [(int(SAFE * bound), f"{SAFE:.0%} of its {what}") for bound, what in bounds if bound is not None]
     machine, words = min(known, default=(None, ""))
-    return Room(data, addresses, machine, words)
+    return MemoryLimits(data, addresses, machine, words)
 
 
 def stacks(peers: int) -> int:
@@ -66,7 +66,7 @@ def stacks(peers: int) -> int:
     return (_THREADS + 2 * peers) * (_limit(resource.RLIMIT_STACK) or _STACK)
 
 
-def on_host(processes: Sequence[Need], each: int) -> int:
+def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
     """What the processes of one host take of its memory together; `each`: what a worker's
     takes itself."""
     own = sum(each if "worker" in need.who else ITSELF for need in processes)
@@ -75,10 +75,10 @@ def on_host(processes: Sequence[Need], each: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
+class MemoryExcess:
     """Bytes by which processes are too large, together or the one, and all that is to be said of it."""
 
-    needs: tuple[Need, ...]
+    needs: tuple[ProcessNeed, ...]
     nbytes: int
     who: str
     words: str
@@ -88,7 +88,7 @@ class Excess:
         return ConfigError("memory", self.who, f"does not fit: {self.words}. {_advice(self.needs)}")
 
 
-def excesses(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSELF) -> list[Excess]:
+def excesses(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> list[MemoryExcess]:
     """What does not fit; nothing if all does.
 
     Args:
@@ -104,11 +104,11 @@ def excesses(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSEL
         most = max(mine, key=lambda need: need.total)
         told = f"{_mb(wanted)} MB ({_parts(mine)}; the largest is {most.who} with {_mb(most.total)} MB)"
         words = f"its {len(mine)} processes would need {told}, {here.words} is {_mb(here.machine)} MB"
-        found.append(Excess(mine, wanted - here.machine, f"host {host}", words))
+        found.append(MemoryExcess(mine, wanted - here.machine, f"host {host}", words))
     return found
 
 
-def _of_process(need: Need, here: Room, itself: int) -> Iterator[Excess]:
+def _of_process(need: ProcessNeed, here: MemoryLimits, itself: int) -> Iterator[MemoryExcess]:
     own = itself - ITSELF + LIMITED + stacks(need.peers)
     bounds = (
         ("RLIMIT_DATA", own, need.private, here.data),
@@ -118,10 +118,10 @@ def _of_process(need: Need, here: Room, itself: int) -> Iterator[Excess]:
         if bound is not None and own + wanted > bound:
             told = f"{_mb(own + wanted)} MB ({_mb(own)} for itself and its threads, {_parts([need])})"
             words = f"it would need {told}, {name} allows {_mb(bound)} MB"
-            yield Excess((need,), own + wanted - bound, need.who, words)
+            yield MemoryExcess((need,), own + wanted - bound, need.who, words)
 
 
-def check(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSELF) -> None:
+def check(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> None:
     """Refuse what cannot fit; arguments as of `excesses`.
 
     Raises:
@@ -131,7 +131,7 @@ def check(needs: Iterable[Need], here: Room, host: int = 0, each: int = ITSELF) 
         raise excess.error()
 
 
-def _sizes(needs: Sequence[Need]) -> dict[str, int]:
+def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
     return {
         "parameters": sum(need.values for need in needs),
         "gradients": sum(need.gradients for need in needs),
@@ -142,13 +142,13 @@ def _sizes(needs: Sequence[Need]) -> dict[str, int]:
     }
 
 
-def _parts(needs: Sequence[Need]) -> str:
+def _parts(needs: Sequence[ProcessNeed]) -> str:
     told = ", ".join(f"{what} {_mb(size)}" for what, size in _sizes(needs).items() if size)
     shared = sum(need.shared for need in needs)
     return told + (f"; {_mb(shared)} of it shared" if shared else "")
 
 
-def _advice(needs: Sequence[Need]) -> str:
+def _advice(needs: Sequence[ProcessNeed]) -> str:
     """What would help against the largest part of it."""
     sizes = _sizes(needs)
     most = max(sizes, key=sizes.__getitem__)

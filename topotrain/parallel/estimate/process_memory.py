@@ -16,12 +16,12 @@ from topotrain.config.topology import Address, Role, Topology, Unit
 from topotrain.core.model.schema import slice_map_for
 from topotrain.core.model.shared_windows import VALUES, buffer_of
 from topotrain.extensions.checkpointing.server_snapshots import takes_snapshots
-from topotrain.parallel.estimate.cost_report import Bill
+from topotrain.parallel.estimate.cost_report import CostReport
 from topotrain.parallel.runtime.one_f_one_b import in_flight
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class WorkerLoad:
     """What a worker holds besides its parameters, in bytes: the model's buffers, activations at their most, copies of
     values that wait in sockets, and all that it sends in a step, which shared memory has room for."""
 
@@ -32,7 +32,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ProcessNeed:
     """What a process will hold at most, in bytes; Python and torch themselves are not in it.
 
     values: parameters and the model's buffers. gradients: of a step. exchange: what is on its way: pushed gradients and
@@ -73,19 +73,19 @@ class Need:
         return self.total + self.seen
 
 
-def loads(costs: Bill, schedule: Schedule) -> tuple[Load, ...]:
+def loads(costs: CostReport, schedule: Schedule) -> tuple[WorkerLoad, ...]:
     """The workers' loads by a bill; of k1F1B only the micro-batches that are under way at once are kept."""
     return tuple(_load(costs, worker, schedule) for worker in range(costs.program.workers))
 
 
-def _load(costs: Bill, worker: int, schedule: Schedule) -> Load:
+def _load(costs: CostReport, worker: int, schedule: Schedule) -> WorkerLoad:
     one, parts = costs.workers[worker], costs.microbatches
     flying = min(parts, in_flight(costs.program, worker)) if schedule is Schedule.k1F1B else parts
     largest = max((cost.made for cost in costs.steps[worker].values()), default=0)
     beside = max(one.peak - one.kept, 2 * largest)  # a backward has a gradient of its result and one of its input
     ahead, back = costs.sent(worker)
     waiting, passed = (_parts(size, parts) for size in (max(flying * ahead, back), flying * (ahead + back)))
-    return Load(one.buffers, _parts(flying * one.kept + beside, parts), waiting, passed)
+    return WorkerLoad(one.buffers, _parts(flying * one.kept + beside, parts), waiting, passed)
 
 
 def _parts(size: int, parts: int) -> int:
@@ -93,8 +93,8 @@ def _parts(size: int, parts: int) -> int:
 
 
 def needs(
-    job: Job, topology: Topology, parameters: Sequence[Parameter], state_factor: float, loaded: Sequence[Load]
-) -> tuple[Need, ...]:
+    job: Job, topology: Topology, parameters: Sequence[Parameter], state_factor: float, loaded: Sequence[WorkerLoad]
+) -> tuple[ProcessNeed, ...]:
     """What each process of the job will hold.
 
     Args:
@@ -124,17 +124,19 @@ def processes(topology: Topology, unit: Unit) -> Iterator[tuple[Address, ...]]:
         yield (worker,)
 
 
-def _together(residents: Sequence[Address], unit: Unit, topology: Topology, parts: Sequence[Need]) -> Need:
+def _together(
+    residents: Sequence[Address], unit: Unit, topology: Topology, parts: Sequence[ProcessNeed]
+) -> ProcessNeed:
     who = " + ".join(map(str, residents)) if len(residents) < 3 else f"{residents[0]} … {residents[-1]}"
     host = topology.hosts[unit.rank] if topology.hosts else 0
-    sizes = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Need) if f.name not in _PLACE}
-    return Need(who, unit.rank, host, **sizes)
+    sizes = {f.name: sum(getattr(part, f.name) for part in parts) for f in fields(ProcessNeed) if f.name not in _PLACE}
+    return ProcessNeed(who, unit.rank, host, **sizes)
 
 
 _PLACE = ("who", "unit", "host")
 
 
-def _seeing(need: Need, everybody: Iterable[Need]) -> Need:
+def _seeing(need: ProcessNeed, everybody: Iterable[ProcessNeed]) -> ProcessNeed:
     """A server maps all that its workers show it, and a worker what the others pass to it."""
     if not need.shared:
         return need
@@ -145,14 +147,16 @@ def _seeing(need: Need, everybody: Iterable[Need]) -> Need:
 
 
 def _need(
-    job: Job, topology: Topology, slices: SliceMap, state_factor: float, loaded: Sequence[Load], who: Address
-) -> Need:
+    job: Job, topology: Topology, slices: SliceMap, state_factor: float, loaded: Sequence[WorkerLoad], who: Address
+) -> ProcessNeed:
     if who.role is Role.WORKER:
         return _worker(job, topology, slices.parameters, loaded[who.index], who)
     return _server(job, topology, slices, state_factor, who)
 
 
-def _worker(job: Job, topology: Topology, parameters: Sequence[Parameter], load: Load, who: Address) -> Need:
+def _worker(
+    job: Job, topology: Topology, parameters: Sequence[Parameter], load: WorkerLoad, who: Address
+) -> ProcessNeed:
     mine = [parameter for parameter in parameters if not parameter.owners or who.index in parameter.owners]
     held = sum(map(_bytes, mine))
     trained = [_bytes(parameter) for parameter in mine if parameter.trainable]
@@ -164,7 +168,7 @@ def _worker(job: Job, topology: Topology, parameters: Sequence[Parameter], load:
     elif job.microbatches > 1:
         moving += sum(trained)  # all micro-batches' are added up before any is done
     peers = topology.shards + topology.workers_per_group - 1
-    made = Need("", values=load.buffers, gradients=held, activations=load.activations, peers=peers)
+    made = ProcessNeed("", values=load.buffers, gradients=held, activations=load.activations, peers=peers)
     if not seeing:
         coded = 0 if job.cluster.compression is Compression.kNone else 2 * held
         return replace(made, values=made.values + held, exchange=moving + coded)
@@ -177,7 +181,7 @@ def _worker(job: Job, topology: Topology, parameters: Sequence[Parameter], load:
     )
 
 
-def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float, who: Address) -> Need:
+def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float, who: Address) -> ProcessNeed:
     owned = [
         (slices.parameters[s.parameter], (s.hi - s.lo) * slices.spaces[s.space].itemsize)
         for s in slices.segments_of(who.index)
@@ -193,7 +197,7 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
     state = round(state_factor * sum(size for parameter, size in owned if parameter.trainable))
     shared = values if apart < len(groups) else 0
     copied = values + state if takes_snapshots(job, topology) else 0
-    made = Need("", values=values, exchange=exchange, state=state, snapshot=copied)
+    made = ProcessNeed("", values=values, exchange=exchange, state=state, snapshot=copied)
     return replace(made, shared=shared, peers=len(groups) * workers)
 
 

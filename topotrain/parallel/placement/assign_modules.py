@@ -12,13 +12,13 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture import device_scopes
-from topotrain.parallel.capture.capture_model import Captured
+from topotrain.parallel.capture.capture_model import CapturedForward
 
 _SHOWN = 8
 _DIMS = (-1, 0, 1)
 
 
-class Block(Protocol):
+class PartitionBlock(Protocol):
     """A `partition` block of the conf."""
 
     @property
@@ -58,7 +58,7 @@ def location_of(text: str, workers: int, where: str = "", types: Sequence[str] =
     return device.task
 
 
-def assignments(model: nn.Module, job: Any, workers: int, found: Captured) -> Mapping[str, Assignment]:
+def assignments(model: nn.Module, job: Any, workers: int, found: CapturedForward) -> Mapping[str, Assignment]:
     """Where each module is computed, by its name; a module that is not named there goes where its input is.
 
     Named are the modules that are one node where they are called, if they have parameters or buffers or somebody has
@@ -77,7 +77,9 @@ def assignments(model: nn.Module, job: Any, workers: int, found: Captured) -> Ma
 
 
 class _Assigning:
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], workers: int, found: Captured) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[PartitionBlock], workers: int, found: CapturedForward
+    ) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = {id(module): name for name, module in reversed(self._modules.items())}  # the first of several
         self._blocks = blocks
@@ -163,7 +165,7 @@ class _Assigning:
             name = above
         return name
 
-    def _by_block(self, name: str, block: Block, unit: str) -> Assignment | None:
+    def _by_block(self, name: str, block: PartitionBlock, unit: str) -> Assignment | None:
         if block.location is not None and block.location >= 0:
             return Assignment(-1, block.location)
         if block.partition_dim == -1:
@@ -192,7 +194,7 @@ class _Assigning:
         inside = next(iter(tags)) if len(tags) == 1 else None
         return [self._own_tag(name), inside, self._calls.get(name)]
 
-    def _scopes_of_calls(self, found: Captured) -> dict[str, str]:
+    def _scopes_of_calls(self, found: CapturedForward) -> dict[str, str]:
         scopes: dict[str, tuple[str, str]] = {}
         for node in found.graph.nodes:
             name = str(node.target)

@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.capture.capture_model import Captured
+from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.estimate.cost_report import bill
 from topotrain.parallel.placement.assign_modules import DEFAULT, Assignment
-from topotrain.parallel.placement.auto_placement import Chosen, choose
-from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, Speeds, work_of
+from topotrain.parallel.placement.auto_placement import ChosenPlacement, choose
+from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, WorkerSpeeds, work_of
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
 
 
-class Matching(Protocol):
+class MatchedBlock(Protocol):
     """A `partition` block, as far as it says whom it means."""
 
     @property
@@ -28,7 +28,7 @@ class Matching(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """A call of the model; of tensors only sizes, dtypes and devices count.
 
     samples: in the arguments. shares: each worker's samples in a step.
@@ -42,17 +42,17 @@ class Call:
 
 def place(
     model: nn.Module,
-    captured: Captured,
+    captured: CapturedForward,
     said: Mapping[str, Assignment],
-    blocks: Sequence[Matching],
-    call: Call,
+    blocks: Sequence[MatchedBlock],
+    call: ModelCall,
     microbatches: int = 1,
     limits: Sequence[int] | None = None,
-    speeds: Speeds = USUAL,
+    speeds: WorkerSpeeds = USUAL,
     measured: Mapping[str, tuple[float, float]] | None = None,
     copies: int = 3,
     alive: float = 1.0,
-) -> tuple[Mapping[str, Assignment], Chosen]:
+) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
     """Give every module that nobody has placed a worker.
 
     The same for all workers of a group as long as their arguments are; so give `measured` only where one process
@@ -86,7 +86,7 @@ def place(
     return {**said, **placed, **fixed}, chosen
 
 
-def _matched(name: str, module: nn.Module | None, blocks: Sequence[Matching]) -> bool:
+def _matched(name: str, module: nn.Module | None, blocks: Sequence[MatchedBlock]) -> bool:
     """Whether a block means it: by its name, that of a module it is in, or that of a parameter inside."""
     texts = [name]
     while texts[-1]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, Speeds, Work, makespan
+from topotrain.parallel.placement.cost_model import EVERYWHERE, USUAL, TaskGraph, WorkerSpeeds, makespan
 from topotrain.parallel.placement.heft import branches_of
 from topotrain.parallel.placement.pipeline_stages import stages_of
 
@@ -32,7 +32,7 @@ UNEVEN = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenPlacement:
     """A placement. `locations`: module -> worker; those of the user's among them. Seconds are estimates per step.
 
     alone: seconds of one worker that does everything. memory: bytes per worker. tight: why the quickest was not
@@ -87,8 +87,12 @@ class Chosen:
 
 
 def choose(
-    work: Work, workers: int, microbatches: int = 1, limits: Sequence[int] | None = None, speeds: Speeds = USUAL
-) -> Chosen:
+    work: TaskGraph,
+    workers: int,
+    microbatches: int = 1,
+    limits: Sequence[int] | None = None,
+    speeds: WorkerSpeeds = USUAL,
+) -> ChosenPlacement:
     """Place every unit on a worker.
 
     Args:
@@ -126,17 +130,17 @@ def choose(
     names = tuple(unit.name for unit in work.units)
     locations = dict(zip(names, places, strict=True))
     against = found[other][1] if other in found else None
-    return Chosen(locations, way, seconds, against, alone, _memory(work, places, workers), shares, names)
+    return ChosenPlacement(locations, way, seconds, against, alone, _memory(work, places, workers), shares, names)
 
 
-def _memory(work: Work, places: Sequence[int], workers: int) -> tuple[int, ...]:
+def _memory(work: TaskGraph, places: Sequence[int], workers: int) -> tuple[int, ...]:
     held = [work.everywhere] * workers
     for unit, place in zip(work.units, places, strict=True):
         held[place] += unit.memory
     return tuple(held)
 
 
-def _no_room(work: Work, workers: int, limits: Sequence[int]) -> ConfigError:
+def _no_room(work: TaskGraph, workers: int, limits: Sequence[int]) -> ConfigError:
     need = sum(unit.memory for unit in work.units) + workers * work.everywhere
     largest = max(work.units, key=lambda unit: unit.memory)
     words = (

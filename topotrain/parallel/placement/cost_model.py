@@ -12,16 +12,16 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from topotrain.parallel.estimate.cost_report import Bill
-from topotrain.parallel.estimate.fake_run import Cost, refs
-from topotrain.parallel.program.split_program import Kind, Step
+from topotrain.parallel.estimate.cost_report import CostReport
+from topotrain.parallel.estimate.fake_run import StepCost, refs
+from topotrain.parallel.program.split_program import ProgramStep, StepKind
 
 EVERYWHERE = -1
 """As a unit or location: on all workers, each its part."""
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class WorkerSpeeds:
     """What an estimate goes by: operations and memory bytes per second of a worker, bytes per second and seconds of
     delay of a link between two. The defaults are one slow core and a link of 1 GB/s; only their ratios matter.
     """
@@ -36,11 +36,11 @@ class Speeds:
         return self.delay + nbytes / self.link
 
 
-USUAL = Speeds()
+USUAL = WorkerSpeeds()
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PlacementUnit:
     """A module that is placed as one: its name, and the memory it needs where it is, in bytes.
 
     fixed: its worker where the user has said one, None: free.
@@ -52,7 +52,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PlacementTask:
     """One step: the unit with which it goes (or EVERYWHERE), seconds, and what it reads: (task, bytes)."""
 
     unit: int
@@ -62,14 +62,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskGraph:
     """All tasks in an order in which they can run, the units in order of first use, and memory that all workers need.
 
     All for the whole batch of a group.
     """
 
-    tasks: tuple[Task, ...]
-    units: tuple[Unit, ...]
+    tasks: tuple[PlacementTask, ...]
+    units: tuple[PlacementUnit, ...]
     everywhere: int = 0
 
     def seconds(self, unit: int) -> float:
@@ -78,14 +78,14 @@ class Work:
 
 
 def work_of(
-    whole: Bill,
+    whole: CostReport,
     model: nn.Module,
     fixed: Mapping[str, int],
     copies: int = 3,
-    speeds: Speeds = USUAL,
+    speeds: WorkerSpeeds = USUAL,
     measured: Mapping[str, tuple[float, float]] | None = None,
     alive: float = 1.0,
-) -> Work:
+) -> TaskGraph:
     """Turn a bill into tasks: of a program in which what is free to be placed is computed by samples.
 
     Args:
@@ -101,7 +101,7 @@ def work_of(
     memory: list[int] = []
     unit_of: dict[int, int] = {}  # step -> unit
     task_of: dict[int, int] = {}
-    tasks: list[Task] = []
+    tasks: list[PlacementTask] = []
     everywhere = 0
     costs = _together(whole)
     made = {step.number: step for step in whole.program.steps}
@@ -110,7 +110,7 @@ def work_of(
         unit = _unit(step, model, fixed, units, memory, copies, [unit_of.get(number, EVERYWHERE) for number in inputs])
         unit_of[step.number] = unit
         cost = costs.get(step.number)
-        if step.kind in (Kind.INPUT, Kind.ATTRIBUTE) or cost is None:
+        if step.kind in (StepKind.INPUT, StepKind.ATTRIBUTE) or cost is None:
             continue
         if unit == EVERYWHERE:
             everywhere += round(alive * cost.kept)
@@ -120,17 +120,17 @@ def work_of(
             cost.flops / speeds.flops + cost.touched / speeds.memory,
             cost.backward_flops / speeds.flops + cost.backward_touched / speeds.memory,
         )
-        known = (measured or {}).get(step.target) if step.kind is Kind.MODULE else None
+        known = (measured or {}).get(step.target) if step.kind is StepKind.MODULE else None
         forward, backward = known or seconds
         reads = tuple((task_of[n], _size(made[n], whole, costs)) for n in inputs if n in task_of)
         task_of[step.number] = len(tasks)
-        tasks.append(Task(unit, forward, backward, reads))
-    named = tuple(Unit(name, memory[number], fixed.get(name)) for name, number in units.items())
-    return Work(tuple(tasks), named, everywhere)
+        tasks.append(PlacementTask(unit, forward, backward, reads))
+    named = tuple(PlacementUnit(name, memory[number], fixed.get(name)) for name, number in units.items())
+    return TaskGraph(tuple(tasks), named, everywhere)
 
 
 def _unit(
-    step: Step,
+    step: ProgramStep,
     model: nn.Module,
     fixed: Mapping[str, int],
     units: dict[str, int],
@@ -138,7 +138,7 @@ def _unit(
     copies: int,
     inputs: Sequence[int],
 ) -> int:
-    if step.kind is Kind.MODULE:
+    if step.kind is StepKind.MODULE:
         module = model.get_submodule(step.target)
         if fixed.get(step.target) == EVERYWHERE:
             return EVERYWHERE
@@ -152,17 +152,17 @@ def _unit(
     return placed[-1] if placed else EVERYWHERE
 
 
-def _together(whole: Bill) -> dict[int, Cost]:
+def _together(whole: CostReport) -> dict[int, StepCost]:
     """What each step costs all its workers."""
-    found: dict[int, Cost] = {}
+    found: dict[int, StepCost] = {}
     for costs in whole.steps:
         for number, cost in costs.items():
-            before = found.get(number, Cost())
-            found[number] = Cost(*(getattr(before, f.name) + getattr(cost, f.name) for f in fields(Cost)))
+            before = found.get(number, StepCost())
+            found[number] = StepCost(*(getattr(before, f.name) + getattr(cost, f.name) for f in fields(StepCost)))
     return found
 
 
-def _size(step: Step, whole: Bill, costs: Mapping[int, Cost]) -> int:
+def _size(step: ProgramStep, whole: CostReport, costs: Mapping[int, StepCost]) -> int:
     """Bytes of a step's result for the whole batch."""
     if step.shape is None:
         return costs[step.number].made
@@ -179,7 +179,9 @@ def _itemsize(dtype: str) -> int:
 # --- how long a placement takes --------------------------------------------------------------------------------------
 
 
-def makespan(work: Work, places: Sequence[int], workers: int, microbatches: int, speeds: Speeds = USUAL) -> float:
+def makespan(
+    work: TaskGraph, places: Sequence[int], workers: int, microbatches: int, speeds: WorkerSpeeds = USUAL
+) -> float:
     """Seconds of a step with unit u on worker `places[u]`: all forwards, then all backwards (GPipe, Huang et al. 2019).
 
     A worker runs what is ready, lowest micro-batch first; links are not shared.
@@ -212,7 +214,7 @@ class _Node:
     reads: Sequence[tuple[int, int]]
 
 
-def _nodes(work: Work, places: Sequence[int], workers: int) -> list[_Node]:
+def _nodes(work: TaskGraph, places: Sequence[int], workers: int) -> list[_Node]:
     nodes: list[_Node] = []
     of_task: list[dict[int, int]] = []  # worker -> node
     for task in work.tasks:
@@ -233,7 +235,7 @@ def _nodes(work: Work, places: Sequence[int], workers: int) -> list[_Node]:
 
 
 def _simulate(
-    nodes: Sequence[tuple[int, float, Sequence[tuple[int, int]]]], microbatches: int, speeds: Speeds
+    nodes: Sequence[tuple[int, float, Sequence[tuple[int, int]]]], microbatches: int, speeds: WorkerSpeeds
 ) -> float:
     """Event by event: when the last node of the last micro-batch is done. Nodes: (worker, seconds, reads)."""
     readers: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -5,10 +5,10 @@ Those on the longest path to the end come first, so branches of a graph go side 
 
 from collections.abc import Sequence
 
-from topotrain.parallel.placement.cost_model import EVERYWHERE, Speeds, Work
+from topotrain.parallel.placement.cost_model import EVERYWHERE, TaskGraph, WorkerSpeeds
 
 
-def branches_of(work: Work, workers: int, caps: Sequence[float], speeds: Speeds) -> list[int] | None:
+def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: WorkerSpeeds) -> list[int] | None:
     """The place of each unit; None: the order of the paths left some unit without room."""
     places = [unit.fixed if unit.fixed is not None else EVERYWHERE for unit in work.units]
     held = [float(work.everywhere)] * workers
@@ -44,13 +44,13 @@ def branches_of(work: Work, workers: int, caps: Sequence[float], speeds: Speeds)
     return [0 if place == EVERYWHERE else place for place in places]
 
 
-def _there(done: tuple[int, float], worker: int, size: int, speeds: Speeds) -> float:
+def _there(done: tuple[int, float], worker: int, size: int, speeds: WorkerSpeeds) -> float:
     """When a result can be read on a worker; its gradient comes back the same way."""
     where, when = done
     return when if where == worker else when + 2 * speeds.transfer(size)
 
 
-def _by_rank(work: Work, speeds: Speeds) -> list[int]:
+def _by_rank(work: TaskGraph, speeds: WorkerSpeeds) -> list[int]:
     """Tasks, those with the longest way to the end first; every task behind all that it reads."""
     rank = [0.0] * len(work.tasks)
     for number in reversed(range(len(work.tasks))):

@@ -25,7 +25,7 @@ CUTS: Mapping[type[nn.Module], Mapping[str, int]] = {
 _PARAMETER, _STORED, _PASSING = range(3)
 
 
-class Assigned(Protocol):
+class ModuleAssignment(Protocol):
     """Where a module's work is done, see `assign.Assignment`."""
 
     @property
@@ -41,7 +41,7 @@ def cuts_of(module: nn.Module) -> Mapping[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class OwnedPart:
     """One entry of the schema: a parameter or a buffer of the model, or a part of one.
 
     owners: the workers that hold it; (): all.
@@ -67,7 +67,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorSlot:
     """Where a parameter or buffer stands: a module's own table, and the name there."""
 
     table: dict[str, Any]
@@ -79,7 +79,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeTensor:
     """A parameter or buffer of the model, and what becomes of it.
 
     tensor: the script's own. names: all that it has, the first first. shares: its entries in the schema.
@@ -87,8 +87,8 @@ class Whole:
 
     tensor: torch.Tensor
     names: tuple[str, ...]
-    places: tuple[Place, ...]
-    shares: tuple[Share, ...]
+    places: tuple[TensorSlot, ...]
+    shares: tuple[OwnedPart, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -96,7 +96,7 @@ class Whole:
         """Of its shape and strides, without its values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.tensor.dtype, device=device)
 
-    def part(self, share: Share) -> torch.Tensor:
+    def part(self, share: OwnedPart) -> torch.Tensor:
         """Like a share of it, on the meta device."""
         part = share.of(self.like())
         return torch.empty_strided(part.shape, dense_stride(part), dtype=part.dtype, device="meta")
@@ -112,17 +112,17 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ParameterOwners:
     """A model's unique parameters, its buffers that are stored, and those that are not (`persistent=False`), each in
     definition order. The last stay with everybody, since no server knows them.
     """
 
-    parameters: tuple[Whole, ...]
-    buffers: tuple[Whole, ...]
-    passing: tuple[Whole, ...]
+    parameters: tuple[WholeTensor, ...]
+    buffers: tuple[WholeTensor, ...]
+    passing: tuple[WholeTensor, ...]
 
 
-def divide(model: nn.Module, assignments: Mapping[str, Assigned], workers: int) -> Division:
+def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], workers: int) -> ParameterOwners:
     """Say who of `workers` holds what.
 
     assignments: by the names of modules, and of parameters and buffers; one of a container holds for what is below
@@ -142,7 +142,7 @@ def divide(model: nn.Module, assignments: Mapping[str, Assigned], workers: int) 
                     continue
                 found = seen.setdefault(id(tensor), _Found(tensor))
                 full = f"{name}.{own}".lstrip(".")
-                found.add(full, Place(table, own), _use(module, own, _of(assignments, full)))
+                found.add(full, TensorSlot(table, own), _use(module, own, _of(assignments, full)))
                 stored = _PASSING if own in module._non_persistent_buffers_set else _STORED
                 kinds[id(tensor)] = _PARAMETER if table is module._parameters else stored
     wholes = [(kinds[key], found.whole(workers)) for key, found in seen.items()]
@@ -150,10 +150,10 @@ def divide(model: nn.Module, assignments: Mapping[str, Assigned], workers: int) 
     for whole in passing:
         if whole.tensor.is_meta:
             raise ConfigError("model buffer", whole.names[0], "is on the meta device, so it must be persistent=True")
-    return Division(parameters, buffers, tuple(replace(whole, shares=(Share(),)) for whole in passing))
+    return ParameterOwners(parameters, buffers, tuple(replace(whole, shares=(OwnedPart(),)) for whole in passing))
 
 
-def _of(assignments: Mapping[str, Assigned], name: str) -> Assigned | None:
+def _of(assignments: Mapping[str, ModuleAssignment], name: str) -> ModuleAssignment | None:
     while name not in assignments and name:
         name = name.rpartition(".")[0]
     return assignments.get(name)
@@ -167,7 +167,7 @@ class _Use:
     worker: int = -1
 
 
-def _use(module: nn.Module, own: str, assigned: Assigned | None) -> _Use:
+def _use(module: nn.Module, own: str, assigned: ModuleAssignment | None) -> _Use:
     if assigned is None:
         return _Use()
     if assigned.location is not None:
@@ -179,16 +179,16 @@ def _use(module: nn.Module, own: str, assigned: Assigned | None) -> _Use:
 class _Found:
     tensor: torch.Tensor
     names: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[TensorSlot] = field(default_factory=list)
     uses: list[_Use] = field(default_factory=list)
 
-    def add(self, name: str, place: Place, use: _Use) -> None:
+    def add(self, name: str, place: TensorSlot, use: _Use) -> None:
         self.names.append(name)
         self.uses.append(use)
         if not any(known.same(place.table, place.name) for known in self.places):
             self.places.append(place)  # a module may have two names
 
-    def whole(self, workers: int) -> Whole:
+    def whole(self, workers: int) -> WholeTensor:
         uses = set(self.uses)
         if len(uses) > 1 and any(use.dim >= 0 for use in uses):
             accepted = f"tied weights must be cut in the same way everywhere: {' and '.join(self.names)} are not"
@@ -198,18 +198,18 @@ class _Found:
         if dim >= 0:
             shares = tuple(_cut(self.names[0], shape[dim], dim, workers))
         elif any(use.worker < 0 for use in uses):
-            shares = (Share(),)
+            shares = (OwnedPart(),)
         else:
             owners = tuple(sorted({use.worker for use in uses}))
-            shares = (Share(() if len(owners) == workers else owners),)
-        return Whole(self.tensor, tuple(self.names), tuple(self.places), shares, shape, dense_stride(self.tensor))
+            shares = (OwnedPart(() if len(owners) == workers else owners),)
+        return WholeTensor(self.tensor, tuple(self.names), tuple(self.places), shares, shape, dense_stride(self.tensor))
 
 
-def _cut(name: str, count: int, dim: int, workers: int) -> Iterator[Share]:
+def _cut(name: str, count: int, dim: int, workers: int) -> Iterator[OwnedPart]:
     if count < workers:
         raise ConfigError("partition_dim", 1, f"{name} has {count} features: fewer than {workers} workers of a group")
     for worker, (lo, hi) in enumerate(pairwise(count * k // workers for k in range(workers + 1))):
-        yield Share((worker,), dim, lo, hi)
+        yield OwnedPart((worker,), dim, lo, hi)
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

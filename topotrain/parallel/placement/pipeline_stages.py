@@ -7,7 +7,7 @@ worse, the one is taken over which the fewest bytes cross. Dynamic programming o
 from collections.abc import Sequence
 from itertools import accumulate
 
-from topotrain.parallel.placement.cost_model import Work
+from topotrain.parallel.placement.cost_model import TaskGraph
 
 SLACK = 1.05
 """How much more than the least possible the fullest worker may have, where that lets less cross the cuts."""
@@ -16,7 +16,7 @@ SLACK = 1.05
 class _Loads:
     """What a stretch of free units is for a worker: a number that grows with time and memory; infinite: no room."""
 
-    def __init__(self, work: Work, workers: int, limits: Sequence[int] | None) -> None:
+    def __init__(self, work: TaskGraph, workers: int, limits: Sequence[int] | None) -> None:
         self.free = [number for number, unit in enumerate(work.units) if unit.fixed is None]
         seconds = [work.seconds(number) for number in range(len(work.units))]
         memory = [unit.memory for unit in work.units]
@@ -40,7 +40,7 @@ class _Loads:
         return busy / self._of_time + held / self._of_memory
 
 
-def stages_of(work: Work, workers: int, limits: Sequence[int] | None) -> list[int] | None:
+def stages_of(work: TaskGraph, workers: int, limits: Sequence[int] | None) -> list[int] | None:
     """The place of each unit; None: no cut fits."""
     load = _Loads(work, workers, limits)
     count = len(load.free)
@@ -86,7 +86,7 @@ def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, m
     return found
 
 
-def _crossing(work: Work, free: Sequence[int]) -> list[int]:
+def _crossing(work: TaskGraph, free: Sequence[int]) -> list[int]:
     """For each place between two free units the bytes of values that are read on its other side."""
     position = {unit: at for at, unit in enumerate(free)}
     found = [0] * (len(free) + 1)

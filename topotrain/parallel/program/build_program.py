@@ -12,24 +12,41 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from topotrain.parallel.capture.capture_model import Captured, trace
+from topotrain.parallel.capture.capture_model import CapturedForward, trace
 from topotrain.parallel.capture.op_rules import (
     draws_inside,
     draws_masks,
     takes_apart,
     written,
 )
-from topotrain.parallel.capture.shape_propagation import Bench, Drawn, form, number
+from topotrain.parallel.capture.shape_propagation import DropoutMasks, FakeEvaluator, form, number
 from topotrain.parallel.placement.assign_modules import Assignment
-from topotrain.parallel.program.layout_inference import ADVICE, BATCH, OWN, SAME, WHOLE, Layouts, has_tensors, refused
-from topotrain.parallel.program.split_program import Edge, Kind, Layout, Mask, Program, Ref, Step
+from topotrain.parallel.program.layout_inference import (
+    ADVICE,
+    BATCH,
+    OWN,
+    SAME,
+    WHOLE,
+    InferredLayouts,
+    has_tensors,
+    refused,
+)
+from topotrain.parallel.program.split_program import (
+    DropoutMask,
+    LayoutEdge,
+    Program,
+    ProgramStep,
+    ResultRef,
+    StepKind,
+    ValueLocation,
+)
 
 _KINDS = {
-    "placeholder": Kind.INPUT,
-    "call_module": Kind.MODULE,
-    "call_function": Kind.FUNCTION,
-    "call_method": Kind.METHOD,
-    "get_attr": Kind.ATTRIBUTE,
+    "placeholder": StepKind.INPUT,
+    "call_module": StepKind.MODULE,
+    "call_function": StepKind.FUNCTION,
+    "call_method": StepKind.METHOD,
+    "get_attr": StepKind.ATTRIBUTE,
 }
 _CHANCE = (
     "draws random numbers, other ones on every worker; draw them outside and pass them as an argument "
@@ -38,7 +55,7 @@ _CHANCE = (
 
 
 def program(
-    captured: Captured,
+    captured: CapturedForward,
     assignments: Mapping[str, Assignment],
     model: nn.Module,
     args: Sequence[Any],
@@ -57,18 +74,18 @@ def program(
         samples: the number of samples in them. In each tensor the first dimension of this size counts them, and a
             tensor that has none is the same for all samples.
         workers: of a group.
-        training: what `self.training` is where the forward looks at it or hands it on (`Captured.by_mode`); a
+        training: what `self.training` is where the forward looks at it or hands it on (`CapturedForward.by_mode`); a
             forward that does not needs one program for both.
 
     Raises:
         ConfigError: the forward cannot be captured, or a value has to travel that cannot; it names the user's line.
     """
-    bench = Bench(model, captured.stored, samples, _device(captured, (args, kwargs)))
+    bench = FakeEvaluator(model, captured.stored, samples, _device(captured, (args, kwargs)))
     found = trace(model, captured.stored, bench, args, kwargs, training)
     return _Cut(found, captured, assignments, model, bench.counts, workers).program()
 
 
-def _device(captured: Captured, arguments: Any) -> torch.device:
+def _device(captured: CapturedForward, arguments: Any) -> torch.device:
     given = (leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
     held = (stored.device for stored in captured.stored.values() if stored.device.type != "meta")
     return next(held, None) or next(given, None) or torch.device("cpu")
@@ -77,20 +94,20 @@ def _device(captured: Captured, arguments: Any) -> torch.device:
 class _Cut:
     def __init__(
         self,
-        found: Captured,
-        before: Captured,
+        found: CapturedForward,
+        before: CapturedForward,
         assignments: Mapping[str, Assignment],
         model: nn.Module,
         counted: tuple[int, ...],
         workers: int,
     ) -> None:
         self._graph = found.graph
-        self._found = Layouts(before, assignments, model, counted, workers)
+        self._found = InferredLayouts(before, assignments, model, counted, workers)
         self._model = model
         self._counts = counted
         self._workers = workers
-        self._steps: list[Step] = []
-        self._edges: dict[tuple[int, Layout], Edge] = {}
+        self._steps: list[ProgramStep] = []
+        self._edges: dict[tuple[int, ValueLocation], LayoutEdge] = {}
 
     def program(self) -> Program:
         self._drop_unused()
@@ -135,7 +152,7 @@ class _Cut:
         kwargs = self._arguments(dict(node.kwargs), reads, node)
         self._found.layouts[node] = layout
         self._found.numbers[node] = len(self._steps)
-        step = Step(
+        step = ProgramStep(
             len(self._steps),
             node.name,
             _KINDS[node.op],
@@ -150,18 +167,18 @@ class _Cut:
         )
         self._steps.append(step)
 
-    def _inside(self, node: fx.Node) -> tuple[Mask, ...]:
+    def _inside(self, node: fx.Node) -> tuple[DropoutMask, ...]:
         """The masks that a step draws itself; none if it draws anything else, or they cannot be cut by samples."""
-        drawn: Drawn = node.meta["draws"]
+        drawn: DropoutMasks = node.meta["draws"]
         found = [(form(values, self._counts), keep) for values, keep in drawn.masks or ()]
         if any(one.odd for one, _ in found):
             return ()
         orders = [_order(values[0]) for values, _ in drawn.masks or ()]
-        return tuple(Mask(one.shape, keep, order) for (one, keep), order in zip(found, orders, strict=True))
+        return tuple(DropoutMask(one.shape, keep, order) for (one, keep), order in zip(found, orders, strict=True))
 
     # --- what it reads ---------------------------------------------------------------------------------------------
 
-    def _arguments(self, value: Any, reads: Layout, user: fx.Node) -> Any:
+    def _arguments(self, value: Any, reads: ValueLocation, user: fx.Node) -> Any:
         if isinstance(value, fx.Node):
             return self._argument(value, reads, user)
         if isinstance(value, slice):
@@ -175,7 +192,7 @@ class _Cut:
             return {key: self._arguments(item, reads, user) for key, item in value.items()}
         return value
 
-    def _argument(self, node: fx.Node, reads: Layout, user: fx.Node) -> Any:
+    def _argument(self, node: fx.Node, reads: ValueLocation, user: fx.Node) -> Any:
         if node not in self._found.numbers:
             size = number(node.meta["values"], self._counts) if _whole_number(node) else None
             if size is None:
@@ -184,10 +201,10 @@ class _Cut:
             return size
         target = self._target(node, reads, user)
         if target is None or target == self._found.layouts[node]:
-            return Ref(self._found.numbers[node])
-        return Ref(self._found.numbers[node], self._edge(node, target, user))
+            return ResultRef(self._found.numbers[node])
+        return ResultRef(self._found.numbers[node], self._edge(node, target, user))
 
-    def _target(self, node: fx.Node, reads: Layout, user: fx.Node) -> Layout | None:
+    def _target(self, node: fx.Node, reads: ValueLocation, user: fx.Node) -> ValueLocation | None:
         """The layout that it is needed in; None: as it is."""
         layout = self._found.layouts[node]
         if layout == SAME:
@@ -208,7 +225,7 @@ class _Cut:
         batched = node not in self._found.forms or self._found.forms[node].shape.batch >= 0
         return BATCH if batched else WHOLE
 
-    def _edge(self, node: fx.Node, target: Layout, user: fx.Node) -> int:
+    def _edge(self, node: fx.Node, target: ValueLocation, user: fx.Node) -> int:
         key = (self._found.numbers[node], target)
         if key not in self._edges:
             found = self._found.forms.get(node)
@@ -216,7 +233,7 @@ class _Cut:
             if found is None or why:
                 made = f"{node.name} ({node.meta['line']})"
                 raise refused(user, f"needs {made} from other workers, and it cannot be cut: {why}; {ADVICE}")
-            self._edges[key] = Edge(len(self._edges), key[0], self._found.layouts[node], target, found.shape)
+            self._edges[key] = LayoutEdge(len(self._edges), key[0], self._found.layouts[node], target, found.shape)
         return self._edges[key].number
 
     # --- what cannot be --------------------------------------------------------------------------------------------

@@ -11,14 +11,16 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.capture.capture_model import Captured
+from topotrain.parallel.capture.capture_model import CapturedForward
 from topotrain.parallel.capture.op_rules import counts, each_channel, each_element, reshapes, takes_apart
-from topotrain.parallel.capture.shape_propagation import Form, form
+from topotrain.parallel.capture.shape_propagation import TensorShape, form
 from topotrain.parallel.placement.assign_modules import Assignment, location_of
 from topotrain.parallel.placement.parameter_owners import cuts_of
-from topotrain.parallel.program.split_program import Layout, Shape, Where
+from topotrain.parallel.program.split_program import LocationKind, SymbolicShape, ValueLocation
 
-BATCH, WHOLE, SAME, OWN = (Layout(where) for where in (Where.BATCH, Where.WHOLE, Where.SAME, Where.OWN))
+BATCH, WHOLE, SAME, OWN = (
+    ValueLocation(where) for where in (LocationKind.BATCH, LocationKind.WHOLE, LocationKind.SAME, LocationKind.OWN)
+)
 _BOTH = (nn.BatchNorm1d, nn.BatchNorm2d)  # cut, and what they read is cut in the same way
 ADVICE = "place what makes and uses it on one worker with tt.device"
 
@@ -34,7 +36,7 @@ def refused(node: fx.Node, accepted: str) -> ConfigError:
     return ConfigError(f"model.forward: {name}", None, accepted, node.meta.get("line", ""))
 
 
-class Layouts:
+class InferredLayouts:
     """Of the nodes that are steps already: their numbers, layouts and, of tensors, forms.
 
     Args:
@@ -46,7 +48,7 @@ class Layouts:
 
     def __init__(
         self,
-        before: Captured,
+        before: CapturedForward,
         assignments: Mapping[str, Assignment],
         model: nn.Module,
         counted: tuple[int, ...],
@@ -58,10 +60,10 @@ class Layouts:
         self._counts = counted
         self._workers = workers
         self.numbers: dict[fx.Node, int] = {}
-        self.layouts: dict[fx.Node, Layout] = {}
-        self.forms: dict[fx.Node, Form] = {}
+        self.layouts: dict[fx.Node, ValueLocation] = {}
+        self.forms: dict[fx.Node, TensorShape] = {}
 
-    def form(self, node: fx.Node, module: nn.Module | None) -> Form:
+    def form(self, node: fx.Node, module: nn.Module | None) -> TensorShape:
         """Its shape; odd, too, if its samples do not lie one after another any more."""
         found = form(node.meta["values"], self._counts)
         if found.odd or found.shape.batch < 0:
@@ -76,7 +78,7 @@ class Layouts:
             return replace(found, odd="its samples do not lie one after another")
         return replace(found, odd=next((self.forms[n].odd for n in sources if self.forms[n].odd), ""))
 
-    def place(self, node: fx.Node, module: nn.Module | None) -> tuple[Layout, Layout]:
+    def place(self, node: fx.Node, module: nn.Module | None) -> tuple[ValueLocation, ValueLocation]:
         """Where it is computed, and the layout that its inputs need."""
         if node.op == "placeholder":
             return BATCH, BATCH
@@ -90,7 +92,7 @@ class Layouts:
         if module is not None and assigned is not None:
             self._check_seen(node, assigned)
             if assigned.location is not None:
-                return (Layout(Where.AT, worker=assigned.location),) * 2
+                return (ValueLocation(LocationKind.AT, worker=assigned.location),) * 2
             if assigned.dim == 1 and cuts_of(module):
                 layout = self._features(node, module)
                 return layout, layout if type(module) in _BOTH else WHOLE
@@ -106,17 +108,17 @@ class Layouts:
                 name = name.rpartition(".")[0]
         return self._assignments.get(name)
 
-    def _attribute(self, name: str) -> Layout:
+    def _attribute(self, name: str) -> ValueLocation:
         owner, _, own = name.rpartition(".")
         assigned = self._assignments.get(name) or self._said(owner, self._model.get_submodule(owner))
         if assigned is None:
             return SAME
         if assigned.location is not None:
-            return Layout(Where.AT, worker=assigned.location)
+            return ValueLocation(LocationKind.AT, worker=assigned.location)
         cut = cuts_of(self._model.get_submodule(owner)).get(own, -1) if assigned.dim == 1 else -1
-        return Layout(Where.FEATURE, cut) if cut >= 0 else SAME
+        return ValueLocation(LocationKind.FEATURE, cut) if cut >= 0 else SAME
 
-    def _features(self, node: fx.Node, module: nn.Module) -> Layout:
+    def _features(self, node: fx.Node, module: nn.Module) -> ValueLocation:
         shape = form(node.meta["values"], self._counts).shape
         dim = len(shape.sizes) - 1 if isinstance(module, nn.Linear | nn.Embedding) else 1
         if shape.batch == dim:
@@ -124,34 +126,34 @@ class Layouts:
         if shape.sizes[dim] < self._workers:
             accepted = f"has {shape.sizes[dim]} features: fewer than {self._workers} workers of a group"
             raise refused(node, accepted)
-        return Layout(Where.FEATURE, dim)
+        return ValueLocation(LocationKind.FEATURE, dim)
 
-    def _follow(self, node: fx.Node, module: nn.Module | None) -> Layout:
+    def _follow(self, node: fx.Node, module: nn.Module | None) -> ValueLocation:
         location = location_of(node.meta["device"], self._workers, node.meta["line"])
         if location is not None:
-            return Layout(Where.AT, worker=location)
+            return ValueLocation(LocationKind.AT, worker=location)
         inputs = [n for n in node.all_input_nodes if has_tensors(n)]
         layouts = [self.layouts[n] for n in inputs]
         if layouts and self._stays_apart(node, module, inputs):
             return layouts[0]
-        there = [(self.numbers[n], layout) for n, layout in zip(inputs, layouts) if layout.where is Where.AT]
+        there = [(self.numbers[n], layout) for n, layout in zip(inputs, layouts) if layout.where is LocationKind.AT]
         if there:
             return max(there, key=lambda pair: pair[0])[1]
-        if any(layout.where in (Where.BATCH, Where.FEATURE) for layout in layouts):
+        if any(layout.where in (LocationKind.BATCH, LocationKind.FEATURE) for layout in layouts):
             return BATCH
         return OWN if OWN in layouts else SAME
 
     def _stays_apart(self, node: fx.Node, module: nn.Module | None, inputs: list[fx.Node]) -> bool:
         """Whether each worker can compute it on its own features."""
         layout = self.layouts[inputs[0]]
-        if layout.where is not Where.FEATURE or any(self.layouts[n] != layout for n in inputs):
+        if layout.where is not LocationKind.FEATURE or any(self.layouts[n] != layout for n in inputs):
             return False
         if each_channel(node, module):
             return layout.dim == 1 and isinstance(node.meta["values"][0], torch.Tensor)
         shapes = {self.forms[n].shape.sizes for n in inputs}
         return each_element(node, module) and shapes == {tuple(form(node.meta["values"], self._counts).shape.sizes)}
 
-    def settled(self, node: fx.Node, layout: Layout, found: Form) -> Layout:
+    def settled(self, node: fx.Node, layout: ValueLocation, found: TensorShape) -> ValueLocation:
         """The layout of a tensor whose shape is known: with samples or without."""
         batched = found.shape.batch >= 0
         if layout in (SAME, OWN) and (batched or found.odd):
@@ -183,6 +185,6 @@ class Layouts:
             raise ConfigError("tt.device", node.meta["device"], accepted, node.meta["line"])
 
 
-def _ahead(shape: Shape) -> int:
+def _ahead(shape: SymbolicShape) -> int:
     """How many runs of samples there are, one after another."""
     return int(torch.Size(shape.sizes[: shape.batch]).numel())

@@ -7,7 +7,7 @@ first. Nothing here knows data: the same functions serve the plan, the runner an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topotrain.parallel.program.split_program import Edge, Layout, Shape, Where
+from topotrain.parallel.program.split_program import LayoutEdge, LocationKind, SymbolicShape, ValueLocation
 
 Box = tuple[tuple[int, int], ...]
 
@@ -17,7 +17,7 @@ def even(count: int, parts: int) -> tuple[tuple[int, int], ...]:
     return tuple((count * k // parts, count * (k + 1) // parts) for k in range(parts))
 
 
-def box(layout: Layout, worker: int, shape: Shape, samples: Sequence[int]) -> Box | None:
+def box(layout: ValueLocation, worker: int, shape: SymbolicShape, samples: Sequence[int]) -> Box | None:
     """The part of a value that `worker` has; None where it has nothing by its layout.
 
     Args:
@@ -28,16 +28,16 @@ def box(layout: Layout, worker: int, shape: Shape, samples: Sequence[int]) -> Bo
     """
     sizes = shape.at(sum(samples))
     ranges = [(0, size) for size in sizes]
-    if layout.where is Where.AT:
+    if layout.where is LocationKind.AT:
         return tuple(ranges) if layout.worker == worker else None
-    if layout.where is Where.OWN:
+    if layout.where is LocationKind.OWN:
         raise ValueError(f"a value of shape {sizes} that each worker has for itself is part of no whole tensor")
-    if layout.where is Where.BATCH:
+    if layout.where is LocationKind.BATCH:
         if shape.batch < 0:
             raise ValueError(f"a value of shape {sizes} without a batch dimension cannot lie by samples")
         first = sum(samples[:worker])
         ranges[shape.batch] = (first * shape.per_sample, (first + samples[worker]) * shape.per_sample)
-    elif layout.where is Where.FEATURE:
+    elif layout.where is LocationKind.FEATURE:
         ranges[layout.dim] = even(sizes[layout.dim], len(samples))[worker]
     return tuple(ranges)
 
@@ -61,13 +61,13 @@ class Transfer:
     box: Box
 
 
-def transfers(edge: Edge, samples: Sequence[int]) -> tuple[Transfer, ...]:
+def transfers(edge: LayoutEdge, samples: Sequence[int]) -> tuple[Transfer, ...]:
     """All that travels over an edge, by target, then by source; empty boxes do not.
 
     What every worker has already (SAME, WHOLE) it takes from itself.
     """
     workers = range(len(samples))
-    own = edge.source.where in (Where.SAME, Where.WHOLE)
+    own = edge.source.where in (LocationKind.SAME, LocationKind.WHOLE)
     parts = [box(edge.source, worker, edge.shape, samples) for worker in workers]
     found = []
     for target in workers:

@@ -2,50 +2,50 @@
 
 from dataclasses import dataclass
 
-from topotrain.parallel.program.split_program import Kind, Layout, Program, Step, Where
+from topotrain.parallel.program.split_program import LocationKind, Program, ProgramStep, StepKind, ValueLocation
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LayoutSegment:
     """Steps in order, all with results in the same layout."""
 
     number: int
-    layout: Layout
-    steps: tuple[Step, ...]
+    layout: ValueLocation
+    steps: tuple[ProgramStep, ...]
 
     def title(self) -> str:
         """What is in it: its modules, or its functions where it has none; only the ends of a long list."""
-        modules = [step.target for step in self.steps if step.kind is Kind.MODULE]
+        modules = [step.target for step in self.steps if step.kind is StepKind.MODULE]
         names = list(dict.fromkeys(modules)) or [step.name for step in self.steps]
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
 
 
-def stretches(program: Program) -> tuple[Stretch, ...]:
+def stretches(program: Program) -> tuple[LayoutSegment, ...]:
     """The steps that compute; arguments and parameters are no work."""
-    found: list[list[Step]] = []
+    found: list[list[ProgramStep]] = []
     for step in program.steps:
-        if step.kind in (Kind.INPUT, Kind.ATTRIBUTE):
+        if step.kind in (StepKind.INPUT, StepKind.ATTRIBUTE):
             continue
         if found and _place(found[-1][-1]) == _place(step):
             found[-1].append(step)
         else:
             found.append([step])
-    return tuple(Stretch(number, steps[0].layout, tuple(steps)) for number, steps in enumerate(found))
+    return tuple(LayoutSegment(number, steps[0].layout, tuple(steps)) for number, steps in enumerate(found))
 
 
-def told(layout: Layout) -> str:
+def told(layout: ValueLocation) -> str:
     """A layout in words: "samples", "features (dim 1)", "worker 2"."""
     words = {
-        Where.BATCH: "samples",
-        Where.FEATURE: f"features (dim {layout.dim})",
-        Where.AT: f"worker {layout.worker}",
-        Where.WHOLE: "all of it",
-        Where.SAME: "the same",
-        Where.OWN: "its own",
+        LocationKind.BATCH: "samples",
+        LocationKind.FEATURE: f"features (dim {layout.dim})",
+        LocationKind.AT: f"worker {layout.worker}",
+        LocationKind.WHOLE: "all of it",
+        LocationKind.SAME: "the same",
+        LocationKind.OWN: "its own",
     }
     return words[layout.where]
 
 
-def _place(step: Step) -> Layout:
+def _place(step: ProgramStep) -> ValueLocation:
     """Where its work is done: what a worker computes from its own share belongs to the samples."""
-    return Layout(Where.BATCH) if step.layout.where is Where.OWN else step.layout
+    return ValueLocation(LocationKind.BATCH) if step.layout.where is LocationKind.OWN else step.layout

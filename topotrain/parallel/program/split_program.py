@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 
-class Where(Enum):
+class LocationKind(Enum):
     """How a value lies over the workers of a group."""
 
     BATCH = "batch"
@@ -29,20 +29,20 @@ class Where(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLocation:
     """`dim` counts for FEATURE (never negative), `worker` for AT."""
 
-    where: Where
+    where: LocationKind
     dim: int = 0
     worker: int = 0
 
     def on(self, worker: int) -> bool:
         """Whether a worker has any of it."""
-        return self.where is not Where.AT or self.worker == worker
+        return self.where is not LocationKind.AT or self.worker == worker
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SymbolicShape:
     """A tensor's sizes for any number of samples: dimension `batch` has `per_sample` entries for each; -1: none has.
 
     `sizes` counts elements and has 0 at `batch`; `dtype` is torch's name without "torch.".
@@ -59,7 +59,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ResultRef:
     """As an argument: the result of step `number`, after move `edge` if that is not None."""
 
     number: int
@@ -67,14 +67,14 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SizeArgument:
     """As an argument: the number `per_sample` × samples + `more`, of the samples that the step computes with."""
 
     per_sample: int
     more: int
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What a step does."""
 
     INPUT = "input"  # target: the argument's name
@@ -85,19 +85,19 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
+class DropoutMask:
     """Drawn by a step: its shape, the chance of an element to stay, and its dimensions in the order of memory.
 
     That is the order in which elements are drawn, outermost dimension first; (): as they are counted.
     """
 
-    shape: Shape
+    shape: SymbolicShape
     keep: float
     order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One node of the graph. `args` and `kwargs` are nested tuples, lists and dicts that may hold Ref and Size.
 
     layout: where its result is; the workers that have any of it run it.
@@ -108,19 +108,19 @@ class Step:
 
     number: int
     name: str
-    kind: Kind
+    kind: StepKind
     target: Any
-    layout: Layout
+    layout: ValueLocation
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    shape: Shape | None = None
+    shape: SymbolicShape | None = None
     random: bool = False
     line: str = ""
-    inside: tuple[Mask, ...] = ()
+    inside: tuple[DropoutMask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class LayoutEdge:
     """A value that is needed in another layout than it has: result of step `value`, moved from `source` to `target`.
 
     One value that several steps need in one and the same layout travels once.
@@ -128,9 +128,9 @@ class Edge:
 
     number: int
     value: int
-    source: Layout
-    target: Layout
-    shape: Shape
+    source: ValueLocation
+    target: ValueLocation
+    shape: SymbolicShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Program:
     """
 
     workers: int
-    steps: tuple[Step, ...]
-    edges: tuple[Edge, ...]
+    steps: tuple[ProgramStep, ...]
+    edges: tuple[LayoutEdge, ...]
     inputs: tuple[str, ...]
     output: Any

@@ -9,32 +9,32 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from topotrain.parallel.program.split_program import Edge, Kind, Program, Ref, Size, Step
+from topotrain.parallel.program.split_program import LayoutEdge, Program, ProgramStep, ResultRef, SizeArgument, StepKind
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class LocalStep:
     """One local step. `step` None: the end, where the output and what nobody here uses must have arrived.
 
     arrivals: edges whose value it is the first to need; leaves: edges that its result takes; frees: values that
     nobody here needs afterwards.
     """
 
-    step: Step | None
+    step: ProgramStep | None
     arrivals: tuple[int, ...]
     leaves: tuple[int, ...]
-    frees: tuple[Ref, ...]
+    frees: tuple[ResultRef, ...]
 
 
-def share(program: Program, me: int) -> tuple[Stop, ...]:
+def share(program: Program, me: int) -> tuple[LocalStep, ...]:
     """The steps that worker `me` runs, in the program's order, and the end."""
     steps = [step for step in program.steps if step.layout.on(me)]
     arriving = {edge.number: edge for edge in program.edges if edge.target.on(me)}
     out = frozenset(references(program.output))
-    last: dict[Ref, int] = {}
+    last: dict[ResultRef, int] = {}
     first: dict[int, int] = {}
     for place, step in enumerate(steps):
-        last[Ref(step.number)] = place
+        last[ResultRef(step.number)] = place
         for ref in references((step.args, step.kwargs)):
             last[ref] = place
             if ref.edge is not None:
@@ -44,13 +44,13 @@ def share(program: Program, me: int) -> tuple[Stop, ...]:
         arrivals = tuple(edge for edge, at in sorted(first.items()) if at == place)
         leaves = tuple(edge.number for edge in program.edges if edge.value == step.number)
         frees = tuple(ref for ref, at in last.items() if at == place and ref not in out)
-        stops.append(Stop(step, arrivals, leaves, frees))
-    return *stops, Stop(None, tuple(sorted(arriving.keys() - first.keys())), (), ())
+        stops.append(LocalStep(step, arrivals, leaves, frees))
+    return *stops, LocalStep(None, tuple(sorted(arriving.keys() - first.keys())), (), ())
 
 
-def references(nested: Any) -> Iterator[Ref]:
+def references(nested: Any) -> Iterator[ResultRef]:
     """All values that are arguments somewhere inside."""
-    if isinstance(nested, Ref):
+    if isinstance(nested, ResultRef):
         yield nested
     elif isinstance(nested, Mapping):
         for item in nested.values():
@@ -62,9 +62,9 @@ def references(nested: Any) -> Iterator[Ref]:
         yield from references((nested.start, nested.stop, nested.step))
 
 
-def replaced(nested: Any, leaf: Callable[[Ref | Size], Any]) -> Any:
+def replaced(nested: Any, leaf: Callable[[ResultRef | SizeArgument], Any]) -> Any:
     """The same nest with every Ref and Size replaced; lists stay lists, named tuples keep their type."""
-    if isinstance(nested, Ref | Size):
+    if isinstance(nested, ResultRef | SizeArgument):
         return leaf(nested)
     again = partial(replaced, leaf=leaf)
     if isinstance(nested, Mapping):
@@ -87,13 +87,13 @@ def rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]
         return items
 
 
-def taken_out(program: Program) -> Iterator[Step]:
+def taken_out(program: Program) -> Iterator[ProgramStep]:
     """Steps that only take something out of an argument which is a tuple, a dict or an object."""
-    nested = {step.number for step in program.steps if step.kind is Kind.INPUT and step.shape is None}
+    nested = {step.number for step in program.steps if step.kind is StepKind.INPUT and step.shape is None}
     for step in program.steps:
         if (
             step.target in (operator.getitem, getattr)
-            and isinstance(step.args[0], Ref)
+            and isinstance(step.args[0], ResultRef)
             and step.args[0].number in nested
         ):
             yield step
@@ -101,16 +101,16 @@ def taken_out(program: Program) -> Iterator[Step]:
                 nested.add(step.number)
 
 
-def given_of(program: Program, given: Mapping[str, Any]) -> Iterator[tuple[Step, Any]]:
+def given_of(program: Program, given: Mapping[str, Any]) -> Iterator[tuple[ProgramStep, Any]]:
     """The arguments, and what the model takes out of them: step and value."""
-    values = {step.number: given.get(step.target) for step in program.steps if step.kind is Kind.INPUT}
+    values = {step.number: given.get(step.target) for step in program.steps if step.kind is StepKind.INPUT}
     for step in taken_out(program):
         values[step.number] = step.target(values[step.args[0].number], *step.args[1:])
     steps = {step.number: step for step in program.steps}
     yield from ((steps[number], value) for number, value in values.items())
 
 
-def edges_of(program: Program) -> Mapping[int, Edge]:
+def edges_of(program: Program) -> Mapping[int, LayoutEdge]:
     """By number."""
     return {edge.number: edge for edge in program.edges}
 

@@ -27,7 +27,7 @@ _FORMATS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class NodeOutput:
     """The result of node `node`, or the part of it at the end of `path`."""
 
     node: int
@@ -35,25 +35,25 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class CallInput:
     """The argument of the call with this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stated:
+class StateRef:
     """The state with this number."""
 
     number: int
 
 
-class Here:
+class ComputingDevice:
     """In the place of a device: that of the worker who computes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ReferenceBounds:
     """How many nodes, inputs and states may be referred to."""
 
     nodes: int
@@ -63,11 +63,11 @@ class Bounds:
 
 def encode(value: Any) -> Any:
     """An argument as JSON has it. Raises TypeError for what has no form there."""
-    if isinstance(value, Value):
+    if isinstance(value, NodeOutput):
         return {"value": [value.node, list(value.path)]}
-    if isinstance(value, Input | Stated):
+    if isinstance(value, CallInput | StateRef):
         return {type(value).__name__.lower(): value.number}
-    if isinstance(value, Here | torch.device):
+    if isinstance(value, ComputingDevice | torch.device):
         return {"device": []}
     if value is Ellipsis:
         return {"ellipsis": []}
@@ -89,7 +89,7 @@ def encode(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def decode(data: Any, bounds: Bounds, depth: int = 0) -> Any:
+def decode(data: Any, bounds: ReferenceBounds, depth: int = 0) -> Any:
     """What `encode` has written. Raises ConfigError for anything else."""
     if depth > _MAX_DEPTH:
         refuse("description", None, f"must be nested at most {_MAX_DEPTH} deep")
@@ -110,17 +110,17 @@ def decode(data: Any, bounds: Bounds, depth: int = 0) -> Any:
     return reader(inside, bounds, depth + 1)
 
 
-def _value(inside: Any, bounds: Bounds, depth: int) -> Value:
+def _value(inside: Any, bounds: ReferenceBounds, depth: int) -> NodeOutput:
     node, path = fields_of(inside, 2, "a value")
     if not natural(node, bounds.nodes - 1) or not isinstance(path, list) or len(path) > _MAX_DEPTH:
         refuse("value", None, "must be the result of a node before")
     if not all(natural(step, MAX_PATH) for step in path):
         refuse("value", None, "must have a path of whole numbers")
-    return Value(node, tuple(path))
+    return NodeOutput(node, tuple(path))
 
 
-def _numbered(kind: type[Input] | type[Stated], field: str) -> Callable[[Any, Bounds, int], Any]:
-    def read(inside: Any, bounds: Bounds, depth: int) -> Any:
+def _numbered(kind: type[CallInput] | type[StateRef], field: str) -> Callable[[Any, ReferenceBounds, int], Any]:
+    def read(inside: Any, bounds: ReferenceBounds, depth: int) -> Any:
         if not natural(inside, getattr(bounds, field) - 1):
             refuse(kind.__name__.lower(), inside, f"must be one of {getattr(bounds, field)}")
         return kind(inside)
@@ -128,8 +128,8 @@ def _numbered(kind: type[Input] | type[Stated], field: str) -> Callable[[Any, Bo
     return read
 
 
-def _of_torch(kind: str) -> Callable[[Any, Bounds, int], Any]:
-    def read(inside: Any, bounds: Bounds, depth: int) -> Any:
+def _of_torch(kind: str) -> Callable[[Any, ReferenceBounds, int], Any]:
+    def read(inside: Any, bounds: ReferenceBounds, depth: int) -> Any:
         if not isinstance(inside, str) or inside not in _FORMATS[kind]:
             refuse(kind, str(inside)[:80], f"must be one of {', '.join(sorted(_FORMATS[kind]))}")
         return getattr(torch, inside)
@@ -137,39 +137,39 @@ def _of_torch(kind: str) -> Callable[[Any, Bounds, int], Any]:
     return read
 
 
-def _tuple(inside: Any, bounds: Bounds, depth: int) -> tuple[Any, ...]:
+def _tuple(inside: Any, bounds: ReferenceBounds, depth: int) -> tuple[Any, ...]:
     if not isinstance(inside, list):
         refuse("tuple", None, "must be a list")
     return tuple(decode(item, bounds, depth) for item in inside)
 
 
-def _dict(inside: Any, bounds: Bounds, depth: int) -> dict[str, Any]:
+def _dict(inside: Any, bounds: ReferenceBounds, depth: int) -> dict[str, Any]:
     if not isinstance(inside, dict):
         refuse("dict", None, "must be an object")
     return {key: decode(item, bounds, depth) for key, item in inside.items()}
 
 
-def _slice(inside: Any, bounds: Bounds, depth: int) -> slice:
+def _slice(inside: Any, bounds: ReferenceBounds, depth: int) -> slice:
     return slice(*(decode(part, bounds, depth) for part in fields_of(inside, 3, "a slice")))
 
 
-def _float(inside: Any, bounds: Bounds, depth: int) -> float:
+def _float(inside: Any, bounds: ReferenceBounds, depth: int) -> float:
     if inside not in ("inf", "-inf", "nan"):
         refuse("float", None, "must be inf, -inf or nan")
     return float(inside)
 
 
-def _dtype(inside: Any, bounds: Bounds, depth: int) -> torch.dtype:
+def _dtype(inside: Any, bounds: ReferenceBounds, depth: int) -> torch.dtype:
     if not isinstance(inside, str) or inside not in ITEM_BYTES:
         refuse("dtype", str(inside)[:80], f"must be one of {', '.join(sorted(ITEM_BYTES))}")
     return torch_dtype(inside)
 
 
-_READERS: dict[str, Callable[[Any, Bounds, int], Any]] = {
+_READERS: dict[str, Callable[[Any, ReferenceBounds, int], Any]] = {
     "value": _value,
-    "input": _numbered(Input, "inputs"),
-    "stated": _numbered(Stated, "states"),
-    "device": lambda *_: Here(),
+    "input": _numbered(CallInput, "inputs"),
+    "stated": _numbered(StateRef, "states"),
+    "device": lambda *_: ComputingDevice(),
     "ellipsis": lambda *_: ...,
     "float": _float,
     "slice": _slice,
@@ -181,9 +181,9 @@ _READERS: dict[str, Callable[[Any, Bounds, int], Any]] = {
 }
 
 
-def references(nested: Any) -> Iterator[Value | Input | Stated]:
+def references(nested: Any) -> Iterator[NodeOutput | CallInput | StateRef]:
     """All of them inside an argument, in order."""
-    if isinstance(nested, Value | Input | Stated):
+    if isinstance(nested, NodeOutput | CallInput | StateRef):
         yield nested
     elif isinstance(nested, tuple | list):
         for item in nested:
@@ -196,7 +196,7 @@ def references(nested: Any) -> Iterator[Value | Input | Stated]:
 
 def replaced(nested: Any, leaf: Callable[[Any], Any]) -> Any:
     """The same nest with every reference, and every Here, replaced."""
-    if isinstance(nested, Value | Input | Stated | Here):
+    if isinstance(nested, NodeOutput | CallInput | StateRef | ComputingDevice):
         return leaf(nested)
     if isinstance(nested, tuple | list):
         return type(nested)([replaced(item, leaf) for item in nested])

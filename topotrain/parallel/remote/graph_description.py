@@ -14,7 +14,15 @@ import torch
 
 from topotrain.config.sharding import ITEM_BYTES
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS
-from topotrain.parallel.remote.argument_codec import MAX_TEXT, Bounds, decode, encode, fields_of, natural, refuse
+from topotrain.parallel.remote.argument_codec import (
+    MAX_TEXT,
+    ReferenceBounds,
+    decode,
+    encode,
+    fields_of,
+    natural,
+    refuse,
+)
 
 MAX_NODES = 100_000
 MAX_STATES = 100_000
@@ -23,7 +31,7 @@ _MAX_DIMS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """A tensor's dtype (torch's name without "torch.") and sizes."""
 
     dtype: str
@@ -35,16 +43,16 @@ class Form:
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> "Form":
+    def of(tensor: torch.Tensor) -> "TensorForm":
         """A tensor's."""
-        return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def to_data(self) -> list[Any]:
         """As JSON has it."""
         return [self.dtype, list(self.sizes)]
 
     @staticmethod
-    def from_data(data: Any) -> "Form":
+    def from_data(data: Any) -> "TensorForm":
         """Raises ConfigError."""
         dtype, sizes = fields_of(data, 2, "a tensor")
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
@@ -53,17 +61,17 @@ class Form:
             refuse("sizes", sizes, f"must be at most {_MAX_DIMS} whole numbers >= 0")
         if math.prod(max(1, size) for size in sizes) > MAX_ELEMENTS:
             refuse("sizes", sizes, f"must be at most {MAX_ELEMENTS} elements")
-        return Form(dtype, tuple(sizes))
+        return TensorForm(dtype, tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateDescription:
     """A parameter, or (graded None) a buffer or constant: the worker that holds it, the server that is its home.
 
     graded: whether it is trained. home: -1 for none in particular.
     """
 
-    form: Form
+    form: TensorForm
     worker: int
     graded: bool | None = None
     home: int = -1
@@ -73,7 +81,7 @@ class State:
         return [self.form.to_data(), self.worker, self.graded, self.home]
 
     @staticmethod
-    def from_data(data: Any, workers: int, servers: int) -> "State":
+    def from_data(data: Any, workers: int, servers: int) -> "StateDescription":
         """Raises ConfigError."""
         form, worker, graded, home = fields_of(data, 4, "a state")
         if not natural(worker, workers - 1):
@@ -82,18 +90,18 @@ class State:
             refuse("graded", graded, "must be true, false or null")
         if type(home) is not int or not -1 <= home < servers:
             refuse("home", home, f"must be -1 to {servers - 1}")
-        return State(Form.from_data(form), worker, graded, home)
+        return StateDescription(TensorForm.from_data(form), worker, graded, home)
 
 
-def states_from(data: Any, workers: int, servers: int) -> tuple[State, ...]:
+def states_from(data: Any, workers: int, servers: int) -> tuple[StateDescription, ...]:
     """Raises ConfigError."""
     if not isinstance(data, list) or len(data) > MAX_STATES:
         refuse("states", None, f"must be at most {MAX_STATES}")
-    return tuple(State.from_data(item, workers, servers) for item in data)
+    return tuple(StateDescription.from_data(item, workers, servers) for item in data)
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """One call. `args` and `kwargs` are nested and hold Value, Input and Stated.
 
     graded: computed outside of `torch.no_grad()`. line: "file:line" of the user's code.
@@ -108,11 +116,11 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class GraphDescription:
     """A forward for arguments of these forms. `output` is nested as arguments are."""
 
-    inputs: tuple[Form, ...]
-    nodes: tuple[Node, ...]
+    inputs: tuple[TensorForm, ...]
+    nodes: tuple[GraphNode, ...]
     output: Any
 
     def to_data(self) -> dict[str, Any]:
@@ -127,7 +135,7 @@ class Description:
         }
 
     @staticmethod
-    def from_data(data: Any, workers: int, states: int) -> "Description":
+    def from_data(data: Any, workers: int, states: int) -> "GraphDescription":
         """Read what another process says.
 
         Args:
@@ -141,14 +149,16 @@ class Description:
         inputs, nodes = data["inputs"], data["nodes"]
         if not isinstance(inputs, list) or not isinstance(nodes, list) or max(len(inputs), len(nodes)) > MAX_NODES:
             refuse("description", None, f"must have lists of at most {MAX_NODES} inputs and nodes")
-        forms = tuple(map(Form.from_data, inputs))
+        forms = tuple(map(TensorForm.from_data, inputs))
         read = []
         for number, node in enumerate(nodes):
-            read.append(_node(node, workers, Bounds(number, len(forms), states)))
-        return Description(forms, tuple(read), decode(data["output"], Bounds(len(nodes), len(forms), states)))
+            read.append(_node(node, workers, ReferenceBounds(number, len(forms), states)))
+        return GraphDescription(
+            forms, tuple(read), decode(data["output"], ReferenceBounds(len(nodes), len(forms), states))
+        )
 
 
-def _node(data: Any, workers: int, bounds: Bounds) -> Node:
+def _node(data: Any, workers: int, bounds: ReferenceBounds) -> GraphNode:
     function, worker, args, kwargs, graded, line = fields_of(data, 6, "a node")
     if not isinstance(function, str) or function not in FUNCTIONS:
         refuse("function", str(function)[:MAX_TEXT], "is none that a session may call")
@@ -159,4 +169,4 @@ def _node(data: Any, workers: int, bounds: Bounds) -> Node:
     if not isinstance(line, str) or len(line) > MAX_TEXT:
         refuse(function, None, "must have a line")
     named = tuple((name, decode(value, bounds)) for name, value in kwargs.items())
-    return Node(function, worker, tuple(decode(args, bounds)), named, graded, line)
+    return GraphNode(function, worker, tuple(decode(args, bounds)), named, graded, line)

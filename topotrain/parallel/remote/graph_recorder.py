@@ -22,9 +22,9 @@ from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.shape_propagation import flat_weights
 from topotrain.parallel.capture.source_location import definition, line_of, user_line
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS, name_of
-from topotrain.parallel.remote.argument_codec import Input, Stated, Value
-from topotrain.parallel.remote.graph_description import Description, Form, Node
-from topotrain.parallel.remote.state_numbers import Kept, location
+from topotrain.parallel.remote.argument_codec import CallInput, NodeOutput, StateRef
+from topotrain.parallel.remote.graph_description import GraphDescription, GraphNode, TensorForm
+from topotrain.parallel.remote.state_numbers import ModelState, location
 
 _FIELD = "model.forward"
 _STATISTICS = (1, 2)  # batch_norm writes into these arguments, and counts no version
@@ -35,7 +35,7 @@ _LOOKS = frozenset(
 _DECIDES = "decides or counts by a tensor's values, and what a session runs must be the same for all data"
 
 
-def record(kept: Kept, args: Sequence[Any], kwargs: Mapping[str, Any], loss: bool = False) -> Description:
+def record(kept: ModelState, args: Sequence[Any], kwargs: Mapping[str, Any], loss: bool = False) -> GraphDescription:
     """Write down what the model computes of such arguments, in its present mode.
 
     loss: what it returns is to be a loss.
@@ -58,7 +58,7 @@ def record(kept: Kept, args: Sequence[Any], kwargs: Mapping[str, Any], loss: boo
         if loss:
             _check_loss(output, definition(model))
         described = recorder.described(output)
-    return Description(tuple(map(Form.of, inputs)), tuple(recorder.nodes), described)
+    return GraphDescription(tuple(map(TensorForm.of, inputs)), tuple(recorder.nodes), described)
 
 
 @contextmanager
@@ -100,13 +100,13 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 class _Recorder(TorchFunctionMode):
     """Writes the calls down; `known` says which value each tensor is, `alive` keeps the tensors meanwhile."""
 
-    def __init__(self, kept: Kept, fakes: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, kept: ModelState, fakes: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._kept = kept
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
         self._alive: list[torch.Tensor] = [*fakes, *inputs]
-        self._known: dict[int, Value | Input | Stated] = {id(t): Stated(n) for n, t in enumerate(fakes)}
-        self._known |= {id(tensor): Input(number) for number, tensor in enumerate(inputs)}
+        self._known: dict[int, NodeOutput | CallInput | StateRef] = {id(t): StateRef(n) for n, t in enumerate(fakes)}
+        self._known |= {id(tensor): CallInput(number) for number, tensor in enumerate(inputs)}
         self._inside: list[str] = []  # devices of the modules that run now
         self._written: dict[int, str] = {}  # memory that was written to in place, and by what
 
@@ -145,7 +145,7 @@ class _Recorder(TorchFunctionMode):
             for hook in hooks:
                 hook.remove()
 
-    def _worker(self, used: Sequence[Value | Input | Stated], line: str) -> int:
+    def _worker(self, used: Sequence[NodeOutput | CallInput | StateRef], line: str) -> int:
         """The scope of the call, then that of the modules around it, then where its inputs are."""
         cluster = self._kept.cluster
         scope = device_scopes.current()
@@ -155,9 +155,9 @@ class _Recorder(TorchFunctionMode):
             if found is not None:
                 return found
         for ref in used:
-            if isinstance(ref, Stated) and ref.number in self._kept.worker:
+            if isinstance(ref, StateRef) and ref.number in self._kept.worker:
                 return self._kept.worker[ref.number]
-        values = [ref.node for ref in used if isinstance(ref, Value)]
+        values = [ref.node for ref in used if isinstance(ref, NodeOutput)]
         return self.nodes[max(values)].worker if values else cluster.first
 
     # --- what -------------------------------------------------------------------------------------------------------
@@ -177,28 +177,28 @@ class _Recorder(TorchFunctionMode):
         if name not in FUNCTIONS:
             told = f"calls {name}, which a session does not run"
             raise ConfigError(_FIELD, None, told, line)
-        used: list[Value | Input | Stated] = []
+        used: list[NodeOutput | CallInput | StateRef] = []
         plain = [self._plain(arg, used, name, line) for arg in args]
         named = tuple((key, self._plain(value, used, name, line)) for key, value in _without_device(kwargs).items())
         worker = self._worker(used, line)
         for ref in used:
-            if isinstance(ref, Stated):
+            if isinstance(ref, StateRef):
                 self._kept.worker.setdefault(ref.number, worker)
         for tensor in read:
             self._reads(tensor, worker, line)
         for tensor in changed:
             self._writes(tensor, worker, name, line)
-        self._learn(result, Value(len(self.nodes)))
-        self.nodes.append(Node(name, worker, tuple(plain), named, torch.is_grad_enabled(), line))
+        self._learn(result, NodeOutput(len(self.nodes)))
+        self.nodes.append(GraphNode(name, worker, tuple(plain), named, torch.is_grad_enabled(), line))
 
-    def _learn(self, result: Any, ref: Value) -> None:
+    def _learn(self, result: Any, ref: NodeOutput) -> None:
         if isinstance(result, torch.Tensor):
             if id(result) not in self._known:  # what writes in place gives back what it was given
                 self._known[id(result)] = ref
                 self._alive.append(result)
         elif isinstance(result, tuple | list):
             for number, item in enumerate(result):
-                self._learn(item, Value(ref.node, (*ref.path, number)))
+                self._learn(item, NodeOutput(ref.node, (*ref.path, number)))
 
     def _plain(self, value: Any, used: list[Any], name: str, line: str) -> Any:
         if isinstance(value, torch.Tensor):
@@ -219,13 +219,13 @@ class _Recorder(TorchFunctionMode):
             return value
         raise ConfigError(_FIELD, None, f"gives {name} a {type(value).__name__}, which cannot be written down", line)
 
-    def _ref(self, tensor: torch.Tensor, line: str) -> Value | Input | Stated:
+    def _ref(self, tensor: torch.Tensor, line: str) -> NodeOutput | CallInput | StateRef:
         found = self._known.get(id(tensor))
         if found is not None:
             return found
         if isinstance(tensor, torch._subclasses.FakeTensor):
             raise ConfigError(_FIELD, None, "uses a tensor that it has not made with functions of torch", line)
-        return Stated(self._kept.add(tensor))  # a constant of the forward, or a parameter that a module keeps twice
+        return StateRef(self._kept.add(tensor))  # a constant of the forward, or a parameter that a module keeps twice
 
     # --- writing in place -------------------------------------------------------------------------------------------
 
@@ -240,10 +240,10 @@ class _Recorder(TorchFunctionMode):
         if written is not None and self._home(self._known.get(id(tensor))) != worker:
             self._refuse_write(written, line)
 
-    def _home(self, ref: Value | Input | Stated | None) -> int | None:
-        if isinstance(ref, Value):
+    def _home(self, ref: NodeOutput | CallInput | StateRef | None) -> int | None:
+        if isinstance(ref, NodeOutput):
             return self.nodes[ref.node].worker
-        return self._kept.worker.get(ref.number) if isinstance(ref, Stated) else None
+        return self._kept.worker.get(ref.number) if isinstance(ref, StateRef) else None
 
     def _refuse_write(self, name: str, line: str) -> NoReturn:
         told = f"{name} writes over a value that was given, or that another worker needs, too: make a new tensor"

@@ -21,19 +21,35 @@ from torch.utils._pytree import tree_leaves
 from topotrain.config.field_checks import ConfigError
 from topotrain.core.model.schema import torch_dtype
 from topotrain.parallel.placement.assign_modules import Assignment
-from topotrain.parallel.placement.parameter_owners import Division, divide
-from topotrain.parallel.program.split_program import Edge, Kind, Layout, Program, Ref, Shape, Step, Where
+from topotrain.parallel.placement.parameter_owners import ParameterOwners, divide
+from topotrain.parallel.program.split_program import (
+    LayoutEdge,
+    LocationKind,
+    Program,
+    ProgramStep,
+    ResultRef,
+    StepKind,
+    SymbolicShape,
+    ValueLocation,
+)
 from topotrain.parallel.remote.allowed_functions import FUNCTIONS
-from topotrain.parallel.remote.argument_codec import Here, Input, Stated, Value, references, replaced
-from topotrain.parallel.remote.graph_description import Description, Node, State
-from topotrain.parallel.remote.graph_description import Form as Described
+from topotrain.parallel.remote.argument_codec import (
+    CallInput,
+    ComputingDevice,
+    NodeOutput,
+    StateRef,
+    references,
+    replaced,
+)
+from topotrain.parallel.remote.graph_description import GraphDescription, GraphNode, StateDescription
+from topotrain.parallel.remote.graph_description import TensorForm as Described
 from topotrain.parallel.remote.graph_recorder import quiet
 from topotrain.training.parameters.flat_parameters import HOME
 
-_WHOLE = Layout(Where.WHOLE)
+_WHOLE = ValueLocation(LocationKind.WHOLE)
 
 
-class Held(nn.Module):
+class WorkerModel(nn.Module):
     """What a worker holds of a session's model: states by number, as `s0`, `s1`, …; others' are on the meta device.
 
     Args:
@@ -41,7 +57,7 @@ class Held(nn.Module):
         values: of those that are here, by number.
     """
 
-    def __init__(self, states: Sequence[State], values: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, states: Sequence[StateDescription], values: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
         for number, state in enumerate(states):
             value = values.get(number)
@@ -59,7 +75,7 @@ class Held(nn.Module):
         """What runs is the cut graph; the arguments are called `x0`, `x1`, …"""
         raise NotImplementedError
 
-    def divided(self, states: Sequence[State], workers: int) -> Division:
+    def divided(self, states: Sequence[StateDescription], workers: int) -> ParameterOwners:
         """Who holds what."""
         places = {f"s{number}": Assignment(-1, state.worker) for number, state in enumerate(states)}
         return divide(self, places, workers)
@@ -70,7 +86,7 @@ class Held(nn.Module):
 
 
 @dataclass(slots=True)
-class Box:
+class OutputCollector:
     """Takes what the model returns, where that is computed."""
 
     content: Any = None
@@ -79,7 +95,7 @@ class Box:
         self.content = content
 
 
-class Ungraded:
+class NoGradFunction:
     """A function of torch as it is inside `torch.no_grad()`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -93,18 +109,18 @@ class Ungraded:
 
 @dataclass(slots=True)
 class _Building:
-    description: Description
-    states: Sequence[State]
+    description: GraphDescription
+    states: Sequence[StateDescription]
     workers: int
     first: int
-    steps: list[Step] = field(default_factory=list)
-    edges: dict[tuple[int, Layout], Edge] = field(default_factory=dict)
+    steps: list[ProgramStep] = field(default_factory=list)
+    edges: dict[tuple[int, ValueLocation], LayoutEdge] = field(default_factory=dict)
     numbers: dict[object, int] = field(default_factory=dict)
 
     def add(
         self,
         name: object,
-        kind: Kind,
+        kind: StepKind,
         target: Any,
         worker: int,
         example: Any,
@@ -114,29 +130,34 @@ class _Building:
     ) -> int:
         """One more step; its number."""
         number = self.numbers[name] = len(self.steps)
-        shape = Shape(tuple(example.shape), _dtype(example)) if isinstance(example, torch.Tensor) else None
+        shape = SymbolicShape(tuple(example.shape), _dtype(example)) if isinstance(example, torch.Tensor) else None
         label = getattr(target, "__name__", str(target))
-        layout = Layout(Where.AT, worker=worker)
+        layout = ValueLocation(LocationKind.AT, worker=worker)
         self.steps.append(
-            Step(number, f"{label} {number}", kind, target, layout, tuple(args), kwargs, shape, line=line)
+            ProgramStep(number, f"{label} {number}", kind, target, layout, tuple(args), kwargs, shape, line=line)
         )
         return number
 
-    def ref(self, number: int, layout: Layout) -> Ref:
+    def ref(self, number: int, layout: ValueLocation) -> ResultRef:
         """A step's result where it is needed."""
         step = self.steps[number]
         if step.layout == layout:
-            return Ref(number)
+            return ResultRef(number)
         if step.shape is None:
             raise ConfigError("description", step.name, "no single tensor, and so it cannot travel to another worker")
         key = (number, layout)
         if key not in self.edges:
-            self.edges[key] = Edge(len(self.edges), number, step.layout, layout, step.shape)
-        return Ref(number, self.edges[key].number)
+            self.edges[key] = LayoutEdge(len(self.edges), number, step.layout, layout, step.shape)
+        return ResultRef(number, self.edges[key].number)
 
 
 def program(
-    description: Description, states: Sequence[State], workers: int, first: int, box: Box | None, most: int
+    description: GraphDescription,
+    states: Sequence[StateDescription],
+    workers: int,
+    first: int,
+    box: OutputCollector | None,
+    most: int,
 ) -> Program:
     """The cut graph of a description.
 
@@ -153,40 +174,42 @@ def program(
         return _program(_Building(description, states, workers, first), box, most)
 
 
-def _program(building: _Building, box: Box | None, most: int) -> Program:
+def _program(building: _Building, box: OutputCollector | None, most: int) -> Program:
     description = building.description
     examples: dict[object, Any] = {}
     for ref in _used(description):
-        if isinstance(ref, Input) and ref not in examples:
+        if isinstance(ref, CallInput) and ref not in examples:
             examples[ref] = _empty(description.inputs[ref.number], most)
-            building.add(ref, Kind.INPUT, f"x{ref.number}", building.first, examples[ref])
-        elif isinstance(ref, Stated) and ref not in examples:
+            building.add(ref, StepKind.INPUT, f"x{ref.number}", building.first, examples[ref])
+        elif isinstance(ref, StateRef) and ref not in examples:
             state = building.states[ref.number]
             examples[ref] = _empty(state.form, most).requires_grad_(bool(state.graded))
-            building.add(ref, Kind.ATTRIBUTE, f"s{ref.number}", state.worker, examples[ref])
+            building.add(ref, StepKind.ATTRIBUTE, f"s{ref.number}", state.worker, examples[ref])
     for number, node in enumerate(description.nodes):
         _add_node(building, number, node, examples, most)
     output = description.output
     if box is None:
         output = _loss(building, output, examples)
     else:
-        layout = Layout(Where.AT, worker=building.first)
+        layout = ValueLocation(LocationKind.AT, worker=building.first)
         args = [_refs(building, output, layout, examples)]
-        building.add("output", Kind.FUNCTION, box, building.first, None, args)
+        building.add("output", StepKind.FUNCTION, box, building.first, None, args)
         output = ()
     inputs = tuple(f"x{number}" for number in range(len(description.inputs)))
     return Program(building.workers, tuple(building.steps), tuple(building.edges.values()), inputs, output)
 
 
-def _used(description: Description) -> list[Any]:
+def _used(description: GraphDescription) -> list[Any]:
     everything = [[node.args, [value for _, value in node.kwargs]] for node in description.nodes]
     return list(references([*everything, description.output]))
 
 
-def _add_node(building: _Building, number: int, node: Node, examples: dict[object, Any], most: int) -> None:
+def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[object, Any], most: int) -> None:
     function = FUNCTIONS[node.function]
     args, kwargs = list(node.args), dict(node.kwargs)
-    given = replaced([args, kwargs], lambda ref: torch.device("cpu") if isinstance(ref, Here) else _at(ref, examples))
+    given = replaced(
+        [args, kwargs], lambda ref: torch.device("cpu") if isinstance(ref, ComputingDevice) else _at(ref, examples)
+    )
     try:
         with torch.set_grad_enabled(node.graded):
             result = function(*given[0], **given[1])
@@ -197,18 +220,25 @@ def _add_node(building: _Building, number: int, node: Node, examples: dict[objec
         if isinstance(leaf, torch.Tensor) and _bytes(leaf) > most:
             told = f"makes a value of {_bytes(leaf):,} bytes, more than the {most:,} that this worker has room for"
             raise ConfigError(node.function, None, told, node.line)
-    examples[Value(number)] = result
-    layout = Layout(Where.AT, worker=node.worker)
+    examples[NodeOutput(number)] = result
+    layout = ValueLocation(LocationKind.AT, worker=node.worker)
     refs = _refs(building, [args, kwargs], layout, examples)
-    target = function if node.graded else Ungraded(function)
+    target = function if node.graded else NoGradFunction(function)
     building.add(
-        Value(number), Kind.FUNCTION, target, node.worker, result, refs[0], MappingProxyType(refs[1]), node.line
+        NodeOutput(number),
+        StepKind.FUNCTION,
+        target,
+        node.worker,
+        result,
+        refs[0],
+        MappingProxyType(refs[1]),
+        node.line,
     )
 
 
-def _refs(building: _Building, nested: Any, layout: Layout, examples: Mapping[object, Any]) -> Any:
+def _refs(building: _Building, nested: Any, layout: ValueLocation, examples: Mapping[object, Any]) -> Any:
     def leaf(ref: Any) -> Any:
-        if isinstance(ref, Here):
+        if isinstance(ref, ComputingDevice):
             return torch.device("cpu")
         return building.ref(_step_of(building, ref, examples), layout)
 
@@ -222,9 +252,9 @@ def _step_of(building: _Building, ref: Any, examples: Mapping[object, Any]) -> i
     example = _at(ref, examples)
     if not isinstance(example, torch.Tensor):
         raise ConfigError("description", str(ref), "is no tensor")
-    whole = building.numbers[Value(ref.node)]
+    whole = building.numbers[NodeOutput(ref.node)]
     worker = building.steps[whole].layout.worker
-    return building.add(ref, Kind.FUNCTION, _Part(ref.path), worker, example, [Ref(whole)])
+    return building.add(ref, StepKind.FUNCTION, _Part(ref.path), worker, example, [ResultRef(whole)])
 
 
 class _Part:
@@ -239,9 +269,9 @@ class _Part:
 
 
 def _at(ref: Any, examples: Mapping[object, Any]) -> Any:
-    if not isinstance(ref, Value):
+    if not isinstance(ref, NodeOutput):
         return examples[ref]
-    found = examples[Value(ref.node)]
+    found = examples[NodeOutput(ref.node)]
     for number in ref.path:
         if not isinstance(found, tuple | list) or number >= len(found):
             raise ConfigError("description", None, f"has no part {number} of the result of node {ref.node}")
@@ -249,9 +279,9 @@ def _at(ref: Any, examples: Mapping[object, Any]) -> Any:
     return found
 
 
-def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> Ref:
+def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> ResultRef:
     """Raises ConfigError where the model returns something else than a loss."""
-    example = _at(output, examples) if isinstance(output, Value | Input | Stated) else None
+    example = _at(output, examples) if isinstance(output, NodeOutput | CallInput | StateRef) else None
     if not isinstance(example, torch.Tensor) or example.numel() != 1 or not example.requires_grad:
         told = "must return the loss, a tensor with one element that depends on a parameter"
         raise ConfigError("model.forward", None, told)

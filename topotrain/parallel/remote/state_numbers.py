@@ -9,14 +9,14 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.capture.source_location import user_line
 from topotrain.parallel.placement.assign_modules import location_of
-from topotrain.parallel.remote.graph_description import Form, State
+from topotrain.parallel.remote.graph_description import StateDescription, TensorForm
 from topotrain.training.parameters.flat_parameters import HOME
 
 _MAX_CONSTANT = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class TaskCluster:
     """How many tasks there are, and which worker computes what nobody has placed."""
 
     workers: int
@@ -25,14 +25,14 @@ class Cluster:
 
 
 @dataclass(slots=True)
-class Kept:
+class ModelState:
     """The tensors that a model keeps from call to call: its parameters, buffers, and constants of its forward.
 
     `worker` of those whose place is known; the others get one where they are first used.
     """
 
     model: nn.Module
-    cluster: Cluster
+    cluster: TaskCluster
     tensors: list[torch.Tensor] = field(default_factory=list)
     worker: dict[int, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
@@ -40,9 +40,9 @@ class Kept:
     sealed: bool = False
 
     @staticmethod
-    def of(model: nn.Module, cluster: Cluster) -> "Kept":
+    def of(model: nn.Module, cluster: TaskCluster) -> "ModelState":
         """Raises ConfigError for a place that is none."""
-        kept = Kept(model, cluster)
+        kept = ModelState(model, cluster)
         found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         for name, tensor in found:
             kept.names[name] = kept.add(tensor, name)
@@ -65,7 +65,9 @@ class Kept:
     def _check(self, tensor: torch.Tensor, name: str) -> None:
         home = getattr(tensor, HOME, -1)
         if home >= self.cluster.servers:
-            device_scopes.complete(device_scopes.Device("ps", task=home), self.cluster.workers, self.cluster.servers)
+            device_scopes.complete(
+                device_scopes.DeviceScope("ps", task=home), self.cluster.workers, self.cluster.servers
+            )
         if tensor.device.type != "cpu":
             raise ConfigError("model", name, f"is on {tensor.device}: a session takes models on the CPU")
         if tensor.layout is not torch.strided:
@@ -74,18 +76,18 @@ class Kept:
             told = f"uses a tensor of {tensor.nbytes:,} bytes that is no parameter and no buffer: register it"
             raise ConfigError("model.forward", None, told, user_line())
 
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[StateDescription, ...]:
         """All of them; whoever has no place yet is with the first worker. From here on there are no new ones."""
         self.sealed = True
         found = []
         for number, tensor in enumerate(self.tensors):
             worker = self.worker.setdefault(number, self.cluster.first)
             graded = tensor.requires_grad if isinstance(tensor, nn.Parameter) else None
-            found.append(State(Form.of(tensor), worker, graded, getattr(tensor, HOME, -1)))
+            found.append(StateDescription(TensorForm.of(tensor), worker, graded, getattr(tensor, HOME, -1)))
         return tuple(found)
 
 
-def location(name: str | None, cluster: Cluster, where: str = "") -> int | None:
+def location(name: str | None, cluster: TaskCluster, where: str = "") -> int | None:
     """The worker that a device's name means, None if it leaves that open. Raises ConfigError if there is none."""
     if not name or device_scopes.parse(name).job == "ps":
         return None

@@ -10,12 +10,12 @@ from typing import Protocol
 
 import torch
 
-HELLO = -1  # `Key.edge` of the tensor with which a forward begins
+HELLO = -1  # `TensorKey.edge` of the tensor with which a forward begins
 STEPPED = -2  # and of the word that a worker has gone on to the next step
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class TensorKey:
     """What a tensor is: it belongs to micro-batch `micro` of forward `forward` and goes over edge `edge`.
 
     backward: it is the gradient, on its way back.
@@ -27,7 +27,7 @@ class Key:
     backward: bool
 
 
-class Passage(Protocol):
+class ActivationChannel(Protocol):
     """One worker's door to the others of its group."""
 
     me: int
@@ -35,18 +35,18 @@ class Passage(Protocol):
     size: int
     """Workers in the group."""
 
-    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
+    def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
         """Never waits. `tensor` has been read when this returns.
 
         grad: forward, the sender wants a gradient back; backward, there is one (else `tensor` is empty: zero).
         """
         ...
 
-    def here(self, source: int, key: Key) -> bool:
+    def here(self, source: int, key: TensorKey) -> bool:
         """Whether `take` would not wait. Raises as `take` does."""
         ...
 
-    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """What was sent, first come first served where a key was used twice; the tensor belongs to the caller.
 
         Raises:
@@ -54,26 +54,26 @@ class Passage(Protocol):
         """
         ...
 
-    def wait_any(self, wanted: Collection[tuple[int, Key]]) -> None:
+    def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
         """Return when one of (source, key) is here. Raises as `take` does."""
         ...
 
 
 @dataclass(slots=True)
-class Store:
+class ArrivedTensors:
     """What has come and nobody has taken yet. It knows no lock: whoever shares it among threads has one."""
 
-    _came: dict[tuple[int, Key], deque[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
+    _came: dict[tuple[int, TensorKey], deque[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
 
-    def put(self, source: int, key: Key, tensor: torch.Tensor, grad: bool) -> None:
+    def put(self, source: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
         """A tensor has come. A graph that is gone through backwards twice uses its keys twice: hence a queue."""
         self._came.setdefault((source, key), deque()).append((tensor, grad))
 
-    def here(self, source: int, key: Key) -> bool:
+    def here(self, source: int, key: TensorKey) -> bool:
         """Whether there is something to take."""
         return (source, key) in self._came
 
-    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
+    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
         """The first that came. Raises KeyError where nothing has."""
         queue = self._came[source, key]
         first = queue.popleft()

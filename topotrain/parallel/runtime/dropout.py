@@ -3,7 +3,7 @@
 Every worker draws the masks of the whole batch from the same state of torch's default generator, in the order of the
 graph, as `torch.nn.functional.dropout` would draw them there, and keeps its parts: one byte per element until they are
 used. A module that is one piece (attention, a recurrent layer) has the masks that it draws inside put in its way
-(`Given`). Whatever else it draws comes from a state of its own, so that the workers' generators stay alike.
+(`PredrawnMasks`). Whatever else it draws comes from a state of its own, so that the workers' generators stay alike.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.program.layouts import even
-from topotrain.parallel.program.split_program import Kind, Program, Shape, Step, Where
+from topotrain.parallel.program.split_program import LocationKind, Program, ProgramStep, StepKind, SymbolicShape
 
 FUNCTIONS = {
     "dropout": (False, False),
@@ -71,14 +71,14 @@ class Dropout:
         return given.mul_(noise).add_(shift) if self.inplace else given * noise + shift
 
 
-def dropout(step: Step, model: nn.Module) -> Dropout | None:
+def dropout(step: ProgramStep, model: nn.Module) -> Dropout | None:
     """What a dropout does now, in its module's present mode; None: nothing, or the step is no dropout."""
-    if step.kind is Kind.MODULE:
+    if step.kind is StepKind.MODULE:
         module: Any = model.get_submodule(step.target)
         found = next((how for kind, how in MODULES.items() if isinstance(module, kind)), None)
         return Dropout(module.p, *found, module.inplace) if found is not None and module.training else None
     name = getattr(step.target, "__name__", str(step.target))
-    if step.kind is not Kind.FUNCTION or name.rstrip("_") not in FUNCTIONS:
+    if step.kind is not StepKind.FUNCTION or name.rstrip("_") not in FUNCTIONS:
         return None
     features, alpha = FUNCTIONS[name.rstrip("_")]
     given = dict(zip(("input", "p", "training", "inplace"), step.args)) | dict(step.kwargs)
@@ -101,8 +101,10 @@ def inside(program: Program, model: nn.Module) -> frozenset[int]:
     return frozenset(step.number for step in program.steps if step.inside and not step.random and _trains(step, model))
 
 
-def _trains(step: Step, model: nn.Module) -> bool:
-    return step.kind is not Kind.MODULE or all(module.training for module in model.get_submodule(step.target).modules())
+def _trains(step: ProgramStep, model: nn.Module) -> bool:
+    return step.kind is not StepKind.MODULE or all(
+        module.training for module in model.get_submodule(step.target).modules()
+    )
 
 
 def draw(
@@ -141,8 +143,10 @@ def draw(
     return kept
 
 
-def _masks(step: Step, drop: Dropout | None, itself: bool) -> Iterator[tuple[Shape, float, tuple[int, ...]]]:
-    """What a step draws: shapes, the chance of an element to stay, and the order of memory (`program.Mask`)."""
+def _masks(
+    step: ProgramStep, drop: Dropout | None, itself: bool
+) -> Iterator[tuple[SymbolicShape, float, tuple[int, ...]]]:
+    """What a step draws: shapes, the chance of an element to stay, and the order of memory (`program.DropoutMask`)."""
     if drop is not None and drop.draws:
         yield _noise(step.shape, drop.features, step), 1 - drop.p, step.inside[0].order if step.inside else ()
     elif itself:
@@ -158,7 +162,7 @@ def _drawn(
     return mask.permute([order.index(d) for d in range(len(sizes))])
 
 
-def _noise(shape: Shape | None, features: bool, step: Step) -> Shape:
+def _noise(shape: SymbolicShape | None, features: bool, step: ProgramStep) -> SymbolicShape:
     if shape is None:
         raise ValueError(f"{step.line or step.name}: dropout of what is no tensor")
     ones = max(0, len(shape.sizes) - 2) if features else 0
@@ -166,13 +170,19 @@ def _noise(shape: Shape | None, features: bool, step: Step) -> Shape:
 
 
 def _part(
-    mask: torch.Tensor, step: Step, shape: Shape, me: int, samples: Sequence[int], micro: int, micros: int
+    mask: torch.Tensor,
+    step: ProgramStep,
+    shape: SymbolicShape,
+    me: int,
+    samples: Sequence[int],
+    micro: int,
+    micros: int,
 ) -> torch.Tensor:
     """Rows of the samples that the step computes with: every worker's of this micro-batch, or its own."""
     rows = _by_samples(
-        mask, shape, [me] if step.layout.where is Where.BATCH else range(len(samples)), samples, micro, micros
+        mask, shape, [me] if step.layout.where is LocationKind.BATCH else range(len(samples)), samples, micro, micros
     )
-    if step.layout.where is Where.FEATURE and shape.sizes[step.layout.dim] > 1:
+    if step.layout.where is LocationKind.FEATURE and shape.sizes[step.layout.dim] > 1:
         sizes: Mapping[int, Any] = dict(enumerate(rows.shape))
         first, end = even(sizes[step.layout.dim], len(samples))[me]
         rows = rows.narrow(step.layout.dim, first, end - first)
@@ -180,7 +190,7 @@ def _part(
 
 
 def _by_samples(
-    mask: torch.Tensor, shape: Shape, workers: Sequence[int], samples: Sequence[int], micro: int, micros: int
+    mask: torch.Tensor, shape: SymbolicShape, workers: Sequence[int], samples: Sequence[int], micro: int, micros: int
 ) -> torch.Tensor:
     if shape.batch < 0:
         return mask
@@ -192,7 +202,7 @@ def _by_samples(
     return torch.cat(parts, shape.batch)
 
 
-class Given(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, whoever draws a mask gets the next of those that were drawn for the whole batch.
 
     Args:
@@ -223,7 +233,7 @@ class Given(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def apart(step: Step, masks: torch.Tensor | None, seed: int, micro: int, me: int) -> Iterator[None]:
+def apart(step: ProgramStep, masks: torch.Tensor | None, seed: int, micro: int, me: int) -> Iterator[None]:
     """Inside, a step that is one piece gets its masks, and draws nothing from the worker's generator.
 
     Args:
@@ -234,15 +244,15 @@ def apart(step: Step, masks: torch.Tensor | None, seed: int, micro: int, me: int
         if masks is None:
             yield
             return
-        given = Given(masks, str(step.target if step.kind is Kind.MODULE else step.name))
+        given = PredrawnMasks(masks, str(step.target if step.kind is StepKind.MODULE else step.name))
         with given:
             yield
         given.done()
 
 
-def draws_by_itself(step: Step, model: nn.Module) -> bool:
+def draws_by_itself(step: ProgramStep, model: nn.Module) -> bool:
     """Whether a step draws from torch's generator where it is computed: a module with a dropout inside, attention."""
-    if step.kind is not Kind.MODULE:
+    if step.kind is not StepKind.MODULE:
         return float(step.kwargs.get("dropout_p", 0.0) or 0.0) > 0
     whole = model.get_submodule(step.target)
     for module in () if isinstance(whole, tuple(MODULES)) else whole.modules():
@@ -253,7 +263,7 @@ def draws_by_itself(step: Step, model: nn.Module) -> bool:
 
 
 @contextmanager
-def state_of_its_own(seed: int, step: Step, micro: int, me: int) -> Iterator[None]:
+def state_of_its_own(seed: int, step: ProgramStep, micro: int, me: int) -> Iterator[None]:
     """Inside, torch's CPU generator is where seed, step, micro-batch and worker put it; afterwards as before."""
     before = torch.get_rng_state()
     text = f"{seed} {step.number} {micro} {me}".encode()

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 import torch
 
-from topotrain.parallel.placement.parameter_owners import Share, Whole
-from topotrain.parallel.runtime.channel import STEPPED, Key
-from topotrain.parallel.runtime.worker_sync import Meeting
+from topotrain.parallel.placement.parameter_owners import OwnedPart, WholeTensor
+from topotrain.parallel.runtime.channel import STEPPED, TensorKey
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 
 PIECE_BYTES = 4 << 20
 AHEAD = 2
 _PIECE, _PLACED = STEPPED - 2, STEPPED - 3
-"""`Key.edge` of a piece, and of the word that it has found its place."""
+"""`TensorKey.edge` of a piece, and of the word that it has found its place."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GatheredTensor:
     """A parameter or buffer of the whole model, or a part of one; what this worker holds of it may be on meta."""
 
-    whole: Whole
-    share: Share
+    whole: WholeTensor
+    share: OwnedPart
     held: torch.Tensor
 
     @property
@@ -34,13 +34,15 @@ class Entry:
         return 0 if self.share.here(0) else self.share.owners[0]
 
 
-def entries(wholes: Sequence[Whole], tensors: Sequence[torch.Tensor]) -> list[Entry]:
+def entries(wholes: Sequence[WholeTensor], tensors: Sequence[torch.Tensor]) -> list[GatheredTensor]:
     """`tensors` are those of all shares, in order."""
     shares = [(whole, share) for whole in wholes for share in whole.shares]
-    return [Entry(whole, share, tensor.detach()) for (whole, share), tensor in zip(shares, tensors, strict=True)]
+    return [
+        GatheredTensor(whole, share, tensor.detach()) for (whole, share), tensor in zip(shares, tensors, strict=True)
+    ]
 
 
-def give(meeting: Meeting, held: Sequence[Entry], what: str) -> None:
+def give(meeting: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
     """On workers other than worker 0: send what it is to have from here.
 
     what: in words, what all of them do.
@@ -52,14 +54,16 @@ def give(meeting: Meeting, held: Sequence[Entry], what: str) -> None:
     mine = list(_pieces([entry for entry in held if entry.source == passage.me]))
     for number in range(len(mine) + AHEAD):
         if number >= AHEAD:
-            meeting.take(0, Key(meeting.forwards, number - AHEAD, _PLACED, False), what)
+            meeting.take(0, TensorKey(meeting.forwards, number - AHEAD, _PLACED, False), what)
         if number < len(mine):
             entry, rows = mine[number]
             piece = _rowed(entry.held)[rows].clone(memory_format=torch.contiguous_format)
-            passage.send(0, Key(meeting.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
+            passage.send(0, TensorKey(meeting.forwards, number, _PIECE, False), piece.view(-1).view(torch.uint8))
 
 
-def gather(meeting: Meeting, held: Sequence[Entry], place: Callable[[Entry], torch.Tensor], what: str) -> None:
+def gather(
+    meeting: WorkerSync, held: Sequence[GatheredTensor], place: Callable[[GatheredTensor], torch.Tensor], what: str
+) -> None:
     """On worker 0: write every entry to its place.
 
     Raises:
@@ -72,13 +76,13 @@ def gather(meeting: Meeting, held: Sequence[Entry], place: Callable[[Entry], tor
     for source in range(1, passage.size):
         coming = _pieces([entry for entry in held if entry.source == source])
         for number, (entry, rows) in enumerate(coming):
-            came = meeting.take(source, Key(meeting.forwards, number, _PIECE, False), what)
+            came = meeting.take(source, TensorKey(meeting.forwards, number, _PIECE, False), what)
             target = _rowed(place(entry))[rows]
             target.copy_(came.view(target.dtype).view(target.shape))
-            passage.send(source, Key(meeting.forwards, number, _PLACED, False), torch.empty(0))
+            passage.send(source, TensorKey(meeting.forwards, number, _PLACED, False), torch.empty(0))
 
 
-def _pieces(held: Sequence[Entry]) -> Iterator[tuple[Entry, slice]]:
+def _pieces(held: Sequence[GatheredTensor]) -> Iterator[tuple[GatheredTensor, slice]]:
     """Rows that make up to PIECE_BYTES, at least one; the same on both sides."""
     for entry in held:
         rows = _rowed(entry.held)

@@ -18,14 +18,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from topotrain.config.sharding import Parameter
-from topotrain.core.model.schema import Buffer
-from topotrain.parallel.placement.parameter_owners import Division, Share, Whole
+from topotrain.core.model.schema import ModelBuffer
+from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor
 from topotrain.parallel.runtime.meta_init import cut_to, materialise
 from topotrain.training.parameters.flat_parameters import HOME, ModelParts
 
 
 @dataclass(frozen=True, slots=True)
-class Localised:
+class LocalModel:
     """A model that holds what is its worker's.
 
     parts: as the worker, its buffers and the exchange want them; what is not here is on the meta device.
@@ -34,12 +34,12 @@ class Localised:
     """
 
     parts: ModelParts
-    division: Division
+    division: ParameterOwners
     absent: Mapping[nn.Module, str]
     groups: tuple[tuple[list[Any], list[str] | None], ...]
 
 
-def localise(model: nn.Module, optimizer: Optimizer, division: Division, me: int, seed: int = 0) -> Localised:
+def localise(model: nn.Module, optimizer: Optimizer, division: ParameterOwners, me: int, seed: int = 0) -> LocalModel:
     """Give back the memory of what other workers hold; the model, the optimizer and its state are changed in place.
 
     A parameter of this worker's that is on the meta device gets memory, and its module's `reset_parameters` fills the
@@ -60,13 +60,13 @@ def localise(model: nn.Module, optimizer: Optimizer, division: Division, me: int
         tuple(_owners(entries)),
     )
     groups = _regroup(optimizer, entries)
-    return Localised(parts, division, _absent(model, division, me), groups)
+    return LocalModel(parts, division, _absent(model, division, me), groups)
 
 
 class _Entry:
     """A parameter or buffer as it is from now on: the tensors of its shares, in order."""
 
-    def __init__(self, whole: Whole, me: int, made: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, whole: WholeTensor, me: int, made: Mapping[int, torch.Tensor]) -> None:
         self.whole = whole
         own = next((number for number, share in enumerate(whole.shares) if share.here(me)), -1)
         kept = made.get(id(whole.tensor), whole.tensor) if own >= 0 else None
@@ -86,7 +86,7 @@ def _free(tensor: torch.Tensor) -> None:
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-def described(whole: Whole, share: Share) -> Parameter:
+def described(whole: WholeTensor, share: OwnedPart) -> Parameter:
     """One entry of the schema."""
     part = whole.part(share)
     names = [share.named(name) for name in whole.names]
@@ -98,9 +98,9 @@ def described(whole: Whole, share: Share) -> Parameter:
     )
 
 
-def _described_buffer(whole: Whole, share: Share) -> Buffer:
+def _described_buffer(whole: WholeTensor, share: OwnedPart) -> ModelBuffer:
     part = whole.part(share)
-    return Buffer(share.named(whole.names[0]), str(part.dtype).removeprefix("torch."), part.numel(), share.owners)
+    return ModelBuffer(share.named(whole.names[0]), str(part.dtype).removeprefix("torch."), part.numel(), share.owners)
 
 
 def _owners(entries: Sequence[_Entry]) -> Iterator[tuple[dict[str, nn.Parameter | None], str, int]]:
@@ -111,7 +111,7 @@ def _owners(entries: Sequence[_Entry]) -> Iterator[tuple[dict[str, nn.Parameter 
         first += len(entry.tensors)
 
 
-def _absent(model: nn.Module, division: Division, me: int) -> dict[nn.Module, str]:
+def _absent(model: nn.Module, division: ParameterOwners, me: int) -> dict[nn.Module, str]:
     """Modules whose forward would not compute here what the script expects."""
     places: dict[int, str] = {}
     for whole in division.parameters + division.buffers:
@@ -126,7 +126,7 @@ def _absent(model: nn.Module, division: Division, me: int) -> dict[nn.Module, st
     }
 
 
-def _where(shares: Sequence[Share]) -> str:
+def _where(shares: Sequence[OwnedPart]) -> str:
     workers = [f"/worker:{worker}" for share in shares for worker in share.owners]
     return f"on {' and '.join(workers)}" if len(shares) == 1 else f"in parts on {workers[0]} to {workers[-1]}"
 
@@ -143,7 +143,7 @@ def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[lis
             group["param_names"] = [
                 share.named(name)
                 for p, name in zip(before, names, strict=True)
-                for share in (of[id(p)].whole.shares if id(p) in of else (Share(),))
+                for share in (of[id(p)].whole.shares if id(p) in of else (OwnedPart(),))
             ]
     for entry in entries:
         _hand_over_state(optimizer, entry)
@@ -171,7 +171,7 @@ Allocate = Callable[[torch.Tensor], torch.Tensor]
 
 
 def restore(
-    localised: Localised,
+    localised: LocalModel,
     optimizer: Optimizer,
     parameter: Callable[[int], torch.Tensor],
     buffer: Callable[[int], torch.Tensor],
@@ -197,7 +197,7 @@ def restore(
             group["param_names"] = names
 
 
-def _restore(whole: Whole, values: Sequence[torch.Tensor], allocate: Allocate) -> None:
+def _restore(whole: WholeTensor, values: Sequence[torch.Tensor], allocate: Allocate) -> None:
     if len(values) == 1:
         value = values[0].detach()
     else:

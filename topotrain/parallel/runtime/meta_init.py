@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from topotrain.config.job import ConfigError
-from topotrain.parallel.placement.parameter_owners import Division, Share, Whole
+from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOwners, WholeTensor
 
 
-def cut_to(whole: Whole, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.Tensor:
     """The same object, cut to a share of the whole if it is not cut yet; the rest of its memory is free."""
     part = whole.part(share)
     if tensor.shape != part.shape:
@@ -23,7 +23,7 @@ def cut_to(whole: Whole, share: Share, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def materialise(model: nn.Module, division: Division, me: int, seed: int = 0) -> dict[int, torch.Tensor]:
+def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int = 0) -> dict[int, torch.Tensor]:
     """Memory and values for what is this worker's and on the meta device; returns it by the id of what it replaces.
 
     Module after module: no more than one whole module is there besides what stays.
@@ -46,7 +46,7 @@ def materialise(model: nn.Module, division: Division, me: int, seed: int = 0) ->
     return made
 
 
-def _taken(wanted: Sequence[tuple[dict[str, Any], str, Whole]], me: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _taken(wanted: Sequence[tuple[dict[str, Any], str, WholeTensor]], me: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Keep this worker's shares of what a module has filled; a tied weight is its first module's."""
     for table, own, whole in wanted:
         share = next((share for share in whole.shares if share.here(me)), None)
@@ -57,7 +57,7 @@ def _taken(wanted: Sequence[tuple[dict[str, Any], str, Whole]], me: int) -> Iter
             table[own] = whole.tensor
 
 
-def _fill(name: str, module: nn.Module, wanted: Sequence[tuple[dict[str, Any], str, Whole]], seed: int) -> None:
+def _fill(name: str, module: nn.Module, wanted: Sequence[tuple[dict[str, Any], str, WholeTensor]], seed: int) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if not callable(reset):
         what = f"{name}.{wanted[0][1]}".lstrip(".")

@@ -9,17 +9,24 @@ import torch
 from torch import nn
 
 from topotrain.parallel.program.layouts import even
-from topotrain.parallel.program.split_program import Kind, Program, Ref, Size, Step, Where
-from topotrain.parallel.program.worker_program import Stop, edges_of, replaced, share, taken_out
+from topotrain.parallel.program.split_program import (
+    LocationKind,
+    Program,
+    ProgramStep,
+    ResultRef,
+    SizeArgument,
+    StepKind,
+)
+from topotrain.parallel.program.worker_program import LocalStep, edges_of, replaced, share, taken_out
 from topotrain.parallel.runtime import dropout
-from topotrain.parallel.runtime.channel import Key
-from topotrain.parallel.runtime.transfers import Move, Plan, Post
+from topotrain.parallel.runtime.channel import TensorKey
+from topotrain.parallel.runtime.transfers import EdgeTransfer, ForwardMessages, TransferPlan
 
-OWN_SHARE = (Where.BATCH, Where.SAME, Where.OWN)
+OWN_SHARE = (LocationKind.BATCH, LocationKind.SAME, LocationKind.OWN)
 _PLANS = 10_000  # that a route keeps: samples of any number may come in any order
 
 
-class Route:
+class ForwardSettings:
     """What does not change from forward to forward: the program, this worker's share of it, the model."""
 
     def __init__(self, program: Program, model: nn.Module, me: int) -> None:
@@ -27,27 +34,27 @@ class Route:
         self.stops, self.edges = share(program, me), edges_of(program)
         self.taken = frozenset(step.number for step in taken_out(program))
         self.anchor = torch.zeros((), requires_grad=True)
-        self._plans: dict[tuple[int, tuple[int, ...]], Plan] = {}
+        self._plans: dict[tuple[int, tuple[int, ...]], TransferPlan] = {}
 
-    def plan(self, edge: int, samples: tuple[int, ...]) -> Plan:
+    def plan(self, edge: int, samples: tuple[int, ...]) -> TransferPlan:
         """What travels over an edge. Few numbers of samples come again and again, and are kept."""
         found = self._plans.get((edge, samples))
         if found is None:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            found = self._plans[edge, samples] = Plan.of(self.edges[edge], self.me, samples)
+            found = self._plans[edge, samples] = TransferPlan.of(self.edges[edge], self.me, samples)
         return found
 
 
 @dataclass(slots=True)
-class Trip:
+class ForwardPass:
     """One forward: what was given, each worker's samples in it, and in how many micro-batches they are cut.
 
     modules: of this worker's steps, by number; apart: steps that draw random numbers by themselves.
     """
 
     number: int
-    post: Post
+    post: ForwardMessages
     given: Mapping[str, Any]
     samples: tuple[int, ...]
     micros: int
@@ -61,7 +68,7 @@ class Trip:
         return tuple(end - first for first, end in (even(count, self.micros)[micro] for count in self.samples))
 
 
-class Flight:
+class MicroBatchState:
     """State of one micro-batch: `values` that are still needed, tokens of its moves, and how far it is.
 
     cold: an edge over which no gradient will come back; `root` is its value as this worker has made it.
@@ -69,16 +76,16 @@ class Flight:
     Steps of one micro-batch run in the program's order, so that sums in the backward have one order.
     """
 
-    def __init__(self, route: Route, trip: Trip, micro: int, cold: int | None = None) -> None:
+    def __init__(self, route: ForwardSettings, trip: ForwardPass, micro: int, cold: int | None = None) -> None:
         self.route, self.trip, self.micro, self.cold = route, trip, micro, cold
         self.root: Any = None
         self.samples = trip.samples_of(micro)
-        self.values: dict[Ref, Any] = {}
+        self.values: dict[ResultRef, Any] = {}
         self.tokens: list[torch.Tensor] = []
-        self.departed: list[Move] = []
+        self.departed: list[EdgeTransfer] = []
         self.place = 0
-        self._arrivals: list[Move] | None = None
-        self._moves: dict[int, Move] = {}
+        self._arrivals: list[EdgeTransfer] | None = None
+        self._moves: dict[int, EdgeTransfer] = {}
 
     @property
     def done(self) -> bool:
@@ -91,11 +98,11 @@ class Flight:
         return self.place >= len(self.route.stops) - 1
 
     @property
-    def next(self) -> Stop:
+    def next(self) -> LocalStep:
         """What would run now."""
         return self.route.stops[self.place]
 
-    def missing(self) -> list[tuple[int, Key]]:
+    def missing(self) -> list[tuple[int, TensorKey]]:
         """What the next step waits for."""
         if self._arrivals is None:
             self._arrivals = [self._move(edge) for edge in self.next.arrivals if not self._stays(edge)]
@@ -108,35 +115,35 @@ class Flight:
             self._arrive(edge)
         if stop.step is not None:
             value = self._step(stop.step)
-            self.values[Ref(stop.step.number)] = value
+            self.values[ResultRef(stop.step.number)] = value
             for edge in stop.leaves:
                 self._leave(edge, value)
         for ref in stop.frees:
             del self.values[ref]
         self.place, self._arrivals = self.place + 1, None
 
-    def resolve(self, nested: Any, step: Step | None = None) -> Any:
+    def resolve(self, nested: Any, step: ProgramStep | None = None) -> Any:
         """Arguments with values in the place of Ref and Size; without a step, the output's."""
         own = step is None or step.layout.where in OWN_SHARE
         samples = self.samples[self.route.me] if own else sum(self.samples)
 
-        def leaf(found: Ref | Size) -> Any:
-            return self.values[found] if isinstance(found, Ref) else found.per_sample * samples + found.more
+        def leaf(found: ResultRef | SizeArgument) -> Any:
+            return self.values[found] if isinstance(found, ResultRef) else found.per_sample * samples + found.more
 
         return replaced(nested, leaf)
 
     def _stays(self, edge: int) -> bool:
-        return self.route.edges[edge].source.where in (Where.SAME, Where.WHOLE)
+        return self.route.edges[edge].source.where in (LocationKind.SAME, LocationKind.WHOLE)
 
-    def _move(self, edge: int) -> Move:
+    def _move(self, edge: int) -> EdgeTransfer:
         if edge not in self._moves:
-            self._moves[edge] = Move(self.route.plan(edge, self.samples), self.micro, self.trip.post)
+            self._moves[edge] = EdgeTransfer(self.route.plan(edge, self.samples), self.micro, self.trip.post)
         return self._moves[edge]
 
     def _leave(self, edge: int, value: Any) -> None:
         if self._stays(edge):
             if self.route.edges[edge].target.on(self.route.me):
-                self.values[Ref(self.route.edges[edge].value, edge)] = self._move(edge).take_own(value)
+                self.values[ResultRef(self.route.edges[edge].value, edge)] = self._move(edge).take_own(value)
             return
         move = self._move(edge)
         if edge == self.cold:
@@ -150,11 +157,11 @@ class Flight:
         if self._stays(edge):
             return
         value, token = self._move(edge).arrive(self.route.anchor)
-        self.values[Ref(self.route.edges[edge].value, edge)] = value
+        self.values[ResultRef(self.route.edges[edge].value, edge)] = value
         if token is not None:
             self.tokens.append(token)
 
-    def _step(self, step: Step) -> Any:
+    def _step(self, step: ProgramStep) -> Any:
         try:
             if step.number not in self.trip.apart:
                 return self._compute(step)
@@ -167,23 +174,23 @@ class Flight:
             error.add_note(f"{where}in step {step.name} of the split model on worker {self.route.me} of its group")
             raise
 
-    def _compute(self, step: Step) -> Any:
-        if step.kind is Kind.INPUT:
+    def _compute(self, step: ProgramStep) -> Any:
+        if step.kind is StepKind.INPUT:
             return self._share(step, self.trip.given[step.target])
-        if step.kind is Kind.ATTRIBUTE:
+        if step.kind is StepKind.ATTRIBUTE:
             return attrgetter(step.target)(self.route.model)
         args, kwargs = self.resolve(step.args, step), self.resolve(dict(step.kwargs), step)
         drop = self.trip.drops.get(step.number)
         if drop is not None:
             return drop(args[0] if args else kwargs["input"], self.trip.masks.pop((step.number, self.micro), None))
-        if step.kind is Kind.MODULE:
+        if step.kind is StepKind.MODULE:
             return self.trip.modules[step.number](*args, **kwargs)
-        if step.kind is Kind.METHOD:
+        if step.kind is StepKind.METHOD:
             return getattr(args[0], step.target)(*args[1:], **kwargs)
         value = step.target(*args, **kwargs)
         return self._share(step, value) if step.number in self.route.taken else value
 
-    def _share(self, step: Step, value: Any) -> Any:
+    def _share(self, step: ProgramStep, value: Any) -> Any:
         """This micro-batch's samples of an argument."""
         shape, samples = step.shape, self.trip.samples[self.route.me]
         if self.trip.micros == 1 or shape is None or shape.batch < 0:
@@ -192,7 +199,7 @@ class Flight:
         return value.narrow(shape.batch, first * shape.per_sample, (end - first) * shape.per_sample)
 
 
-def pipe(flights: Sequence[Flight], wait_any: Callable[[list[tuple[int, Key]]], None]) -> None:
+def pipe(flights: Sequence[MicroBatchState], wait_any: Callable[[list[tuple[int, TensorKey]]], None]) -> None:
     """Run all micro-batches to their ends: whatever can run does, the lowest first.
 
     None overtakes the one before it, so that modules with a memory (BatchNorm) see them in order. Their ends come when
@@ -204,7 +211,9 @@ def pipe(flights: Sequence[Flight], wait_any: Callable[[list[tuple[int, Key]]], 
 
 
 def _run(
-    flights: Sequence[Flight], there: Callable[[Flight], bool], wait_any: Callable[[list[tuple[int, Key]]], None]
+    flights: Sequence[MicroBatchState],
+    there: Callable[[MicroBatchState], bool],
+    wait_any: Callable[[list[tuple[int, TensorKey]]], None],
 ) -> None:
     """Until all are there."""
     while left := [index for index, flight in enumerate(flights) if not there(flight)]:
@@ -213,9 +222,9 @@ def _run(
             wait_any(wanted)
 
 
-def one_step(flights: Sequence[Flight], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, Key]]]:
+def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, TensorKey]]]:
     """Run the next step of the first candidate that can; whether there was one, and else what all of them wait for."""
-    wanted = list[tuple[int, Key]]()
+    wanted = list[tuple[int, TensorKey]]()
     for index in candidates:
         flight = flights[index]
         if flight.done or (index > 0 and flights[index - 1].place <= flight.place):

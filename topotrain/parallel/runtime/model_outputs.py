@@ -6,45 +6,45 @@ from typing import Any
 import torch
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.program.split_program import Program, Ref, Shape, Size, Where
+from topotrain.parallel.program.split_program import LocationKind, Program, ResultRef, SizeArgument, SymbolicShape
 from topotrain.parallel.program.worker_program import edges_of, rebuilt, references, replaced
-from topotrain.parallel.runtime.microbatch import Flight
-from topotrain.parallel.runtime.transfers import Tie
+from topotrain.parallel.runtime.microbatch import MicroBatchState
+from topotrain.parallel.runtime.transfers import TieTokens
 
 
-class Outputs:
+class OutputMerger:
     """How the results of micro-batches become one: rows one after the other, means (numbers) weighted by samples."""
 
     def __init__(self, program: Program) -> None:
         edges, steps = edges_of(program), {step.number: step for step in program.steps}
         self.output = program.output
-        self.shapes: dict[Ref, Shape | None] = {}
-        self.layouts: dict[Ref, Where] = {}
+        self.shapes: dict[ResultRef, SymbolicShape | None] = {}
+        self.layouts: dict[ResultRef, LocationKind] = {}
         for ref in references(program.output):
             edge = None if ref.edge is None else edges[ref.edge]
             step = steps[ref.number]
             self.shapes[ref] = step.shape if edge is None else edge.shape
             self.layouts[ref] = (step.layout if edge is None else edge.target).where
 
-    def joined(self, flights: Sequence[Flight], me: int) -> Any:
+    def joined(self, flights: Sequence[MicroBatchState], me: int) -> Any:
         """The output of all micro-batches of this worker's share."""
         share = sum(flight.samples[me] for flight in flights)
 
-        def leaf(found: Ref | Size) -> Any:
-            if isinstance(found, Size):
+        def leaf(found: ResultRef | SizeArgument) -> Any:
+            if isinstance(found, SizeArgument):
                 return found.per_sample * share + found.more
             return self._join(found, flights, me)
 
         return replaced(self.output, leaf)
 
-    def _join(self, ref: Ref, flights: Sequence[Flight], me: int) -> Any:
+    def _join(self, ref: ResultRef, flights: Sequence[MicroBatchState], me: int) -> Any:
         values, shape, where = [flight.values[ref] for flight in flights], self.shapes[ref], self.layouts[ref]
-        if len(values) == 1 or where is Where.SAME:
+        if len(values) == 1 or where is LocationKind.SAME:
             return values[0]
         if shape is not None and shape.batch >= 0:
             return torch.cat(values, shape.batch)
         if isinstance(values[0], torch.Tensor) and values[0].dim() == 0 and values[0].is_floating_point():
-            counts = [sum(flight.samples) if where is Where.WHOLE else flight.samples[me] for flight in flights]
+            counts = [sum(flight.samples) if where is LocationKind.WHOLE else flight.samples[me] for flight in flights]
             return mean(values, counts)
         if isinstance(values[0], tuple | list) and all(isinstance(item, torch.Tensor) for item in values[0]):
             raise ConfigError(
@@ -72,7 +72,7 @@ def tied(output: Any, tokens: Sequence[torch.Tensor], begun: Callable[[], None],
     if not chosen:
         return output
     distinct = list({id(tensor): tensor for tensor in chosen}.values())
-    results = Tie.apply(begun, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
+    results = TieTokens.apply(begun, factor, len(distinct), *distinct, *tokens)  # type: ignore[no-untyped-call]
     new = {id(tensor): result for tensor, result in zip(distinct, results, strict=True)}
     return mapped(output, lambda tensor: new.get(id(tensor), tensor))
 

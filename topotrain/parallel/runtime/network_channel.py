@@ -1,4 +1,4 @@
-"""The way from worker to worker of a group over the roads: `passage.Passage` where a job runs.
+"""The way from worker to worker of a group over the roads: `passage.ActivationChannel` where a job runs.
 
 Rule: sending waits for nobody, so no two workers can stop each other. A tensor is copied into a slot (`slots`), where
 on one host its receiver sees it, and travels in parts of at most PART_BYTES; each is received into memory of its own,
@@ -15,20 +15,20 @@ from functools import partial
 
 import torch
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.sharding import ITEM_BYTES
 from topotrain.config.topology import Address, Role
-from topotrain.core.client.client import Exchange, PeerLost
+from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.model.schema import torch_dtype
-from topotrain.core.protocol import Activation, Greeting, Message, ProtocolError
-from topotrain.parallel.runtime.channel import Key, Store
-from topotrain.parallel.runtime.send_buffers import Allocate, Slots, private
+from topotrain.core.protocol import Activation, ActivationHello, Message, ProtocolError
+from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
+from topotrain.parallel.runtime.send_buffers import Allocate, SendBuffers, private
 
 PART_BYTES = 16 << 20
 
 
-class Crossing:
-    """One worker's `Passage`. Messages come in through its exchange, on the roads' threads.
+class NetworkChannel:
+    """One worker's `ActivationChannel`. Messages come in through its exchange, on the roads' threads.
 
     Args:
         exchange: the worker's.
@@ -39,7 +39,7 @@ class Crossing:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: Client,
         send: Callable[[Address, Message], None],
         look: Callable[[], None] = lambda: None,
         allocate: Allocate = private,
@@ -47,12 +47,12 @@ class Crossing:
         self.me, self.size = exchange.me.index, exchange.group_size
         self._exchange, self._send, self._look = exchange, send, look
         self._group = exchange.me.group
-        self._store, self._slots = Store(), Slots(allocate)
+        self._store, self._slots = ArrivedTensors(), SendBuffers(allocate)
         self._turn = (
             threading.Lock()
         )  # what is lent and what is said come in one order, whichever device's thread sends
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
-        self._coming: dict[tuple[int, Key], list[torch.Tensor]] = {}
+        self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
         self._greeted: set[int] = set()
         self._left: dict[int, str] = {}
         exchange.crossing = self
@@ -61,7 +61,7 @@ class Crossing:
 
     def greet(self, to: int) -> None:
         """Say the first word to a worker to whom this one has opened the way."""
-        self._say(to, Greeting())
+        self._say(to, ActivationHello())
 
     def await_greetings(self, workers: Collection[int]) -> None:
         """Return when these workers have opened their ways to this one. Raises JobError, PeerLost."""
@@ -69,8 +69,8 @@ class Crossing:
 
     # --- the passage ---------------------------------------------------------------------------------------------
 
-    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool = False) -> None:
-        """As `Passage.send`. Raises PeerLost."""
+    def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
+        """As `ActivationChannel.send`. Raises PeerLost."""
         tensor = tensor.detach()
         if to == self.me:
             with self._exchange.waiter.update():
@@ -98,8 +98,8 @@ class Crossing:
                 body = flat[part * PART_BYTES : (part + 1) * PART_BYTES] if nbytes else None
                 self._say(to, said(part=part, taken=self._read[to], body=body))
 
-    def here(self, source: int, key: Key) -> bool:
-        """As `Passage.here`."""
+    def here(self, source: int, key: TensorKey) -> bool:
+        """As `ActivationChannel.here`."""
         if self._store.here(source, key):
             return True
         self._look()
@@ -111,19 +111,19 @@ class Crossing:
                 self._check([source])
             return found
 
-    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
-        """As `Passage.take`."""
+    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+        """As `ActivationChannel.take`."""
         self.wait_any([(source, key)])
         with self._exchange.waiter.update():
             return self._store.take(source, key)
 
-    def wait_any(self, wanted: Collection[tuple[int, Key]]) -> None:
-        """As `Passage.wait_any`."""
+    def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
+        """As `ActivationChannel.wait_any`."""
         if not self._any(wanted):
             with self._exchange.spans.span("wait for workers"):
                 self._wait(lambda: self._any(wanted), {source for source, _ in wanted})
 
-    def _any(self, wanted: Collection[tuple[int, Key]]) -> bool:
+    def _any(self, wanted: Collection[tuple[int, TensorKey]]) -> bool:
         return any(self._store.here(source, key) for source, key in wanted)
 
     def _wait(self, ready: Callable[[], bool], sources: Collection[int]) -> None:
@@ -140,7 +140,7 @@ class Crossing:
     def _say(self, to: int, message: Message) -> None:
         try:
             self._send(self._worker(to), message)
-        except WireError as error:
+        except TransportError as error:
             raise PeerLost(f"{self._exchange.me} lost {self._worker(to)}: {error}") from error
 
     def _worker(self, index: int) -> Address:
@@ -154,15 +154,15 @@ class Crossing:
             raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
         return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
 
-    def come(self, sender: Address, message: Activation | Greeting) -> None:
+    def come(self, sender: Address, message: Activation | ActivationHello) -> None:
         """A part is there, in its turn. Raises ProtocolError."""
-        if isinstance(message, Greeting):
+        if isinstance(message, ActivationHello):
             self._greeted.add(sender.index)
             return
         if not self._slots.read(sender.index, message.taken):
             raise ProtocolError(f"{sender} says that it has read {message.taken} messages")
         self._read[sender.index] += 1
-        key = Key(message.forward, message.micro, message.edge, message.backward)
+        key = TensorKey(message.forward, message.micro, message.edge, message.backward)
         came = self._coming.setdefault((sender.index, key), [])
         if message.body is not None:
             came.append(message.body)

@@ -18,33 +18,33 @@ import torch
 from torch.autograd import Function
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.program.split_program import Kind, Program, Ref, Where
-from topotrain.parallel.runtime.channel import Key
-from topotrain.parallel.runtime.microbatch import Flight, Route, Trip, one_step
+from topotrain.parallel.program.split_program import LocationKind, Program, ResultRef, StepKind
+from topotrain.parallel.runtime.channel import TensorKey
+from topotrain.parallel.runtime.microbatch import ForwardPass, ForwardSettings, MicroBatchState, one_step
 from topotrain.parallel.runtime.model_outputs import mean
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LossOutput:
     """The number that the model returns: value `ref`; `edge` takes it to all workers, None: each has its own."""
 
-    ref: Ref
+    ref: ResultRef
     edge: int | None
 
 
-def loss_of(program: Program) -> Loss:
+def loss_of(program: Program) -> LossOutput:
     """Raises ConfigError if the model's output is not one loss."""
     ref = program.output
-    if isinstance(ref, Ref):
+    if isinstance(ref, ResultRef):
         edge = next((edge for edge in program.edges if edge.number == ref.edge), None)
         step = next(step for step in program.steps if step.number == ref.number)
         shape = step.shape if edge is None else edge.shape
         where = (step.layout if edge is None else edge.target).where
         if shape is not None and not shape.sizes and shape.dtype.startswith(("float", "bfloat")):
-            if edge is not None and edge.source.where is Where.AT and where is Where.WHOLE:
-                return Loss(ref, edge.number)
-            if edge is None and where is Where.OWN:
-                return Loss(ref, None)
+            if edge is not None and edge.source.where is LocationKind.AT and where is LocationKind.WHOLE:
+                return LossOutput(ref, edge.number)
+            if edge is None and where is LocationKind.OWN:
+                return LossOutput(ref, None)
     raise ConfigError(
         "schedule",
         "k1F1B",
@@ -58,14 +58,14 @@ def in_flight(program: Program, me: int) -> int:
 
     A worker that computes on its share before the first stage begins must keep up with that stage.
     """
-    order = list(dict.fromkeys(step.layout.worker for step in program.steps if step.layout.where is Where.AT))
-    first = next((step for step in program.steps if step.kind is not Kind.INPUT and step.layout.on(me)), None)
-    if first is None or first.layout.where is not Where.AT:
+    order = list(dict.fromkeys(step.layout.worker for step in program.steps if step.layout.where is LocationKind.AT))
+    first = next((step for step in program.steps if step.kind is not StepKind.INPUT and step.layout.on(me)), None)
+    if first is None or first.layout.where is not LocationKind.AT:
         return program.workers
     return max(1, len(order) - order.index(me))
 
 
-class Later(Function):
+class DeferredBackward(Function):
     """(begun, gradients, loss, anchor, parameters) -> loss; backward gives the parameters the gradients."""
 
     @staticmethod
@@ -88,24 +88,28 @@ class Later(Function):
         return None, None, None, None, *(None if g is None else g * factor.to(g.device, g.dtype) for g in ctx.gradients)
 
 
-class Interleaved:
+class OneFOneBForward:
     """One forward under this schedule.
 
     Args:
         factor: of the gradients of this worker's own loss.
     """
 
-    def __init__(self, route: Route, trip: Trip, loss: Loss, factor: float) -> None:
+    def __init__(self, route: ForwardSettings, trip: ForwardPass, loss: LossOutput, factor: float) -> None:
         self.route, self.trip, self.loss, self.factor = route, trip, loss, factor
         self.limit = in_flight(route.program, route.me)
-        self.flights: list[Flight | None] = [Flight(route, trip, m, loss.edge) for m in range(trip.micros)]
+        self.flights: list[MicroBatchState | None] = [
+            MicroBatchState(route, trip, m, loss.edge) for m in range(trip.micros)
+        ]
         self.parameters = [p for p in route.model.parameters() if p.requires_grad and not p.is_meta]
         self.gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._sums: set[int] = set()  # gradients to which another one may be added in place
         self.losses: list[torch.Tensor] = []
         self.back = 0
 
-    def __call__(self, wait_any: Callable[[list[tuple[int, Key]]], None], begun: Callable[[], None]) -> torch.Tensor:
+    def __call__(
+        self, wait_any: Callable[[list[tuple[int, TensorKey]]], None], begun: Callable[[], None]
+    ) -> torch.Tensor:
         """All micro-batches forward and back; the loss, from which the script's backward adds the gradients."""
         counts = [self._count(flight.samples) for flight in self.flights if flight is not None]
         while self.back < self.trip.micros:
@@ -113,13 +117,13 @@ class Interleaved:
             if blocked is not None:
                 wait_any(blocked)
         value = mean(self.losses, counts) if len(counts) > 1 else self.losses[0]
-        loss: torch.Tensor = Later.apply(begun, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = DeferredBackward.apply(begun, self.gradients, value, self.route.anchor, *self.parameters)  # type: ignore[no-untyped-call]
         return loss
 
-    def _turn(self, counts: Sequence[int]) -> list[tuple[int, Key]] | None:
+    def _turn(self, counts: Sequence[int]) -> list[tuple[int, TensorKey]] | None:
         """Do one thing; or give what all wait for."""
         going = [flight for flight in self.flights if flight is not None]
-        lowest, blocked = going[0], list[tuple[int, Key]]()
+        lowest, blocked = going[0], list[tuple[int, TensorKey]]()
         if lowest.done:
             blocked = self._awaited(lowest)
             if not blocked:
@@ -133,11 +137,11 @@ class Interleaved:
         return samples[self.route.me] if self.loss.edge is None else sum(samples)
 
     @staticmethod
-    def _feeds(flight: Flight) -> bool:
+    def _feeds(flight: MicroBatchState) -> bool:
         """Inputs may go to the first stage at any time."""
-        return not flight.done and flight.next.step is not None and flight.next.step.kind is Kind.INPUT
+        return not flight.done and flight.next.step is not None and flight.next.step.kind is StepKind.INPUT
 
-    def _awaited(self, flight: Flight) -> list[tuple[int, Key]]:
+    def _awaited(self, flight: MicroBatchState) -> list[tuple[int, TensorKey]]:
         """What the micro-batch's backward would have to wait for at once."""
         if self._root(flight) is not None or not flight.departed:
             return []
@@ -145,11 +149,11 @@ class Interleaved:
         key = move.key(True)
         return [(t.target, key) for t in move.outgoing if t.target != post.me and not post.passage.here(t.target, key)]
 
-    def _root(self, flight: Flight) -> torch.Tensor | None:
+    def _root(self, flight: MicroBatchState) -> torch.Tensor | None:
         root = flight.values[self.loss.ref] if self.loss.edge is None else flight.root
         return root if isinstance(root, torch.Tensor) and root.requires_grad else None
 
-    def _go_back(self, flight: Flight, part: float) -> None:
+    def _go_back(self, flight: MicroBatchState, part: float) -> None:
         """Backward of one micro-batch, whose loss is `part` of the whole."""
         self.losses.append(flight.values[self.loss.ref].detach())
         ends, seeds = list(flight.tokens), [torch.zeros_like(token) for token in flight.tokens]

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.program.split_program import Kind, Program, Where
+from topotrain.parallel.program.split_program import LocationKind, Program, StepKind
 from topotrain.parallel.program.worker_program import digest, given_of
 from topotrain.parallel.runtime import dropout
-from topotrain.parallel.runtime.channel import Passage
-from topotrain.parallel.runtime.microbatch import Flight, Route, Trip, pipe
-from topotrain.parallel.runtime.model_outputs import Outputs, tied
-from topotrain.parallel.runtime.one_f_one_b import Interleaved, loss_of
-from topotrain.parallel.runtime.transfers import Post
-from topotrain.parallel.runtime.worker_sync import Hello, Meeting
+from topotrain.parallel.runtime.channel import ActivationChannel
+from topotrain.parallel.runtime.microbatch import ForwardPass, ForwardSettings, MicroBatchState, pipe
+from topotrain.parallel.runtime.model_outputs import OutputMerger, tied
+from topotrain.parallel.runtime.one_f_one_b import OneFOneBForward, loss_of
+from topotrain.parallel.runtime.transfers import ForwardMessages
+from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 
 GPIPE, ONE_F_ONE_B = "kGPipe", "k1F1B"
 
@@ -53,11 +53,11 @@ class Runner:
         self,
         program: Program,
         model: nn.Module,
-        passage: Passage,
+        passage: ActivationChannel,
         weight: Callable[[], float],
         microbatches: int = 1,
         schedule: str = GPIPE,
-        meeting: Meeting | None = None,
+        meeting: WorkerSync | None = None,
         generator: torch.Generator = torch.default_generator,
     ) -> None:
         if program.workers != passage.size:
@@ -65,10 +65,10 @@ class Runner:
                 "split model", None, f"is cut for {program.workers} workers, the group has {passage.size}"
             )
         self.program, self.model, self.passage = program, model, passage
-        self.meeting = Meeting(passage) if meeting is None else meeting
+        self.meeting = WorkerSync(passage) if meeting is None else meeting
         self._weight, self._microbatches, self._generator = weight, microbatches, generator
         self._loss = loss_of(program) if schedule == ONE_F_ONE_B else None
-        self._route, self._outputs = Route(program, model, passage.me), Outputs(program)
+        self._route, self._outputs = ForwardSettings(program, model, passage.me), OutputMerger(program)
         self._digest = digest(program, microbatches, schedule)
         self._signature = signature(type(model).forward)
         self.counts = 0.0
@@ -88,8 +88,8 @@ class Runner:
             leaves = [name for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad]
             if leaves:
                 raise ConfigError(leaves[0], None, "must not need a gradient where schedule is k1F1B: detach it")
-            return Interleaved(self._route, trip, self._loss, factor)(self.passage.wait_any, self.meeting.begun)
-        flights = [Flight(self._route, trip, micro) for micro in range(trip.micros)]
+            return OneFOneBForward(self._route, trip, self._loss, factor)(self.passage.wait_any, self.meeting.begun)
+        flights = [MicroBatchState(self._route, trip, micro) for micro in range(trip.micros)]
         pipe(flights, self.passage.wait_any)
         output = self._outputs.joined(flights, me)
         if not torch.is_grad_enabled():
@@ -111,9 +111,9 @@ class Runner:
         found: dict[int, str] = {}
         for step, value in given_of(self.program, given):
             shape = step.shape
-            if step.layout.where is not Where.BATCH or shape is None or shape.batch < 0:
+            if step.layout.where is not LocationKind.BATCH or shape is None or shape.batch < 0:
                 continue
-            name = step.target if step.kind is Kind.INPUT else step.name
+            name = step.target if step.kind is StepKind.INPUT else step.name
             expected = ", ".join("samples" if d == shape.batch else str(size) for d, size in enumerate(shape.sizes))
             told = f"the split model takes a tensor of shape ({expected})"
             if not isinstance(value, torch.Tensor) or value.dim() != len(shape.sizes):
@@ -127,14 +127,14 @@ class Runner:
             raise ConfigError("split model", None, f"its arguments have different numbers of samples: {told}")
         return next(iter(found), 0)
 
-    def _hello(self, samples: int) -> Hello:
+    def _hello(self, samples: int) -> ForwardHello:
         modes = digest(*(module.training for module in self.model.modules()))
         kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        return Hello(
+        return ForwardHello(
             steps=self.meeting.steps,
             backwards=self.meeting.backwards,
             samples=samples,
-            weight_bits=Hello.bits(float(self._weight())),
+            weight_bits=ForwardHello.bits(float(self._weight())),
             training=int(self.model.training),
             grad=int(torch.is_grad_enabled()),
             modes=modes,
@@ -143,17 +143,17 @@ class Runner:
             chance=dropout.digest(self.program, self.model, self._generator),
         )
 
-    def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> Trip:
+    def _trip(self, given: Mapping[str, Any], samples: tuple[int, ...], weights: tuple[float, ...]) -> ForwardPass:
         micros = max(1, min(self._microbatches, *samples))
         drops = {step.number: drop for step in self.program.steps if (drop := dropout.dropout(step, self.model))}
         themselves = dropout.inside(self.program, self.model)
         masks = dropout.draw(self.program, drops, self.passage.me, samples, micros, self._generator, themselves)
         forward = self.meeting.forwards - 1
-        post = Post(self.passage, forward, weights, self._device(given), self.meeting.wait)
+        post = ForwardMessages(self.passage, forward, weights, self._device(given), self.meeting.wait)
         mine = [stop.step for stop in self._route.stops if stop.step is not None]
-        modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is Kind.MODULE}
+        modules = {step.number: self.model.get_submodule(step.target) for step in mine if step.kind is StepKind.MODULE}
         apart = themselves | {step.number for step in mine if dropout.draws_by_itself(step, self.model)}
-        return Trip(forward, post, given, samples, micros, drops, masks, modules, apart)
+        return ForwardPass(forward, post, given, samples, micros, drops, masks, modules, apart)
 
     def _device(self, given: Mapping[str, Any]) -> torch.device:
         """Where this worker computes: where its parameters are, else its arguments."""

@@ -35,7 +35,7 @@ class _Lent:
     kept: bool
 
 
-class Slots:
+class SendBuffers:
     """The slots of one worker. Any thread may call it.
 
     Args:

@@ -1,8 +1,8 @@
 """The moves of a value between workers, as nodes of autograd: a gradient goes the way back that its value has come.
 
-`Leave` sends a worker's part of a value, `Arrive` puts together what has come; each has the other's work as its
-backward. Every Leave and every Arrive gives a token, and `Tie` makes all tokens inputs of what the model returns: so
-every backward goes through all of them once, also where this worker's own loss depends on none.
+`SendActivation` sends a worker's part of a value, `ReceiveActivation` puts together what has come; each has the other's
+work as its backward. Every Leave and every Arrive gives a token, and `TieTokens` makes all tokens inputs of what the
+model returns: so every backward goes through all of them once, also where this worker's own loss depends on none.
 
 Why no backward waits for ever: autograd goes through a graph in descending order of creation, and since tokens are tied
 to the output, a Leave is never kept back. Times of execution in the forward are one order over all workers, in which a
@@ -23,66 +23,66 @@ import torch
 from torch.autograd import Function
 
 from topotrain.parallel.program.layouts import Box, Transfer, box, sizes_of, transfers, within
-from topotrain.parallel.program.split_program import Edge
-from topotrain.parallel.runtime.channel import Key, Passage, Store
+from topotrain.parallel.program.split_program import LayoutEdge
+from topotrain.parallel.runtime.channel import ActivationChannel, ArrivedTensors, TensorKey
 
 
 @dataclass(slots=True)
-class Post:
+class ForwardMessages:
     """A worker's messages of one forward and its backward; those to itself stay here."""
 
-    passage: Passage
+    passage: ActivationChannel
     forward: int
     weights: tuple[float, ...]
     device: torch.device
-    wait: Callable[[int, Key], None]
+    wait: Callable[[int, TensorKey], None]
     """Returns when it is here."""
-    own: Store = field(default_factory=Store)
+    own: ArrivedTensors = field(default_factory=ArrivedTensors)
 
     @property
     def me(self) -> int:
         """This worker's index in the group."""
         return self.passage.me
 
-    def send(self, to: int, key: Key, tensor: torch.Tensor, grad: bool) -> None:
-        """As `Passage.send`, also to oneself."""
+    def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
+        """As `ActivationChannel.send`, also to oneself."""
         if to == self.me:
             self.own.put(to, key, _copy(tensor), grad)
         else:
             self.passage.send(to, key, tensor, grad)
 
-    def take(self, source: int, key: Key) -> tuple[torch.Tensor, bool]:
-        """As `Passage.take`, also from oneself; on the model's device."""
+    def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
+        """As `ActivationChannel.take`, also from oneself; on the model's device."""
         if source == self.me:
             return self.own.take(source, key)
         self.wait(source, key)
         tensor, grad = self.passage.take(source, key)
         return tensor.to(self.device), grad
 
-    def missing(self, move: "Move") -> list[tuple[int, Key]]:
+    def missing(self, move: "EdgeTransfer") -> list[tuple[int, TensorKey]]:
         """What has not come yet of what arrives by a move."""
         key = move.key(False)
         return [(t.source, key) for t in move.incoming if t.source != self.me and not self.passage.here(t.source, key)]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TransferPlan:
     """One edge and one worker, for given numbers of samples: `outgoing` it sends, `incoming` it gets.
 
     have, want: its boxes of the whole tensor, before and after.
     """
 
-    edge: Edge
+    edge: LayoutEdge
     outgoing: tuple[Transfer, ...]
     incoming: tuple[Transfer, ...]
     have: Box | None
     want: Box | None
 
     @staticmethod
-    def of(edge: Edge, me: int, samples: Sequence[int]) -> "Plan":
+    def of(edge: LayoutEdge, me: int, samples: Sequence[int]) -> "TransferPlan":
         """For each worker's number of samples."""
         found = transfers(edge, samples)
-        return Plan(
+        return TransferPlan(
             edge,
             tuple(t for t in found if t.source == me),
             tuple(t for t in found if t.target == me),
@@ -91,23 +91,23 @@ class Plan:
         )
 
 
-class Move:
+class EdgeTransfer:
     """A plan at work for one micro-batch."""
 
-    def __init__(self, plan: Plan, micro: int, post: Post) -> None:
+    def __init__(self, plan: TransferPlan, micro: int, post: ForwardMessages) -> None:
         self.edge, self.micro, self.post = plan.edge, micro, post
         self.outgoing, self.incoming = plan.outgoing, plan.incoming
         self._have, self._want = plan.have, plan.want
         self._answers: tuple[Transfer, ...] = ()
 
-    def key(self, backward: bool) -> Key:
+    def key(self, backward: bool) -> TensorKey:
         """Under which the boxes travel."""
-        return Key(self.post.forward, self.micro, self.edge.number, backward)
+        return TensorKey(self.post.forward, self.micro, self.edge.number, backward)
 
     def leave(self, part: torch.Tensor) -> torch.Tensor | None:
         """Send this worker's part, and give the token, if there will be a gradient."""
         if part.requires_grad and torch.is_grad_enabled():
-            token: torch.Tensor = Leave.apply(part, self)  # type: ignore[no-untyped-call]
+            token: torch.Tensor = SendActivation.apply(part, self)  # type: ignore[no-untyped-call]
             return token
         self.send(part, False)
         return None
@@ -120,7 +120,7 @@ class Move:
         if not wanted or not torch.is_grad_enabled():
             return value, None
         self._answers = answers
-        arrived, token = Arrive.apply(anchor, [value], self)  # type: ignore[no-untyped-call]
+        arrived, token = ReceiveActivation.apply(anchor, [value], self)  # type: ignore[no-untyped-call]
         return arrived, token
 
     def take_own(self, value: torch.Tensor) -> torch.Tensor:
@@ -181,11 +181,11 @@ class Move:
         return total
 
 
-class Leave(Function):
+class SendActivation(Function):
     """(part, move) -> token, a number that is 0."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, move: Move) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, move: EdgeTransfer) -> torch.Tensor:
         """Send."""
         ctx.set_materialize_grads(False)
         ctx.move = move
@@ -198,11 +198,11 @@ class Leave(Function):
         return ctx.move.collect(), None
 
 
-class Arrive(Function):
+class ReceiveActivation(Function):
     """(anchor, [value], move) -> value, token. The anchor is a leaf: without one there would be no way back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: list[torch.Tensor], move: Move) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, value: list[torch.Tensor], move: EdgeTransfer) -> Any:
         """The value in the list becomes a node's result."""
         ctx.set_materialize_grads(False)
         ctx.move = move
@@ -216,7 +216,7 @@ class Arrive(Function):
         return None, None, None
 
 
-class Tie(Function):
+class TieTokens(Function):
     """(begun, factor, count, results and tokens) -> the first `count` of them, as they are.
 
     Backward calls `begun`; gradients of results are multiplied by `factor` (0: zero, whatever they are).

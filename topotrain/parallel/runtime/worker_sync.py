@@ -1,7 +1,7 @@
 """At the beginning of a forward all workers of the group meet: who has how many samples, and do all do the same?
 
 A worker that calls the model once more or once less than the others, or in another mode, would wait for ever for what
-nobody sends. What each says of itself (`Hello`) tells such a script apart from a slow one.
+nobody sends. What each says of itself (`ForwardHello`) tells such a script apart from a slow one.
 """
 
 import struct
@@ -11,16 +11,16 @@ from dataclasses import astuple, dataclass
 import torch
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.runtime.channel import HELLO, STEPPED, Key, Passage
+from topotrain.parallel.runtime.channel import HELLO, STEPPED, ActivationChannel, TensorKey
 
 _DRAW = STEPPED - 4
-"""`Key.edge` of the word that a worker goes on to other batches; -3 to -5 are used in other files."""
+"""`TensorKey.edge` of the word that a worker goes on to other batches; -3 to -5 are used in other files."""
 _NOWHERE = (-1, -1)
 HINT = "all workers of a group must call the model, and go backward, the same number of times and in the same order"
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class ForwardHello:
     """What a worker says of itself as it begins a forward. All numbers are int64; `weight` is said bit by bit.
 
     steps, backwards: optimizer steps and backwards that it has begun before.
@@ -50,17 +50,17 @@ class Hello:
         return int(struct.unpack("<q", struct.pack("<d", weight))[0])
 
 
-class Meeting:
+class WorkerSync:
     """One worker's count of forwards, backwards and steps, and what it knows of the others'.
 
     All runners of a process that share a passage share the meeting.
     """
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, passage: ActivationChannel) -> None:
         self.passage = passage
         self.forwards = self.backwards = self.steps = 0
         self._others = [worker for worker in range(passage.size) if worker != passage.me]
-        self._heard: dict[tuple[int, Key], Hello] = {}
+        self._heard: dict[tuple[int, TensorKey], ForwardHello] = {}
         self._stepped = dict.fromkeys(self._others, 0)  # steps of each one whose word has been read
         self._drawn = _NOWHERE
         self._asked = 0
@@ -74,10 +74,10 @@ class Meeting:
         """The script calls optimizer.step(): tell the others, one of whom may wait for this worker in a forward."""
         word = torch.tensor([self.forwards, self.backwards])
         for other in self._others:
-            self.passage.send(other, Key(self.steps, 0, STEPPED, False), word)
+            self.passage.send(other, TensorKey(self.steps, 0, STEPPED, False), word)
         self.steps += 1
 
-    def meet(self, mine: Hello) -> tuple[Hello, ...]:
+    def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
         """Say hello to all and hear all, by worker.
 
         Raises:
@@ -94,12 +94,12 @@ class Meeting:
         check(hellos)
         for other in self._others:
             for step in range(self._stepped[other], self.steps):
-                self.passage.take(other, Key(step, 0, STEPPED, False))
+                self.passage.take(other, TensorKey(step, 0, STEPPED, False))
             self._stepped[other] = self.steps
         return tuple(hellos)
 
-    def _hear(self, worker: int, key: Key) -> Hello:
-        word = (worker, Key(self.steps, 0, STEPPED, False))
+    def _hear(self, worker: int, key: TensorKey) -> ForwardHello:
+        word = (worker, TensorKey(self.steps, 0, STEPPED, False))
         while (worker, key) not in self._heard and not self.passage.here(worker, key):
             stepped, draws = self.passage.here(*word), self._draws_on(worker)
             if self.passage.here(worker, key):  # asked again: it was sent before what the worker does next
@@ -118,7 +118,7 @@ class Meeting:
             self.passage.wait_any([(worker, key), word, self._draw_word(worker)])
         return self._read(worker, key)
 
-    def wait(self, source: int, key: Key) -> None:
+    def wait(self, source: int, key: TensorKey) -> None:
         """Return when a tensor is here.
 
         Raises:
@@ -127,19 +127,19 @@ class Meeting:
         passage = self.passage
         if passage.here(source, key):
             return
-        hello, word = (source, self._hello(self.forwards)), (source, Key(self.steps, 0, STEPPED, False))
-        signs: Collection[tuple[int, Key]] = (hello, word) if key.backward else ()
+        hello, word = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
+        signs: Collection[tuple[int, TensorKey]] = (hello, word) if key.backward else ()
         while not passage.here(source, key):
             signs = self._without_known(signs, source)
             passage.wait_any([(source, key), *signs])
 
-    def take(self, source: int, key: Key, what: str) -> torch.Tensor:
+    def take(self, source: int, key: TensorKey, what: str) -> torch.Tensor:
         """What a worker sends that is of no forward: all workers of the group are in `what`, or come to it.
 
         Raises:
             ConfigError: it has gone on without.
         """
-        signs = (source, self._hello(self.forwards)), (source, Key(self.steps, 0, STEPPED, False))
+        signs = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
         while True:
             went = signs[0] in self._heard or any(self.passage.here(*sign) for sign in signs) or self._draws_on(source)
             if self.passage.here(source, key):
@@ -161,7 +161,7 @@ class Meeting:
             for other in self._others:
                 self._draws_on(other)  # so that no words pile up
         else:
-            self.passage.send(0, Key(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
+            self.passage.send(0, TensorKey(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
             self._asked += 1
 
     def _draws_on(self, other: int) -> bool:
@@ -173,10 +173,10 @@ class Meeting:
             word = self._draw_word(other)
         return self.passage.me == 0 and self._draws[other][1] > self._drawn
 
-    def _draw_word(self, other: int) -> tuple[int, Key]:
-        return other, Key(self._draws[other][0], 0, _DRAW, False)
+    def _draw_word(self, other: int) -> tuple[int, TensorKey]:
+        return other, TensorKey(self._draws[other][0], 0, _DRAW, False)
 
-    def _without_known(self, signs: Iterable[tuple[int, Key]], source: int) -> list[tuple[int, Key]]:
+    def _without_known(self, signs: Iterable[tuple[int, TensorKey]], source: int) -> list[tuple[int, TensorKey]]:
         left = []
         for sign in signs:
             if not self.passage.here(*sign) and sign not in self._heard:
@@ -193,20 +193,20 @@ class Meeting:
                 )
         return left
 
-    def _read(self, worker: int, key: Key, keep: bool = False) -> Hello:
-        hello = self._heard.pop((worker, key), None) or Hello(*self.passage.take(worker, key)[0].tolist())
+    def _read(self, worker: int, key: TensorKey, keep: bool = False) -> ForwardHello:
+        hello = self._heard.pop((worker, key), None) or ForwardHello(*self.passage.take(worker, key)[0].tolist())
         if keep:
             self._heard[worker, key] = hello
         return hello
 
-    def _word(self, word: tuple[int, Key]) -> tuple[int, int]:
+    def _word(self, word: tuple[int, TensorKey]) -> tuple[int, int]:
         self._stepped[word[0]] = word[1].forward + 1
         forwards, backwards = self.passage.take(*word)[0].tolist()
         return forwards, backwards
 
     @staticmethod
-    def _hello(forward: int) -> Key:
-        return Key(forward, 0, HELLO, False)
+    def _hello(forward: int) -> TensorKey:
+        return TensorKey(forward, 0, HELLO, False)
 
 
 WHAT = {
@@ -223,7 +223,7 @@ REMEDY = {
 }
 
 
-def check(hellos: Collection[Hello]) -> None:
+def check(hellos: Collection[ForwardHello]) -> None:
     """Raises ConfigError naming the first thing that one worker does otherwise than worker 0."""
     first = next(iter(hellos))
     for worker, hello in enumerate(hellos):

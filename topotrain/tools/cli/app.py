@@ -41,9 +41,9 @@ from topotrain.tools.monitor.monitored_run import complain, show, show_trace, tr
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.tools.monitor.compare_jobs import Result
+    from topotrain.tools.monitor.compare_jobs import ComparedResult
     from topotrain.tools.monitor.graph_report import CutPlan
-    from topotrain.tools.plan.layout_plan import Schema
+    from topotrain.tools.plan.layout_plan import PlannedSchema
 
 WARM_STEP = 10
 """The step that `--profile` shows: by then buffers are allocated and caches are warm."""
@@ -338,7 +338,7 @@ def launch(
         from topotrain.comm.store import StoreError
         from topotrain.config.topology import layout
         from topotrain.launch import launchers
-        from topotrain.launch.launchers.submission import Options
+        from topotrain.launch.launchers.submission import LaunchOptions
         from topotrain.tools.cli.resume import refuse_elsewhere
 
         launchers.check_name(name)
@@ -348,7 +348,7 @@ def launch(
             refuse_elsewhere(job)
         names = tuple(host for host in hosts.split(",") if host)
         usual = (rendezvous, nodes, names, tuple(passed or ()), wait, job_id, as_json)
-        options = Options(*usual, max_restarts, image, namespace, form, output, with_secret)
+        options = LaunchOptions(*usual, max_restarts, image, namespace, form, output, with_secret)
         try:
             if name == launchers.LOCAL and not dry_run:
                 launchers.check_special(name, options)
@@ -412,7 +412,7 @@ def compare(
         )
         terminal = console(stderr=True)
 
-        def train_one(entry: side_by_side.Entry) -> "Result":
+        def train_one(entry: side_by_side.ComparedJob) -> "ComparedResult":
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
             return train(
                 entry.job,
@@ -512,10 +512,10 @@ def _linked(job: Job, emulate: str) -> Job:
     return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
 
 
-def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[Schema, CutPlan | None]":
+def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
     """What the script hands to `tt.prepare`, and how it would be cut; the script's own exception gives exit code 1."""
     from topotrain.parallel.api.dry_run import look
-    from topotrain.tools.plan.layout_plan import Schema
+    from topotrain.tools.plan.layout_plan import PlannedSchema
 
     try:
         seen = look(job.program, job.args)
@@ -530,8 +530,8 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[Schema, CutP
 
         cut = cut_of(job, seen.model, seen.loader, inputs, measure, seen.state_factor())
         if cut is not None:
-            return Schema(cut.parameters, seen.state_factor(), momentum), cut.plan
-    return Schema(seen.parameters(), seen.state_factor(), momentum), None
+            return PlannedSchema(cut.parameters, seen.state_factor(), momentum), cut.plan
+    return PlannedSchema(seen.parameters(), seen.state_factor(), momentum), None
 
 
 def _drawable(file: Path | None) -> None:
@@ -607,7 +607,7 @@ def _refusing() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-_DESK = commands_unit.Desk(_load, _writable, _refusing, complain)
+_DESK = commands_unit.CommandContext(_load, _writable, _refusing, complain)
 
 pserver.register(app)
 commands_jobs.register(app)

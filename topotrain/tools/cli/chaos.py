@@ -12,12 +12,12 @@ import typer
 from topotrain.config.job import ConfigError, OnFailure
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.tools.cli.resume import asked_for
-from topotrain.tools.cli.unit import Desk
+from topotrain.tools.cli.unit import CommandContext
 from topotrain.tools.monitor.monitored_run import train
 
 if TYPE_CHECKING:
-    from topotrain.tools.fault_injector import Tormentor
-    from topotrain.tools.monitor.compare_jobs import Result
+    from topotrain.tools.fault_injector import FaultInjector
+    from topotrain.tools.monitor.compare_jobs import ComparedResult
 
 EXAMPLE = """\b
 Example:
@@ -38,7 +38,7 @@ def seconds(option: str, text: str) -> float:
     return length
 
 
-def register(app: typer.Typer, desk: Desk) -> None:
+def register(app: typer.Typer, desk: CommandContext) -> None:
     """Add the command."""
 
     @app.command("chaos", epilog=EXAMPLE)
@@ -93,7 +93,7 @@ def register(app: typer.Typer, desk: Desk) -> None:
         """
         with desk.refusing():
             from topotrain.config.topology import layout
-            from topotrain.tools.fault_injector import MOMENTS, Torment, Tormentor
+            from topotrain.tools.fault_injector import MOMENTS, FaultInjector, FaultPlan
             from topotrain.tools.monitor.result_tables import console
 
             if whom not in ("", "worker", "server"):
@@ -102,10 +102,10 @@ def register(app: typer.Typer, desk: Desk) -> None:
             if not at <= set(MOMENTS):
                 raise ConfigError("--at", ", ".join(at - set(MOMENTS)), f"must be one of {', '.join(MOMENTS)}")
             every_s, for_s = seconds("--kill-every", kill_every), seconds("--for", lasting)
-            torment = Torment(every_s, for_s, seed, freeze, whom, pairs, at, kills)
+            torment = FaultPlan(every_s, for_s, seed, freeze, whom, pairs, at, kills)
             job = replace(desk.load(conf, sets, program, args), on_failure=OnFailure.kContinue, restarts=_NO_CAP)
             topology = layout(job.cluster)
-            with Tormentor(torment) as tormentor:
+            with FaultInjector(torment) as tormentor:
                 terminal = console(stderr=True)
                 result = train(job, topology, terminal, quiet, not as_json, forkserver, 0, asked_for(job), tormentor)
             found = verdict(result, tormentor)
@@ -113,7 +113,7 @@ def register(app: typer.Typer, desk: Desk) -> None:
             raise typer.Exit(result.outcome.code)
 
 
-def verdict(result: "Result", tormentor: "Tormentor") -> dict[str, Any]:
+def verdict(result: "ComparedResult", tormentor: "FaultInjector") -> dict[str, Any]:
     """What was done to the job, what it did about it, and what it says that it counted."""
     report = result.report.as_data(result.outcome)
     waits = sorted(found["waited_s"] for found in report["incidents"] if found["waited_s"] is not None)

@@ -8,11 +8,11 @@ import typer
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli.chaos import seconds
-from topotrain.tools.cli.unit import Desk
+from topotrain.tools.cli.unit import CommandContext
 
 if TYPE_CHECKING:
-    from topotrain.launch.recovery.elastic_groups import Wish
-    from topotrain.launch.recovery.resize import Resize
+    from topotrain.launch.recovery.elastic_groups import GroupRequest
+    from topotrain.launch.recovery.resize import ResizeRequest
 
 LEAVE_EXAMPLE = """\b
 Example:
@@ -43,7 +43,7 @@ Within = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on stdout.")]
 
 
-def register(app: typer.Typer, desk: Desk) -> None:
+def register(app: typer.Typer, desk: CommandContext) -> None:
     """Add the commands."""
 
     @app.command("leave", epilog=LEAVE_EXAMPLE)
@@ -78,7 +78,7 @@ def register(app: typer.Typer, desk: Desk) -> None:
 
 
 def _wish(
-    desk: Desk, workspace: Path, verb: str, group: int | None, workers: int | None, within: str, as_json: bool
+    desk: CommandContext, workspace: Path, verb: str, group: int | None, workers: int | None, within: str, as_json: bool
 ) -> None:
     with desk.refusing():
         from topotrain.launch.control_socket import ask
@@ -87,13 +87,13 @@ def _wish(
         print(json.dumps(answer, indent=2) if as_json else f"topotrain: {answer['text']}")
 
 
-def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -> "Wish | Resize":
+def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -> "GroupRequest | ResizeRequest":
     """A group, if one is named, and else workers, one unless told otherwise. Raises ConfigError."""
-    from topotrain.launch.recovery.elastic_groups import Wish
-    from topotrain.launch.recovery.resize import Resize
+    from topotrain.launch.recovery.elastic_groups import GroupRequest
+    from topotrain.launch.recovery.resize import ResizeRequest
 
     if group is None:
-        return Resize(verb, 1 if workers is None else workers, within_s)
+        return ResizeRequest(verb, 1 if workers is None else workers, within_s)
     if workers is not None:
         raise ConfigError("--workers", workers, "must not be given with --group, which means a whole worker group")
-    return Wish(verb, group, within_s)
+    return GroupRequest(verb, group, within_s)

@@ -51,7 +51,7 @@ def pserver(
     signal.signal(signal.SIGTERM, _terminated)
 
     from topotrain.comm.store import StoreError
-    from topotrain.comm.transport import Refused, WireError
+    from topotrain.comm.transport import Refused, TransportError
     from topotrain.compat.paddle.init import run_pserver
     from topotrain.core.client.client import JobError  # torch, only now
 
@@ -59,7 +59,7 @@ def pserver(
         run_pserver(flags)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except (StoreError, WireError, JobError) as error:
+    except (StoreError, TransportError, JobError) as error:
         _complain(str(error), 2 if isinstance(error, StoreError | Refused) or getattr(error, "config", False) else 1)
 
 

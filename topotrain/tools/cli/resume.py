@@ -16,14 +16,14 @@ from topotrain.launch.recovery import resume_point
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class ResumeSnapshot:
     """What an earlier start has left: the snapshot's folder, and the job that it is of."""
 
     path: str
     job: Job
 
 
-def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
+def earlier(workspace: Path, sets: Sequence[str] = ()) -> ResumeSnapshot:
     """The newest snapshot of a workspace, or the one whose folder is named; its job is set up there, with overrides.
 
     Raises:
@@ -40,7 +40,7 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> Earlier:
         accepted = f"has no snapshot in {FOLDER}/: one is written every snapshot_s seconds, from the first step on"
         raise ConfigError("--resume", str(workspace), accepted)
     job = loads(found.conf, f"snapshot {found.number}", sets)
-    return Earlier(str(found.path), replace(job, cluster=replace(job.cluster, workspace=str(workspace))))
+    return ResumeSnapshot(str(found.path), replace(job, cluster=replace(job.cluster, workspace=str(workspace))))
 
 
 def asked_for(job: Job) -> str:

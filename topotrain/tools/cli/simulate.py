@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.cli.unit import Desk
+from topotrain.tools.cli.unit import CommandContext
 
 if TYPE_CHECKING:
     from topotrain.config.job import Job
-    from topotrain.tools.simulator.seeded_runs import Verdict
+    from topotrain.tools.simulator.seeded_runs import TrialVerdict
 
 EXAMPLE = """\b
 Example:
@@ -26,7 +26,7 @@ _SHOWN = 20
 """Seeds that are named when many are wrong."""
 
 
-def register(app: typer.Typer, desk: Desk) -> None:
+def register(app: typer.Typer, desk: CommandContext) -> None:
     """Add the command."""
 
     @app.command("simulate", epilog=EXAMPLE)
@@ -84,8 +84,8 @@ def _job(where: str) -> "Job | None":
 class _Found:
     """A verdict, and what it comes down to if it is a bad one."""
 
-    verdict: "Verdict"
-    shortest: "Verdict | None"
+    verdict: "TrialVerdict"
+    shortest: "TrialVerdict | None"
     kept: tuple[int, ...]
 
     def command(self) -> str:
@@ -100,7 +100,7 @@ class _Found:
         return data
 
 
-def _looked_into(verdict: "Verdict", job: "Job | None") -> _Found:
+def _looked_into(verdict: "TrialVerdict", job: "Job | None") -> _Found:
     from topotrain.tools.simulator.seeded_runs import LAYOUTS, shrunk
 
     if not verdict.wrong:
@@ -136,7 +136,7 @@ def _numbers(only: str, count: int) -> tuple[int, ...] | None:
 def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
     from topotrain.tools.simulator.seeded_runs import many
 
-    begun, wrong = time.monotonic(), list["Verdict"]()
+    begun, wrong = time.monotonic(), list["TrialVerdict"]()
     counts = dict.fromkeys(("kills", "crashes", "moves", "snapshots", "messages"), 0)
     tell = sys.stderr.isatty()
     for done, verdict in enumerate(many(seeds, job, name), 1):
@@ -161,7 +161,7 @@ def _many(seeds: range, job: "Job | None", name: str, as_json: bool) -> int:
     return int(bool(wrong))
 
 
-def _summary(seeds: int, wrong: "Sequence[Verdict]", counts: dict[str, int], took: float) -> str:
+def _summary(seeds: int, wrong: "Sequence[TrialVerdict]", counts: dict[str, int], took: float) -> str:
     said = ", ".join(f"{count} {what}" for what, count in counts.items())
     text = f"topotrain: {seeds} seeds in {took:.0f} s ({seeds / took:.0f} per second): {said}; {len(wrong)} went wrong"
     more = ", ..." if len(wrong) > _SHOWN else ""

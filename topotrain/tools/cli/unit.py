@@ -20,9 +20,9 @@ from topotrain.launch import FORKSERVER_VARIABLE
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
     from topotrain.launch import OnEvent
-    from topotrain.launch.console_output import Outlet
-    from topotrain.launch.launchers.env_tables import Start
-    from topotrain.launch.multinode.node import Ended
+    from topotrain.launch.console_output import ConsoleOutput
+    from topotrain.launch.launchers.env_tables import LaunchInfo
+    from topotrain.launch.multinode.node import NodeResult
     from topotrain.tools.monitor.job_report import Report
 
 EXAMPLE = """\b
@@ -32,7 +32,7 @@ Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class CommandContext:
     """What all commands have in common: reading a job, checking a file to be written, refusing, complaining."""
 
     load: Callable[[Path, list[str] | None, str | None, list[str] | None], Job]
@@ -41,7 +41,7 @@ class Desk:
     complain: Callable[[str], None]
 
 
-def register(app: typer.Typer, desk: Desk) -> None:
+def register(app: typer.Typer, desk: CommandContext) -> None:
     """Add the command."""
 
     @app.command("unit", epilog=EXAMPLE)
@@ -92,7 +92,7 @@ def register(app: typer.Typer, desk: Desk) -> None:
         with desk.refusing():
             from topotrain.comm.store import StoreError
             from topotrain.launch.launchers.env_tables import RENDEZVOUS
-            from topotrain.launch.multinode.node import Part
+            from topotrain.launch.multinode.node import Node
             from topotrain.tools.cli.resume import refuse_elsewhere
 
             job = None if conf is None else desk.load(conf, sets, program, args)
@@ -104,7 +104,7 @@ def register(app: typer.Typer, desk: Desk) -> None:
                 desk.writable("--report", report)
             window = _Window(start.rank, quiet, as_json)
             try:
-                ended = Part(start, job, window.watching, forkserver=forkserver, outlet=window).live()
+                ended = Node(start, job, window.watching, forkserver=forkserver, outlet=window).live()
             except StoreError as error:
                 desk.complain(str(error))
                 raise typer.Exit(1) from None
@@ -113,8 +113,8 @@ def register(app: typer.Typer, desk: Desk) -> None:
 
 
 def _start(
-    desk: Desk, args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str
-) -> "Start":
+    desk: CommandContext, args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str
+) -> "LaunchInfo":
     """What this unit has been told. Raises ConfigError; leaves with code 2 for a URL or a secret that is none."""
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError
@@ -145,15 +145,15 @@ class _Window:
     as_json: bool
     report: "Report | None" = None
     console: Any = field(default=None)
-    outlet: "Outlet | None" = None
+    outlet: "ConsoleOutput | None" = None
 
     @property
     def full(self) -> bool:
-        """See `launch.Outlet`."""
+        """See `launch.ConsoleOutput`."""
         return self.outlet is not None and self.outlet.full
 
     def hurry(self) -> None:
-        """See `launch.Outlet`."""
+        """See `launch.ConsoleOutput`."""
         if self.outlet is not None:
             self.outlet.hurry()
 
@@ -182,7 +182,9 @@ class _Window:
             yield on_event
 
 
-def _tell(ended: "Ended", window: _Window, desk: Desk, report: Path | None, as_json: bool, quiet: bool) -> None:
+def _tell(
+    ended: "NodeResult", window: _Window, desk: CommandContext, report: Path | None, as_json: bool, quiet: bool
+) -> None:
     """How the job ended, in words and, by unit 0, as data."""
     outcome = ended.outcome
     if outcome.code:
@@ -207,7 +209,7 @@ def _tell(ended: "Ended", window: _Window, desk: Desk, report: Path | None, as_j
         window.console.print(summary(data), soft_wrap=True)
 
 
-def _story(ended: "Ended") -> str:
+def _story(ended: "NodeResult") -> str:
     """The first cause and where it was; all of it where it was and at unit 0, elsewhere a line."""
     end = ended.end
     if end.failed is None:

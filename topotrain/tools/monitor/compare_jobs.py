@@ -13,7 +13,7 @@ from typing import Any
 from topotrain.config.job import Job
 from topotrain.config.private_files import make_folder, write_text
 from topotrain.config.topology import Topology, layout
-from topotrain.launch import Outcome
+from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.loss_plot import draw
 
@@ -25,7 +25,7 @@ INTERRUPTED = frozenset({130, 143})
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedJob:
     """One of the jobs: where it came from, what it is called in table and picture."""
 
     conf: str
@@ -35,27 +35,29 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ComparedResult:
     """How a job ended, and everything that was counted."""
 
-    outcome: Outcome
+    outcome: JobOutcome
     report: Report
 
 
-def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[Entry]:
+def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
     """Lay out every (conf path, job), each in the folder `out`/<name of the conf>. Raises ConfigError."""
-    found: list[Entry] = []
+    found: list[ComparedJob] = []
     names = _distinct([Path(conf).stem for conf, _ in jobs])
     layouts = [layout(job.cluster) for _, job in jobs]
     kinds = [topology.framework.split(" (")[0] for topology in layouts]
     for (conf, job), name, topology, kind in zip(jobs, names, layouts, kinds, strict=True):
         label = kind if kinds.count(kind) == 1 else f"{kind} ({name})"
         cluster = replace(job.cluster, workspace=str(out / name))
-        found.append(Entry(conf, label, replace(job, cluster=cluster), topology))
+        found.append(ComparedJob(conf, label, replace(job, cluster=cluster), topology))
     return found
 
 
-def compare(jobs: Sequence[Entry], out: Path, train: Callable[[Entry], Result]) -> tuple[int, list[dict[str, Any]]]:
+def compare(
+    jobs: Sequence[ComparedJob], out: Path, train: Callable[[ComparedJob], ComparedResult]
+) -> tuple[int, list[dict[str, Any]]]:
     """Run the jobs in order; write data and picture to `out`. Returns the first exit code that is not 0, and the rows.
 
     An interrupted job is the last one, and what was finished before it is still written. OSError if `out` is no folder.
@@ -73,7 +75,7 @@ def compare(jobs: Sequence[Entry], out: Path, train: Callable[[Entry], Result]) 
     return next((int(row["code"]) for row in rows if row["code"]), 0), rows
 
 
-def row(entry: Entry, result: Result) -> dict[str, Any]:
+def row(entry: ComparedJob, result: ComparedResult) -> dict[str, Any]:
     """One job's report with its label, its conf and its loss curve: points of (seconds, loss)."""
     data = result.report.as_data(result.outcome)
     return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}

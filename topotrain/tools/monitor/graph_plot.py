@@ -6,19 +6,24 @@ matplotlib is imported when a picture is drawn and at no other time; it comes wi
 from pathlib import Path
 from typing import Any
 
-from topotrain.parallel.estimate.cost_report import Bill
+from topotrain.parallel.estimate.cost_report import CostReport
 from topotrain.parallel.estimate.fake_run import refs
-from topotrain.parallel.program.segments import Stretch, stretches, told
-from topotrain.parallel.program.split_program import Where
+from topotrain.parallel.program.segments import LayoutSegment, stretches, told
+from topotrain.parallel.program.split_program import LocationKind
 from topotrain.tools.monitor.graph_report import amount
 from topotrain.tools.monitor.loss_plot import COLORS
 
 # A layout's color; told apart by the words in the boxes, too, so also without color vision.
-_COLORS = {Where.BATCH: COLORS[0], Where.FEATURE: COLORS[2], Where.AT: COLORS[1], Where.SAME: COLORS[6]}
+_COLORS = {
+    LocationKind.BATCH: COLORS[0],
+    LocationKind.FEATURE: COLORS[2],
+    LocationKind.AT: COLORS[1],
+    LocationKind.SAME: COLORS[6],
+}
 _HALF = 0.36
 
 
-def draw(bill: Bill, path: Path, title: str = "the cut graph") -> None:
+def draw(bill: CostReport, path: Path, title: str = "the cut graph") -> None:
     """Write a PNG to `path`. Raises ImportError without matplotlib, OSError where the file cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,12 +48,12 @@ def draw(bill: Bill, path: Path, title: str = "the cut graph") -> None:
     figure.savefig(path)
 
 
-def _held(bill: Bill, worker: int) -> str:
+def _held(bill: CostReport, worker: int) -> str:
     one = bill.workers[worker]
     return f"{amount(one.parameters)} parameters\n{amount(one.peak)} activations"
 
 
-def _box(axes: Any, stretch: Stretch, worker: int, bill: Bill) -> None:
+def _box(axes: Any, stretch: LayoutSegment, worker: int, bill: CostReport) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     color = _COLORS.get(stretch.layout.where, COLORS[3])
@@ -72,7 +77,7 @@ def _fit(name: str, most: int = 20) -> str:
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
-def _arrows(axes: Any, bill: Bill, found: tuple[Stretch, ...]) -> None:
+def _arrows(axes: Any, bill: CostReport, found: tuple[LayoutSegment, ...]) -> None:
     """From the stretch that makes a value to the first that reads it moved, or to the end where the output does."""
     made = {step.number: stretch.number for stretch in found for step in stretch.steps}
     read: dict[int, int] = {}

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.parallel.estimate.cost_report import Bill, EdgeBill
-from topotrain.parallel.estimate.memory_check import ITSELF, Room, on_host
-from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.estimate.cost_report import CostReport, EdgeCost
+from topotrain.parallel.estimate.memory_check import ITSELF, MemoryLimits, on_host
+from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.program.segments import stretches, told
-from topotrain.parallel.program.split_program import Kind, Step, Where
+from topotrain.parallel.program.split_program import LocationKind, ProgramStep, StepKind
 from topotrain.tools.plan.layout_plan import columns, mb
 
 
@@ -21,10 +21,10 @@ class CutPlan:
     partition blocks. warnings: who would not fit on this machine.
     """
 
-    bill: Bill
+    bill: CostReport
     inputs: str
-    needs: tuple[Need, ...]
-    room: Room
+    needs: tuple[ProcessNeed, ...]
+    room: MemoryLimits
     chosen: str = ""
     conf: str = ""
     warnings: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ def amount(size: int) -> str:
     return f"{size / 1e3:,.1f} kB" if size < 100_000 else f"{mb(size)} MB"
 
 
-def _stretches(bill: Bill) -> list[str]:
+def _stretches(bill: CostReport) -> list[str]:
     rows = []
     for stretch in stretches(bill.program):
         numbers = [step.number for step in stretch.steps]
@@ -115,7 +115,7 @@ def _stretches(bill: Bill) -> list[str]:
     ]
 
 
-def _edges(bill: Bill) -> list[str]:
+def _edges(bill: CostReport) -> list[str]:
     if not bill.edges:
         return ["nothing travels between the workers of a group, besides parameters and gradients"]
     names = {step.number: step.name for step in bill.program.steps}
@@ -131,7 +131,7 @@ def _edges(bill: Bill) -> list[str]:
     return [f"what travels per step: {amount(forward)} forward, {amount(back)} back", *lines, *pairs]
 
 
-def _pairs(bill: Bill) -> list[str]:
+def _pairs(bill: CostReport) -> list[str]:
     ahead, back = bill.pairs(), bill.pairs(backward=True)
     told_pairs = [
         f"{source} to {target} {amount(ahead.get((source, target), 0) + back.get((source, target), 0))}"
@@ -151,12 +151,12 @@ def _left(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> l
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def _step_data(step: Step, bill: Bill) -> dict[str, Any]:
+def _step_data(step: ProgramStep, bill: CostReport) -> dict[str, Any]:
     target = step.target if isinstance(step.target, str) else getattr(step.target, "__name__", str(step.target))
     costs: list[Mapping[str, Any]] = []
     for worker in range(bill.program.workers):
         cost = bill.steps[worker].get(step.number)
-        if cost is not None and step.kind not in (Kind.INPUT, Kind.ATTRIBUTE):
+        if cost is not None and step.kind not in (StepKind.INPUT, StepKind.ATTRIBUTE):
             flops = [cost.flops, cost.backward_flops]
             costs.append({"worker": worker, "flops": flops, "kept": cost.kept, "made": cost.made})
     shape = None if step.shape is None else list(step.shape.at(sum(bill.samples)))
@@ -173,7 +173,7 @@ def _step_data(step: Step, bill: Bill) -> dict[str, Any]:
     }
 
 
-def _edge_data(one: EdgeBill, bill: Bill) -> dict[str, Any]:
+def _edge_data(one: EdgeCost, bill: CostReport) -> dict[str, Any]:
     edge = one.edge
     forward, back = one.nbytes
     return {
@@ -189,8 +189,8 @@ def _edge_data(one: EdgeBill, bill: Bill) -> dict[str, Any]:
     }
 
 
-def _layout_data(where: Where, dim: int, worker: int) -> dict[str, Any]:
-    more = {"dim": dim} if where is Where.FEATURE else {"worker": worker} if where is Where.AT else {}
+def _layout_data(where: LocationKind, dim: int, worker: int) -> dict[str, Any]:
+    more = {"dim": dim} if where is LocationKind.FEATURE else {"worker": worker} if where is LocationKind.AT else {}
     return {"where": where.value, **more}
 
 
@@ -208,7 +208,7 @@ def _memory_data(plan: CutPlan, worker: int) -> dict[str, Any]:
     }
 
 
-def _need_data(need: Need) -> dict[str, Any]:
+def _need_data(need: ProcessNeed) -> dict[str, Any]:
     return {
         "process": need.who,
         "unit": need.unit,

@@ -35,7 +35,7 @@ from topotrain.core.events import (
     Tabled,
     Tested,
 )
-from topotrain.launch import Outcome
+from topotrain.launch import JobOutcome
 from topotrain.launch.recovery.resize import resized
 from topotrain.tools.monitor.stragglers import stragglers
 
@@ -47,7 +47,7 @@ Point = tuple[float, float]
 
 
 @dataclass(slots=True)
-class Curve:
+class LossCurve:
     """(time, loss) points of one worker in bounded memory: when full, neighbors are averaged and the stride doubles."""
 
     limit: int = 2048
@@ -125,7 +125,7 @@ class _Tally:
     late: int = 0  # of the present process
     late_before: int = 0
     threads: int = 0  # not told
-    curve: Curve = field(default_factory=Curve)
+    curve: LossCurve = field(default_factory=LossCurve)
 
     @property
     def whole(self) -> _Count:
@@ -256,7 +256,7 @@ class Report:
         by_group = [[self._tallies[str(w)].curve.points for w in self._topology.workers(g)] for g in groups]
         return merge([merge(curves, bins) for curves in by_group], bins)
 
-    def as_data(self, outcome: Outcome) -> dict[str, Any]:
+    def as_data(self, outcome: JobOutcome) -> dict[str, Any]:
         """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
         workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
         seconds = max((tally.whole.time for tally in workers), default=0.0)

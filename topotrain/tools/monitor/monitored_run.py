@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from topotrain.config.topology import Topology
     from topotrain.core.events import Event
-    from topotrain.tools.monitor.compare_jobs import Result
+    from topotrain.tools.monitor.compare_jobs import ComparedResult
 
 
 def train(
@@ -31,7 +31,7 @@ def train(
     profile: int = 0,
     resume: str = "",
     listener: "Callable[[Event], None]" = lambda _: None,
-) -> "Result":
+) -> "ComparedResult":
     """Run one job with its windows open.
 
     chatty: stdout belongs to the program and not to our JSON. resume: the folder of a snapshot.
@@ -41,7 +41,7 @@ def train(
     from topotrain.launch.console_output import out_of, outlet
     from topotrain.launch.grace_period import hint
     from topotrain.launch.local import LocalLauncher
-    from topotrain.tools.monitor.compare_jobs import Result
+    from topotrain.tools.monitor.compare_jobs import ComparedResult
     from topotrain.tools.monitor.job_report import Report, story
     from topotrain.tools.monitor.progress_display import progress
 
@@ -69,10 +69,10 @@ def train(
         complain(f"ended by {signal.Signals(outcome.code - 128).name}, no process is left" + f"\n{more}" * bool(more))
     elif outcome.code:
         complain(f"the job ended with code {outcome.code}; its logs are in {job.workspace}/logs")
-    return Result(outcome, report)
+    return ComparedResult(outcome, report)
 
 
-def show(result: "Result", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
+def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
     """What came out of a job: as data where that was asked for, and as a table."""
     from topotrain.tools.monitor.result_tables import summary
 

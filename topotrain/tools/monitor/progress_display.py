@@ -47,7 +47,7 @@ SKIPS_SAID = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WorkerRow:
     """What one worker is doing; `samples_per_s` is its mean rate since its first step."""
 
     unit: int
@@ -60,17 +60,17 @@ class Row:
     state: str = "starting"
 
 
-class Rows:
+class WorkerRows:
     """All workers' rows. An event replaces a row and never changes one, so a drawing thread needs no lock."""
 
     def __init__(self, topology: Topology) -> None:
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, WorkerRow] = {}
         self.lay_out(topology)
 
     def lay_out(self, topology: Topology) -> None:
         """Who there is from here on; a row of before stays as it was."""
         workers = [worker for unit in topology.units for worker in unit.workers]
-        rows = [Row(topology.unit_of(worker), str(worker)) for worker in workers]
+        rows = [WorkerRow(topology.unit_of(worker), str(worker)) for worker in workers]
         self._rows = {row.who: replace(self._rows.get(row.who, row), unit=row.unit) for row in rows}
 
     def __call__(self, event: Event) -> None:
@@ -93,7 +93,7 @@ class Rows:
             case _:
                 pass
 
-    def all(self) -> list[Row]:
+    def all(self) -> list[WorkerRow]:
         """Every worker's row, in layout order."""
         return list(self._rows.values())
 
@@ -102,7 +102,7 @@ class Rows:
         self._rows[who] = replace(row, state=state, step=row.step if step is None else step)
 
 
-def _stepped(row: Row, event: StepDone) -> Row:
+def _stepped(row: WorkerRow, event: StepDone) -> WorkerRow:
     return replace(
         row,
         step=event.step,
@@ -129,16 +129,16 @@ class Progress(Protocol):
 def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> Progress:
     """The window that fits `console`. `out` receives the main worker's stdout; None: wherever `console` writes."""
     if quiet:
-        return Silent(topology, console, out)
-    return LiveTable(topology, console, out) if console.is_terminal else Lines(topology, console, out)
+        return QuietProgress(topology, console, out)
+    return LiveTable(topology, console, out) if console.is_terminal else PlainProgress(topology, console, out)
 
 
-class Silent:
+class QuietProgress:
     """Shows what the program prints, notices, and what the job has survived; the other windows add to this one."""
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         self.console = console
-        self.rows = Rows(topology)
+        self.rows = WorkerRows(topology)
         self._topology = topology
         self._own: dict[str, float] = {}  # seconds that a worker itself takes for a step
         self._changes: set[int] = set()  # what was no loss, and has a Recovered all the same
@@ -208,7 +208,7 @@ class Silent:
             self._inside_line = not event.text.endswith("\n")
 
 
-class Lines(Silent):
+class PlainProgress(QuietProgress):
     """One line every few seconds, and a last one."""
 
     def __init__(
@@ -248,7 +248,7 @@ class _Patient(Live):
             super().refresh()
 
 
-class LiveTable(Silent):
+class LiveTable(QuietProgress):
     """One row per worker, redrawn in place; below it the program's line that is not finished (its progress bar)."""
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
@@ -310,7 +310,7 @@ def _last_state(line: str) -> str:
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
-def draw(rows: Iterable[Row]) -> Table:
+def draw(rows: Iterable[WorkerRow]) -> Table:
     """The table of a live job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("unit", justify="right")
@@ -323,7 +323,7 @@ def draw(rows: Iterable[Row]) -> Table:
     return table
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: WorkerRow) -> tuple[str, ...]:
     return (
         str(row.unit),
         row.who.removeprefix("worker "),
@@ -335,7 +335,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def describe(rows: Sequence[Row]) -> str:
+def describe(rows: Sequence[WorkerRow]) -> str:
     """All workers in one line."""
     low, high = min(row.step for row in rows), max(row.step for row in rows)
     steps = f"step {high}" if low == high else f"steps {low} to {high}"

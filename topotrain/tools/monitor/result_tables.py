@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topotrain.core.profiling.spans import PHASES
-from topotrain.tools.monitor.trace_export import Share
+from topotrain.tools.monitor.trace_export import ProcessShare
 
 MB = 1_000_000
 FULL_WIDTH = 160
@@ -38,7 +38,7 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def phases(rows: Sequence[Share]) -> Table:
+def phases(rows: Sequence[ProcessShare]) -> Table:
     """Where the time of one step went: a row per process, each phase's part of it in percent."""
     table = Table(box=box.SIMPLE_HEAVY)
     table.add_column("process")

@@ -22,7 +22,7 @@ _MAIN = "MainThread"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ProcessShare:
     """How one process spent its step. `step` is 0 for servers; `phases` are parts of `seconds` that add up to 1."""
 
     who: str
@@ -84,7 +84,7 @@ def _tracks(spans: Sequence[Span]) -> list[str]:
 # --- shares of the time ------------------------------------------------------------------------------------------
 
 
-def shares(processes: Sequence[ProcessSpans]) -> list[Share]:
+def shares(processes: Sequence[ProcessSpans]) -> list[ProcessShare]:
     """How each process spent its step.
 
     At each moment a thread does what its innermost span says, and a process the first of PHASES that one of its threads
@@ -93,7 +93,7 @@ def shares(processes: Sequence[ProcessSpans]) -> list[Share]:
     return [_share(process) for process in processes]
 
 
-def _share(process: ProcessSpans) -> Share:
+def _share(process: ProcessSpans) -> ProcessShare:
     step = _step_of(process)
     start = step.start if step else min(span.start for span in process.spans)
     end = step.end if step else max(span.end for span in process.spans)
@@ -102,7 +102,9 @@ def _share(process: ProcessSpans) -> Share:
         spent[phase] += duration
     whole = max(1, end - start)
     number = step.numbers.get("step", 0) if step else 0
-    return Share(process.who, number, (end - start) / 1e9, {phase: part / whole for phase, part in spent.items()})
+    return ProcessShare(
+        process.who, number, (end - start) / 1e9, {phase: part / whole for phase, part in spent.items()}
+    )
 
 
 def _moments(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[str, int]]:

@@ -1,7 +1,8 @@
 """What a job will look like before anything runs: who lives where, what each server owns, what each process needs.
 
-Rule: pure, and without torch. The layout follows from the cluster block alone; a `Schema` of the model's parameters
-(which the doors learn from the user's script) adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
+Rule: pure, and without torch. The layout follows from the cluster block alone; a `PlannedSchema` of the model's
+parameters (which the doors learn from the user's script) adds slices and memory. Sizes are bytes; a printed MB is 10^6
+bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,13 +13,13 @@ from topotrain.config import async_momentum
 from topotrain.config.job import Algorithm, Grads, Job
 from topotrain.config.sharding import ITEM_BYTES, Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, Topology, layout
-from topotrain.extensions.replication.replica_placement import Seats, domains
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 
 MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class PlannedSchema:
     """A model as the planner sees it: its unique parameters, and the optimizer's state elements per parameter element.
 
     `state_factor` is 0 for plain SGD, 1 for momentum, 2 for Adam. `momentum` is the optimizer's, 0 where it has none.
@@ -30,7 +31,7 @@ class Schema:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ServerShare:
     """What one server owns: its slices, their elements without padding, and the bytes of their values."""
 
     server: Address
@@ -41,7 +42,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ProcessEstimate:
     """Bytes one resident needs for training state, an estimate: activations and torch itself are not in it.
 
     `values` counts a worker's copy in full, also where the workers of a group share one buffer on a host. `staging`
@@ -66,13 +67,13 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """A rehearsed job. Without a program `slices` is None, `shares` and `memory` are empty. Build it with `plan`."""
 
     topology: Topology
     slices: SliceMap | None = None
-    shares: tuple[Share, ...] = ()
-    memory: tuple[Memory, ...] = ()
+    shares: tuple[ServerShare, ...] = ()
+    memory: tuple[ProcessEstimate, ...] = ()
     warning: str = ""
 
     def as_data(self) -> dict[str, Any]:
@@ -116,12 +117,12 @@ class Plan:
         return ["training state in memory, an estimate without activations:", *columns(header, rows)]
 
 
-def plan(job: Job, schema: Schema | None = None) -> Plan:
+def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     """Rehearse `job` on paper. Raises ConfigError where the cluster's counts do not fit together."""
     topology = layout(job.cluster)
     if schema is None:
         momentum = 0.0 if job.updater is None else job.updater.momentum
-        return Plan(topology, warning=async_momentum.warning(job, topology, momentum))
+        return LayoutPlan(topology, warning=async_momentum.warning(job, topology, momentum))
     warning = async_momentum.warning(job, topology, schema.momentum)
     slices = cut(schema.parameters, topology.shards, groups=topology.server_groups, slicing=job.cluster.slicing)
     shares = tuple(
@@ -130,39 +131,39 @@ def plan(job: Job, schema: Schema | None = None) -> Plan:
     workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
     servers = [_server(job, schema, topology, share) for share in shares]
     second = (_with_second(topology, server, servers) for server in servers)
-    return Plan(topology, slices, shares, (*workers, *second), warning)
+    return LayoutPlan(topology, slices, shares, (*workers, *second), warning)
 
 
-def _share(slices: SliceMap, topology: Topology, server: Address) -> Share:
+def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
     owned = slices.segments_of(server.index)
     elements = sum(segment.hi - segment.lo for segment in owned)
-    return Share(server, topology.unit_of(server), len(owned), elements, slices.shard_bytes[server.index])
+    return ServerShare(server, topology.unit_of(server), len(owned), elements, slices.shard_bytes[server.index])
 
 
-def _worker(job: Job, schema: Schema, topology: Topology, who: Address) -> Memory:
+def _worker(job: Job, schema: PlannedSchema, topology: Topology, who: Address) -> ProcessEstimate:
     held = [parameter for parameter in schema.parameters if not parameter.owners or who.index in parameter.owners]
     values = sum(_bytes(parameter) for parameter in held)
     trained = sum(_bytes(parameter) for parameter in held if parameter.trainable)
     split = job.splits or any(parameter.owners for parameter in schema.parameters)
     copies = 2 if job.grads is Grads.kVisible and not split else 1
-    return Memory(who, topology.unit_of(who), values, trained, copies * trained, 0)
+    return ProcessEstimate(who, topology.unit_of(who), values, trained, copies * trained, 0)
 
 
-def _server(job: Job, schema: Schema, topology: Topology, share: Share) -> Memory:
+def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerShare) -> ProcessEstimate:
     groups = len(topology.worker_groups_of(share.server.group))
     means = groups if job.grads is Grads.kVisible and topology.workers_per_group > 1 else 0
     copies = topology.workers_per_group * groups + means + (2 if topology.synced else 0)
     if topology.collective:
         copies = 1 + _passing_on(topology, share.server.index)
     state = round(schema.state_factor * share.value_bytes)
-    return Memory(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
+    return ProcessEstimate(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
 
 
-def _with_second(topology: Topology, mine: Memory, servers: Sequence[Memory]) -> Memory:
+def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[ProcessEstimate]) -> ProcessEstimate:
     """A second copy is told all that its server is told, and holds the same."""
     if topology.cluster.replicas < 2:
         return mine
-    seat, standing = mine.resident.index, Seats(domains(topology)).standing
+    seat, standing = mine.resident.index, ReplicaPlacement(domains(topology)).standing
     second = sum(server.total for server in servers if standing[server.resident.index].shadow == seat)
     return replace(mine, second=second)
 
@@ -184,7 +185,7 @@ def _bytes(parameter: Parameter) -> int:
     return parameter.count * ITEM_BYTES[parameter.dtype]
 
 
-def _share_data(share: Share) -> dict[str, Any]:
+def _share_data(share: ServerShare) -> dict[str, Any]:
     return {
         "server": [share.server.group, share.server.index],
         "unit": share.unit,
@@ -194,7 +195,7 @@ def _share_data(share: Share) -> dict[str, Any]:
     }
 
 
-def _memory_data(memory: Memory) -> dict[str, Any]:
+def _memory_data(memory: ProcessEstimate) -> dict[str, Any]:
     return {
         "role": "worker" if memory.resident.role is Role.WORKER else "server",
         "address": [memory.resident.group, memory.resident.index],

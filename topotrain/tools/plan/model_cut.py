@@ -10,21 +10,21 @@ from torch import nn
 from topotrain.config.job import ConfigError, Job, Placement, Schedule
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import layout
-from topotrain.parallel.api.auto_prepare import Asked, bill_of, call_of, needs_of, placed, schema_of
-from topotrain.parallel.api.example_inputs import Inputs, inputs_of, parse_inputs
+from topotrain.parallel.api.auto_prepare import PlacementRequest, bill_of, call_of, needs_of, placed, schema_of
+from topotrain.parallel.api.example_inputs import ExampleInputs, inputs_of, parse_inputs
 from topotrain.parallel.api.prepare_split import tagged
 from topotrain.parallel.capture.capture_model import capture
-from topotrain.parallel.estimate.memory_check import Room, check, room
-from topotrain.parallel.estimate.process_memory import Need
+from topotrain.parallel.estimate.memory_check import MemoryLimits, check, room
+from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.parallel.placement.auto_modules import measure
-from topotrain.parallel.placement.auto_placement import Chosen
+from topotrain.parallel.placement.auto_placement import ChosenPlacement
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.tools.monitor.graph_report import CutPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ModelCut:
     """A planned cut: what `plan` shows, and the schema with its parts and owners."""
 
     plan: CutPlan
@@ -38,7 +38,7 @@ def cut_of(
     said: Sequence[str] = (),
     measured: bool = False,
     state_factor: float = 0.0,
-) -> Cut | None:
+) -> ModelCut | None:
     """Cut a model on paper; None where every worker of the job holds all of it.
 
     Args:
@@ -59,8 +59,8 @@ def cut_of(
     found = assignments(model, job, workers, captured)
     given = parse_inputs(said) if said else inputs_of(model, loader, job.schedule is Schedule.k1F1B)
     call = call_of(job, model, given)
-    asked = Asked(job, layout(job.cluster), model, captured, found, call, state_factor)
-    chosen: Chosen | None = None
+    asked = PlacementRequest(job, layout(job.cluster), model, captured, found, call, state_factor)
+    chosen: ChosenPlacement | None = None
     here = room()
     if job.placement is Placement.kAuto:
         times = measure(model, *_real(given)) if measured else None
@@ -70,10 +70,10 @@ def cut_of(
     blocks = chosen.conf() if chosen is not None and measured else ""
     planned = needs_of(asked, found, costs)
     plan = CutPlan(costs, given.told(), planned, here, words, blocks, _warnings(planned, here))
-    return Cut(plan, schema_of(divide(model, found, workers)))
+    return ModelCut(plan, schema_of(divide(model, found, workers)))
 
 
-def _real(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _real(given: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments to compute with: those that are sizes only become zeros."""
 
     def real(value: Any) -> Any:
@@ -82,7 +82,7 @@ def _real(given: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(map(real, given.args)), {name: real(value) for name, value in given.kwargs.items()}
 
 
-def _warnings(planned: Sequence[Need], here: Room) -> tuple[str, ...]:
+def _warnings(planned: Sequence[ProcessNeed], here: MemoryLimits) -> tuple[str, ...]:
     """What would not fit, if the job ran here and as this process."""
     try:
         check(planned, here)

@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from enum import Enum
 
 from topotrain.core.protocol import Message
-from topotrain.tools.simulator.sim_network import Weather
+from topotrain.tools.simulator.sim_network import NetworkFaults
 
-CALM = Weather()
-FAR = Weather(delay=(0.001, 0.05))
+CALM = NetworkFaults()
+FAR = NetworkFaults(delay=(0.001, 0.05))
 """Servers hear of the same thing at very different moments."""
-STORM = Weather(delay=(0.0005, 0.004), late=0.02, duplicate=0.15, reorder=0.25)
+STORM = NetworkFaults(delay=(0.0005, 0.004), late=0.02, duplicate=0.15, reorder=0.25)
 """Delay, duplicates and reordering, all at once."""
-ECHO = Weather(delay=(0.0005, 0.004), late=0.3, duplicate=0.5)
+ECHO = NetworkFaults(delay=(0.0005, 0.004), late=0.3, duplicate=0.5)
 """What was said long ago comes once more."""
-VIEWS = Weather(delay=(0.0005, 0.01), snapshots=False)
+VIEWS = NetworkFaults(delay=(0.0005, 0.01), snapshots=False)
 """As on real roads that show memory: in order and once, bodies read on arrival."""
 
-WEATHERS: Mapping[str, Weather] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
+WEATHERS: Mapping[str, NetworkFaults] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
 _DRAWN = ("calm", "far", "storm", "views")
 _ECHOES = 0.3
 
 
-class What(str, Enum):
+class FaultKind(str, Enum):
     """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps.
 
     CRASH: a server dies, and so all of the job starts again from its newest snapshot.
@@ -45,7 +45,7 @@ class What(str, Enum):
     JOIN = "join"
 
 
-MOVES = frozenset({What.LEAVE, What.LOSE, What.JOIN})
+MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Fault:
     kind: type[Message] = Message
     at: float = -1.0
     away: float = 0.1
-    what: What = What.KILL
+    what: FaultKind = FaultKind.KILL
     server: int = -1
 
     def __str__(self) -> str:
@@ -79,24 +79,28 @@ class Fault:
         else:
             kind = "message" if self.kind is Message else self.kind.__name__
             when = f"at {kind} {self.after + 1} of {worker} of incarnation {self.incarnation}"
-        if self.what is What.CLOCK:
+        if self.what is FaultKind.CLOCK:
             return f"{when}: the clock of the host of server (0,0) jumps"
-        if self.what is What.CRASH:
+        if self.what is FaultKind.CRASH:
             return f"{when}: the whole job dies, and starts again from its newest snapshot"
         if self.what in MOVES:
-            how = {What.LEAVE: f"leaves within {self.away:g} s", What.LOSE: "is lost for good", What.JOIN: "joins"}
+            how = {
+                FaultKind.LEAVE: f"leaves within {self.away:g} s",
+                FaultKind.LOSE: "is lost for good",
+                FaultKind.JOIN: "joins",
+            }
             return f"{when}: worker group {self.group} {how[self.what]}"
-        if self.what is What.PAUSE:
+        if self.what is FaultKind.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
         again = f"its group is started again {self.away:g} s later"
-        if self.what is What.CUT:
+        if self.what is FaultKind.CUT:
             return f"{when}: {worker} loses its connection to shard {self.server}; {again}"
         return f"{when}: worker group {self.group} is killed and started again {self.away:g} s later"
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class FaultSchedule:
     """All of a rehearsal that the seed decides before it begins.
 
     Args:
@@ -118,7 +122,7 @@ class Schedule:
     opens: float = 0.0
 
 
-def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> Schedule:
+def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> FaultSchedule:
     """The schedule of a seed.
 
     Args:
@@ -133,22 +137,26 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
         at = dice.uniform(0.0, 0.1)
         faults: Sequence[Fault] = [Fault(group, at=at, away=dice.choice((0.0, 0.05, 3.0))) for group in range(groups)]
     else:
-        kinds = (What.KILL, What.KILL, What.CUT, What.PAUSE, What.CLOCK) if mortal else (What.PAUSE, What.CLOCK)
+        kinds = (
+            (FaultKind.KILL, FaultKind.KILL, FaultKind.CUT, FaultKind.PAUSE, FaultKind.CLOCK)
+            if mortal
+            else (FaultKind.PAUSE, FaultKind.CLOCK)
+        )
         faults = [_one(dice, dice.choice(kinds), groups, workers, shards) for _ in range(dice.randint(1, 4))]
     if weather == "storm" and dice.random() < _ECHOES:
         weather = "echo"
     every = dice.choice((0.0, 0.003, 0.01, 0.03))
     crashes = [_crash(dice, groups, workers) for _ in range(dice.choice((0, 1, 1, 2)))] if every else []
     opens = dice.choice((0.0, 0.005, 0.03))
-    return Schedule(weather, batches, epochs, mode, tells, (*faults, *crashes), every, opens)
+    return FaultSchedule(weather, batches, epochs, mode, tells, (*faults, *crashes), every, opens)
 
 
 def _crash(dice: random.Random, groups: int, workers: int) -> Fault:
     """A job has died by now and then, and often in the middle of what a worker says in one go."""
     group, index = dice.randrange(groups), dice.randrange(workers)
     if dice.random() < 0.5:
-        return Fault(group, index=index, at=dice.uniform(0.005, 0.12), away=0.0, what=What.CRASH)
-    return Fault(group, 0, index, dice.randint(0, 60), away=0.0, what=What.CRASH)
+        return Fault(group, index=index, at=dice.uniform(0.005, 0.12), away=0.0, what=FaultKind.CRASH)
+    return Fault(group, 0, index, dice.randint(0, 60), away=0.0, what=FaultKind.CRASH)
 
 
 def drawn_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
@@ -156,16 +164,16 @@ def drawn_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...
     dice = random.Random(f"{name} {seed} moves")
     if not groups or dice.random() < 0.6:
         return ()
-    verbs = (What.LEAVE, What.LEAVE, What.LOSE, What.JOIN, What.JOIN)
+    verbs = (FaultKind.LEAVE, FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN, FaultKind.JOIN)
     drawn = [(dice.uniform(0.0, 0.12), dice.choice(groups), dice.choice(verbs)) for _ in range(dice.randint(1, 5))]
     return tuple(Fault(g, at=at, away=dice.choice((0.0, 0.01, 0.5)), what=verb) for at, g, verb in sorted(drawn))
 
 
-def _one(dice: random.Random, what: What, groups: int, workers: int, shards: int) -> Fault:
+def _one(dice: random.Random, what: FaultKind, groups: int, workers: int, shards: int) -> Fault:
     group, index, server = dice.randrange(groups), dice.randrange(workers), dice.randrange(shards)
-    if what is What.PAUSE:
+    if what is FaultKind.PAUSE:
         server = dice.choice((-1, server))
-    away = dice.choice((0.0, 0.003, 0.05, 3.0)) if what is not What.PAUSE else dice.choice((0.01, 0.1, 1.0))
+    away = dice.choice((0.0, 0.003, 0.05, 3.0)) if what is not FaultKind.PAUSE else dice.choice((0.01, 0.1, 1.0))
     if dice.random() < 0.4:
         return Fault(group, at=dice.uniform(0.0, 0.12), away=away, what=what, index=index, server=server)
     incarnation = dice.choice((0, 0, 1, 2))

@@ -10,16 +10,16 @@ from functools import partial
 
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Away, Leave, Message
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, Schedule, What
-from topotrain.tools.simulator.sim_network import Weather
-from topotrain.tools.simulator.sim_processes import Killed, Life
+from topotrain.core.protocol import GroupLeaveRequest, GroupLeft, Message
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.tools.simulator.sim_processes import Killed, WorkerProcess
 from topotrain.tools.simulator.trial import Trial
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
 
 
-class Elastic(Trial):
+class ElasticTrial(Trial):
     """A trial whose groups leave and come.
 
     Args:
@@ -32,8 +32,8 @@ class Elastic(Trial):
         self,
         job: Job,
         seed: int,
-        schedule: Schedule,
-        weather: Weather | None = None,
+        schedule: FaultSchedule,
+        weather: NetworkFaults | None = None,
         absent: Iterable[int] = (),
         before: Trial | None = None,
     ) -> None:
@@ -42,10 +42,10 @@ class Elastic(Trial):
         """When the last process of a group that left had ended."""
         super().__init__(job, seed, schedule, weather, before)
 
-    def again(self) -> "Elastic":
+    def again(self) -> "ElasticTrial":
         """As `Trial.again`; who had left, or was about to, stays away."""
         away = self.absent | self._leaving.keys()
-        return Elastic(self.job, self.sim.seed, self._left_over, self._weather, away, self)
+        return ElasticTrial(self.job, self.sim.seed, self._left_over, self._weather, away, self)
 
     @property
     def moves(self) -> list[Fault]:
@@ -59,7 +59,7 @@ class Elastic(Trial):
         elif fault in self._faults:
             self._faults.remove(fault)
             away = fault.group in self.absent
-            joins = fault.what is What.JOIN
+            joins = fault.what is FaultKind.JOIN
             if fault.group in self._leaving or away is not joins or self._refused(fault):
                 return
             self.log.append((self.sim.now, fault))
@@ -74,12 +74,12 @@ class Elastic(Trial):
 
     def _leave(self, fault: Fault) -> None:
         self._leaving[fault.group] = fault
-        if fault.what is What.LOSE:
+        if fault.what is FaultKind.LOSE:
             self._end_all(fault.group)
             return
         lives = self._lives(fault.group)
         again = all(life.dead for life in lives)  # its processes are about to start, and are meant
-        self._tell(Leave(fault.group, lives[0].incarnation + again))
+        self._tell(GroupLeaveRequest(fault.group, lives[0].incarnation + again))
 
         def late() -> None:
             if self._leaving.get(fault.group) is fault:
@@ -89,7 +89,7 @@ class Elastic(Trial):
 
     # --- what befalls those who leave ----------------------------------------------------------------------------
 
-    def _lives(self, group: int) -> list[Life]:
+    def _lives(self, group: int) -> list[WorkerProcess]:
         return [self.lives[worker] for worker in self.topology.workers(group)]
 
     def _tell(self, message: Message) -> None:
@@ -99,13 +99,13 @@ class Elastic(Trial):
     def _end_all(self, group: int) -> None:
         if all(life.dead for life in self._lives(group)):  # about to start again: those end before they are there
             for life in self._lives(group):
-                self.lives[life.me] = Life(life.me, life.incarnation + 1, over=True, dead=True)
+                self.lives[life.me] = WorkerProcess(life.me, life.incarnation + 1, over=True, dead=True)
         for life in self._lives(group):
             if not life.over:
                 self._end_one(life)
         self._emptied(group)
 
-    def _end_one(self, life: Life) -> None:
+    def _end_one(self, life: WorkerProcess) -> None:
         """One process of a group that leaves has ended; servers see it by its connections."""
         life.over = life.dead = True
         self.wire.resume(life.me)
@@ -122,9 +122,9 @@ class Elastic(Trial):
         if any(life.dead for life in lives):  # else its scripts have come to their end meanwhile
             self.absent.add(group)
             self.left_at = self.sim.now
-            self._later(partial(self._tell, Away(group, lives[0].incarnation + 1)))
+            self._later(partial(self._tell, GroupLeft(group, lives[0].incarnation + 1)))
 
-    def _go(self, life: Life) -> None:
+    def _go(self, life: WorkerProcess) -> None:
         if not life.over:
             self._end_one(life)
             self._emptied(life.me.group)
@@ -141,11 +141,11 @@ class Elastic(Trial):
         if me.group not in self.absent:
             super()._start(me)
 
-    def run(self) -> "Elastic":
+    def run(self) -> "ElasticTrial":
         """As `Trial.run`."""
         for group in sorted(self.absent):
             for life in self._lives(group):
                 life.over = life.dead = True
-            self.sim.at(self._opens[_COORDINATOR], partial(self._tell, Away(group, 0)))
+            self.sim.at(self._opens[_COORDINATOR], partial(self._tell, GroupLeft(group, 0)))
         super().run()
         return self

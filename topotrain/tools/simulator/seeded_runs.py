@@ -17,8 +17,8 @@ from topotrain.config.job import Apply, Cluster, Compression, ConfigError, Grads
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, Schedule, draw, drawn_moves
-from topotrain.tools.simulator.group_churn import Elastic
+from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultSchedule, draw, drawn_moves
+from topotrain.tools.simulator.group_churn import ElasticTrial
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
@@ -52,7 +52,7 @@ LAYOUTS: Mapping[str, Job] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialVerdict:
     """What came of one rehearsal.
 
     wrong: what went wrong; empty: nothing. kills: groups that died. crashes: times that all of the job did.
@@ -63,7 +63,7 @@ class Verdict:
 
     seed: int
     layout: str
-    schedule: Schedule
+    schedule: FaultSchedule
     wrong: str
     kills: int
     crashes: int
@@ -103,7 +103,7 @@ def layout_of(seed: int) -> str:
     return tuple(LAYOUTS)[seed % len(LAYOUTS)]
 
 
-def scheduled(job: Job, name: str, seed: int) -> Schedule:
+def scheduled(job: Job, name: str, seed: int) -> FaultSchedule:
     """What the seed does to a layout."""
     topology = layout(job.cluster)
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
@@ -114,9 +114,9 @@ def scheduled(job: Job, name: str, seed: int) -> Schedule:
     return replace(schedule, faults=(*schedule.faults, *moves))
 
 
-def rehearse(job: Job, name: str, seed: int, schedule: Schedule) -> Verdict:
+def rehearse(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
     """One rehearsal."""
-    trial = Elastic(job, seed, schedule)
+    trial = ElasticTrial(job, seed, schedule)
     seen = [0, 0]
     crashes = 0
 
@@ -136,7 +136,7 @@ def rehearse(job: Job, name: str, seed: int, schedule: Schedule) -> Verdict:
         wrong = f"{type(error).__name__}: {error}"
     counted = (trial.kills, crashes, _moves(trial.log), trial.snapshots, seen[0], round(trial.sim.now, 4), seen[1])
     befell = {fault: round(moment, 4) for moment, fault in trial.log}
-    return Verdict(seed, name, schedule, wrong, *counted, tuple(befell.get(fault) for fault in schedule.faults))
+    return TrialVerdict(seed, name, schedule, wrong, *counted, tuple(befell.get(fault) for fault in schedule.faults))
 
 
 def _moves(log: Sequence[tuple[float, Fault]]) -> int:
@@ -151,7 +151,7 @@ def _text(wrong: Sequence[tuple[int, int, float]]) -> str:
     return f"counted wrongly: {cells}{more}, where 1 is right" if wrong else ""
 
 
-def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[Verdict]:
+def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[TrialVerdict]:
     """A rehearsal for each seed: of one layout, or of that which the seed says."""
     for seed in seeds:
         mine = name or layout_of(seed)
@@ -159,7 +159,7 @@ def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterat
         yield rehearse(used, mine, seed, scheduled(used, mine, seed))
 
 
-def shrunk(job: Job, verdict: Verdict) -> tuple[Verdict, tuple[int, ...]]:
+def shrunk(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ...]]:
     """The same fault with less: the shortest schedule found, and which of the seed's faults are left in it."""
     again = partial(rehearse, job, verdict.layout, verdict.seed)
     best, kept = verdict, tuple(range(len(verdict.schedule.faults)))
@@ -175,6 +175,6 @@ def shrunk(job: Job, verdict: Verdict) -> tuple[Verdict, tuple[int, ...]]:
     return best, kept
 
 
-def chosen(schedule: Schedule, kept: Sequence[int]) -> Schedule:
+def chosen(schedule: FaultSchedule, kept: Sequence[int]) -> FaultSchedule:
     """The schedule with only these of its faults."""
     return replace(schedule, faults=tuple(schedule.faults[at] for at in kept))

@@ -1,8 +1,8 @@
 """A whole job in one program: the real servers, the real doors of its workers, and a pretended network between them.
 
 Rule: nothing here decides anything. What a server answers and what a worker waits for is the product's own code; only
-the road, the clock and the script are made up. A `Seat` is a worker without a model: it pushes the numbers that it is
-given, and whole numbers add up exactly in any order.
+the road, the clock and the script are made up. A `SimWorker` is a worker without a model: it pushes the numbers that it
+is given, and whole numbers add up exactly in any order.
 """
 
 import random
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.client.client import Exchange, Outcome, StepEnd
+from topotrain.core.client.client import Client, StepEnd, StepOutcome
 from topotrain.core.model.schema import FlatBuffers, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.shard_snapshot import Source
+from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.process_host import peers
-from topotrain.tools.simulator.sim_network import SimulatedWire, Simulation, Weather
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
 
 
 def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
@@ -47,15 +47,15 @@ def _plan(schema: tuple[Parameter, ...], shards: int, groups: int, rate: float) 
     return Schema(schema, (), spec.to_text(), slice_map.digest), slice_map
 
 
-class House:
+class SimServer:
     """A server at its address, as a host process has it. What it answers to whom is the road's business."""
 
-    def __init__(self, server: Server, wire: SimulatedWire) -> None:
+    def __init__(self, server: Server, wire: SimulatedTransport) -> None:
         self.server, self._wire = server, wire
         self.lost_peers: list[Address] = []
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Resident.place`."""
+        """As `wire.Endpoint.place`."""
         return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
@@ -65,7 +65,7 @@ class House:
     def send(self, out: Sequence[tuple[Address, Message]]) -> None:
         """Put the server's answers on their way."""
         for to, message in out:
-            with suppress(WireError):  # as a host does: there is nobody yet, or not any more
+            with suppress(TransportError):  # as a host does: there is nobody yet, or not any more
                 self._wire.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
@@ -73,7 +73,7 @@ class House:
         self.lost_peers.append(peer)
 
 
-class Town:
+class SimCluster:
     """Every server and every worker's door of a job, tied by a simulated road, connected as host processes are.
 
     Args:
@@ -89,10 +89,10 @@ class Town:
         self,
         job: Job,
         seed: int,
-        weather: Weather | None,
+        weather: NetworkFaults | None,
         schema: tuple[Parameter, ...],
         rate: float = 1.0,
-        resumed: Source | None = None,
+        resumed: SnapshotSource | None = None,
     ) -> None:
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
@@ -100,25 +100,25 @@ class Town:
         self.random = random.Random(seed)  # the scripts' own dice
         groups = self.topology.server_groups if self.topology.synced else 1
         self.schema, self.map = _plan(schema, self.topology.shards, groups, rate)
-        self.houses: dict[Address, House] = {}
+        self.houses: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
             for me in self.topology.servers(group):
-                self.houses[me] = House(Server(me, job, self.topology, zeros, resumed=resumed), self.wire)
+                self.houses[me] = SimServer(Server(me, job, self.topology, zeros, resumed=resumed), self.wire)
                 self.wire.attach(me, self.houses[me])
         self._meet_servers()
         self.workers = [me for group in range(self.topology.worker_groups) for me in self.topology.workers(group)]
         self.doors = {me: self._door(me) for me in self.workers}
 
-    def _wire(self, weather: Weather | None) -> SimulatedWire:
-        return SimulatedWire(self.sim, weather)
+    def _wire(self, weather: NetworkFaults | None) -> SimulatedTransport:
+        return SimulatedTransport(self.sim, weather)
 
     def _meet_servers(self) -> None:
         for me in self.houses:
             for peer in peers(me, self.topology):
                 self.wire.connect(me, peer, "")
 
-    def _door(self, me: Address) -> Exchange:
-        door = Exchange(me, self.topology, lambda to, message: self.wire.send(me, to, message), self.sim.waiter())
+    def _door(self, me: Address) -> Client:
+        door = Client(me, self.topology, lambda to, message: self.wire.send(me, to, message), self.sim.waiter())
         self.wire.attach(me, door)
         for server in {*door.servers, door.desk}:
             self.wire.connect(me, server, "")
@@ -130,20 +130,20 @@ class Town:
 
 
 @dataclass
-class Seat:
+class SimWorker:
     """One worker without a model. Gradients are lists of one 1-D tensor per parameter."""
 
-    town: Town
+    town: SimCluster
     me: Address
     steps: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[StepOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.door = self.town.doors[self.me]
         self.flats = FlatBuffers(self.town.map, None, zeros)
         self.visible = self.door.group_size > 1
 
-    def open(self, start: float = 0.0) -> "Seat":
+    def open(self, start: float = 0.0) -> "SimWorker":
         """Join the job; worker (0,0) says the values from which everybody starts."""
         self.door.open(self.town.schema, self.town.map, self.flats)
         if self.me.group == self.me.index == 0:
@@ -180,7 +180,7 @@ class Seat:
             self.flats.view("seen", self.town.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 
-    def commit(self, backwards: int = 1, revision: int = 0, **more: Any) -> Outcome:
+    def commit(self, backwards: int = 1, revision: int = 0, **more: Any) -> StepOutcome:
         """`optimizer.step()`; `more` are fields of StepEnd."""
         revisions = () if self.visible else (revision,) * len(self.town.map.buckets)
         said = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
@@ -189,7 +189,7 @@ class Seat:
         self.outcomes.append(outcome)
         return outcome
 
-    def step(self, gradient: Sequence[torch.Tensor], **more: Any) -> Outcome:
+    def step(self, gradient: Sequence[torch.Tensor], **more: Any) -> StepOutcome:
         """One step with one backward."""
         if self.visible:
             self.backward(gradient)
@@ -197,7 +197,7 @@ class Seat:
             self.push(gradient)
         return self.commit(**more)
 
-    def finish(self) -> "Seat":
+    def finish(self) -> "SimWorker":
         """The script has come to its end."""
         if self.me.index == 0:
             self.door.put_buffers([])

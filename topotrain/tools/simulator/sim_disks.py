@@ -14,10 +14,17 @@ from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import Table
-from topotrain.extensions.checkpointing.snapshot_coordinator import PUBLISHED, WRITTEN, Drop, Publish, Write, texts
-from topotrain.extensions.tables.table_file_layout import KeptTable
-from topotrain.tools.simulator.sim_cluster import House, Town
-from topotrain.tools.simulator.worker_observer import Wrong
+from topotrain.extensions.checkpointing.snapshot_coordinator import (
+    PUBLISHED,
+    WRITTEN,
+    DropSnapshot,
+    PublishSnapshot,
+    WriteSnapshot,
+    texts,
+)
+from topotrain.extensions.tables.table_file_layout import StoredTable
+from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
+from topotrain.tools.simulator.worker_observer import InvariantViolated
 from topotrain.training.data.batch_ranges import Runs, merged
 
 _DESK = Address(Role.SERVER, 0, 0)
@@ -26,8 +33,8 @@ _FOR_A_REASON = (" never came", " had to start again")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A snapshot that was published, in memory: what the job starts from when all of it has died (`snapshot.Source`).
+class PublishedSnapshot:
+    """A snapshot that was published, in memory: what the job starts from when all of it has died (`snapshot.SnapshotSource`).
 
     passes: the first pass over the data that some worker had not come to the end of, as the workers left it; None:
     nobody has left anything.
@@ -72,19 +79,19 @@ class Kept:
 
     def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
         """There is none: a plain SGD steps here."""
-        raise Wrong(f"a plain SGD holds {entry} of {parameter}")
+        raise InvariantViolated(f"a plain SGD holds {entry} of {parameter}")
 
     @property
-    def tables(self) -> Sequence[Sequence[KeptTable]]:
+    def tables(self) -> Sequence[Sequence[StoredTable]]:
         """Nobody opens one here."""
         return ()
 
     def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
         """There are none."""
-        raise Wrong(f"nobody has opened a table {table}")
+        raise InvariantViolated(f"nobody has opened a table {table}")
 
 
-class Ledger(Protocol):
+class SnapshotTrial(Protocol):
     """The job whose snapshots are kept: a town in which each batch has its cells."""
 
     @property
@@ -101,7 +108,7 @@ class Ledger(Protocol):
         ...
 
 
-class Archive:
+class SimDisks:
     """The disks of all hosts of one start of a job.
 
     Args:
@@ -110,7 +117,7 @@ class Archive:
         before: what this start goes on from.
     """
 
-    def __init__(self, town: Town, ledger: Ledger, before: Kept | None = None) -> None:
+    def __init__(self, town: SimCluster, ledger: SnapshotTrial, before: PublishedSnapshot | None = None) -> None:
         self._town, self._ledger = town, ledger
         self._values: dict[int, dict[str, torch.Tensor]] = {}
         # Epochs before it were read to their end by the snapshot before: none lists them any more.
@@ -123,16 +130,16 @@ class Archive:
 
     def ask(self) -> None:
         """A host's clock says that it is time."""
-        house: House = self._town.houses[_DESK]
-        self._town.wire.awake(lambda: house.handle(_DESK, m.SnapshotAsk()), _DESK)
+        house: SimServer = self._town.houses[_DESK]
+        self._town.wire.awake(lambda: house.handle(_DESK, m.SnapshotRequest()), _DESK)
 
-    def _work(self, me: Address, what: Write | Publish | Drop) -> None:
-        if isinstance(what, Drop):
+    def _work(self, me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
+        if isinstance(what, DropSnapshot):
             self._values.pop(what.number, None)
             if not what.why.endswith(_FOR_A_REASON):
-                raise Wrong(f"snapshot {what.number} came to nothing: {what.why}")
+                raise InvariantViolated(f"snapshot {what.number} came to nothing: {what.why}")
             return
-        if isinstance(what, Publish):
+        if isinstance(what, PublishSnapshot):
             self._publish(what)
             self._answer(me, texts(what.number, PUBLISHED, {}))
             return
@@ -151,7 +158,7 @@ class Archive:
         sim = self._town.sim
         sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._town.wire.awake(say, me))
 
-    def _publish(self, what: Publish) -> None:
+    def _publish(self, what: PublishSnapshot) -> None:
         self.published += 1
         values, facts = self._values.pop(what.number), what.facts
         runs = {int(epoch): merged((int(lo), int(hi)) for lo, hi in listed) for epoch, listed in facts["epochs"]}
@@ -160,7 +167,7 @@ class Archive:
         first = facts["first_epoch"]
         self._over = max(self._over, first or 0)
         passes = [int(left.view(torch.int64)) for left in what.deposits.values()]
-        self.last = Kept(
+        self.last = PublishedSnapshot(
             what.number,
             facts["version"],
             dict(facts["clocks"]),
@@ -186,7 +193,7 @@ class Archive:
         for name, found in values.items():
             if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
                 has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}
-                raise Wrong(f"snapshot {number} says it has {runs}, and {name} has cells {has}")
+                raise InvariantViolated(f"snapshot {number} says it has {runs}, and {name} has cells {has}")
 
 
 def passes_of(epoch: int) -> torch.Tensor:

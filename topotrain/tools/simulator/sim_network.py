@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 
 import torch
 
-from topotrain.comm.transport import Resident, WireError
+from topotrain.comm.transport import Endpoint, TransportError
 from topotrain.comm.transport.connection import checked
 from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.topology import Address
@@ -166,7 +166,7 @@ class Simulation:
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
+class NetworkFaults:
     """What the network does to messages. Times in virtual seconds, chances per message.
 
     delay: shortest and longest; messages of one sender to one receiver keep their order. late: how much longer a
@@ -191,15 +191,15 @@ class _Fate:
     tell: bool
 
 
-class SimulatedWire:
-    """The `Wire` of all residents of a simulation; they use the same object."""
+class SimulatedTransport:
+    """The `Transport` of all residents of a simulation; they use the same object."""
 
-    def __init__(self, simulation: Simulation, weather: Weather | None = None) -> None:
-        self.weather = weather or Weather()
+    def __init__(self, simulation: Simulation, weather: NetworkFaults | None = None) -> None:
+        self.weather = weather or NetworkFaults()
         self.observers: list[Callable[[Address, Address, Message], None]] = []  # called before each delivery
         self.lost: list[tuple[Address, Address, Message]] = []  # what crashes have swallowed
         self._simulation = simulation
-        self._residents: dict[Address, Resident] = {}
+        self._residents: dict[Address, Endpoint] = {}
         self._ways: set[frozenset[Address]] = set()
         self._last: dict[tuple[Address, Address], float] = {}
         self._fates: dict[Address, _Fate] = {}
@@ -208,10 +208,10 @@ class SimulatedWire:
         self._kept: list[tuple[tuple[Address, ...], Callable[[], None]]] = []
         self._sent = self._received = 0
 
-    def attach(self, me: Address, resident: Resident) -> str:
+    def attach(self, me: Address, resident: Endpoint) -> str:
         """Make a resident reachable."""
         if me in self._residents:
-            raise WireError(f"{me} is attached already")
+            raise TransportError(f"{me} is attached already")
         self._residents[me] = resident
         return f"simulated:{me.role.name.lower()}/{me.group}/{me.index}"
 
@@ -219,13 +219,13 @@ class SimulatedWire:
         """Open the way between two attached residents."""
         for address in (me, peer):
             if address not in self._residents:
-                raise WireError(f"cannot reach {peer} at {url}: {address} is not attached here")
+                raise TransportError(f"cannot reach {peer} at {url}: {address} is not attached here")
         self._ways.add(frozenset((me, peer)))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
         """Put a message on its way, or lose it; there is always room. Raises WireError when there is no way there."""
         if frozenset((me, to)) not in self._ways:
-            raise WireError(f"no way from {me} to {to}")
+            raise TransportError(f"no way from {me} to {to}")
         self._meet_fate(me, message)
         kind, meta = encode(message)
         body = message.body

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from topotrain.comm.transport import Resident
+from topotrain.comm.transport import Endpoint
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.tools.simulator.sim_network import SimulatedWire, Simulation, Weather
-from topotrain.tools.simulator.worker_observer import Wrong
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
+from topotrain.tools.simulator.worker_observer import InvariantViolated
 
 
 class Killed(BaseException):
@@ -16,7 +16,7 @@ class Killed(BaseException):
 
 
 @dataclass(eq=False)
-class Life:
+class WorkerProcess:
     """One process of a worker. `said`: messages that it has sent. `came`: the servers have let it in."""
 
     me: Address
@@ -27,10 +27,10 @@ class Life:
     dead: bool = False
 
 
-class Patience:
+class CrashableWaiter:
     """How a mortal waits (`exchange.Waiter`)."""
 
-    def __init__(self, life: Life, sim: Simulation) -> None:
+    def __init__(self, life: WorkerProcess, sim: Simulation) -> None:
         self._life, self._sim = life, sim
 
     def update(self) -> AbstractContextManager[object]:
@@ -44,16 +44,18 @@ class Patience:
             raise Killed
 
 
-class Road(SimulatedWire):
+class CrashableTransport(SimulatedTransport):
     """A road on which a worker's connections end with its process: what was on them is lost, from some byte on."""
 
-    def __init__(self, sim: Simulation, lives: Mapping[Address, Life], weather: Weather | None) -> None:
+    def __init__(self, sim: Simulation, lives: Mapping[Address, WorkerProcess], weather: NetworkFaults | None) -> None:
         super().__init__(sim, weather)
         self._lives = lives
         self._newest: dict[tuple[Address, Address], float] = {}
-        self.cut: dict[tuple[Address, Address], Life] = {}  # (worker, server) -> the life that is not heard any more
+        self.cut: dict[
+            tuple[Address, Address], WorkerProcess
+        ] = {}  # (worker, server) -> the life that is not heard any more
 
-    def _way(self, me: Address, to: Address) -> tuple[Life, tuple[Address, Address]] | None:
+    def _way(self, me: Address, to: Address) -> tuple[WorkerProcess, tuple[Address, Address]] | None:
         for worker, server in ((me, to), (to, me)):
             if worker.role is Role.WORKER:
                 return self._lives[worker], (worker, server)
@@ -62,13 +64,13 @@ class Road(SimulatedWire):
     def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
         now, uniform = self._simulation.now, self._simulation.random.uniform
         if isinstance(message, m.Fail):  # nobody does anything wrong here, but dies
-            raise Wrong(f"{me} to {to}: {message.text}")
+            raise InvariantViolated(f"{me} to {to}: {message.text}")
         time = now + uniform(*self.weather.delay)
         if late:
             time += uniform(0.0, self.weather.late)
         else:
             time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
-        if isinstance(message, m.Return):  # here, too, nothing said before a greeting comes after it
+        if isinstance(message, m.WorkerRejoined):  # here, too, nothing said before a greeting comes after it
             time = self._last[me, to] = max(time, self._newest.get((me, to), 0.0))
         self._newest[me, to] = max(time, self._newest.get((me, to), 0.0))
         then = self._way(me, to)
@@ -80,6 +82,6 @@ class Road(SimulatedWire):
 
         self._simulation.at(time, lambda: self.awake(arrive, me, to))
 
-    def settle(self, me: Address, resident: Resident) -> None:
+    def settle(self, me: Address, resident: Endpoint) -> None:
         """A process stands in for the one that was there."""
         self._residents[me] = resident

@@ -13,18 +13,18 @@ import torch
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Exchange, PeerLost
+from topotrain.core.client.client import Client, PeerLost
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
-from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, Schedule, What
-from topotrain.tools.simulator.sim_cluster import Seat, Town, parameters
-from topotrain.tools.simulator.sim_disks import Archive, Kept, passes_of
-from topotrain.tools.simulator.sim_network import SimulatedWire, Weather
-from topotrain.tools.simulator.sim_processes import Killed, Life, Patience, Road
-from topotrain.tools.simulator.worker_observer import Witness, Wrong
+from topotrain.tools.simulator.fault_schedule import WEATHERS, Fault, FaultKind, FaultSchedule
+from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
+from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
+from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport
+from topotrain.tools.simulator.sim_processes import CrashableTransport, CrashableWaiter, Killed, WorkerProcess
+from topotrain.tools.simulator.worker_observer import InvariantViolated, WorkerObserver
 from topotrain.training.data.batch_ranges import left
-from topotrain.training.data.map_dataset import STATIC, Leases
+from topotrain.training.data.map_dataset import STATIC, LeaseIterator
 
 LONG = 10.0
 """Virtual seconds after the last fault, by which the slowest of these jobs is over many times."""
@@ -34,11 +34,11 @@ class _Crashed(BaseException):
     """All processes of the job are gone."""
 
 
-class Trial(Town):
+class Trial(SimCluster):
     """A town whose processes are tormented.
 
     Args:
-        job, seed: as for `Town`.
+        job, seed: as for `SimCluster`.
         schedule: what happens; with it the name of a weather.
         weather: instead of the schedule's.
         before: this is another start of that job, all of which has died.
@@ -48,11 +48,11 @@ class Trial(Town):
         self,
         job: Job,
         seed: int,
-        schedule: Schedule,
-        weather: Weather | None = None,
+        schedule: FaultSchedule,
+        weather: NetworkFaults | None = None,
         before: "Trial | None" = None,
     ) -> None:
-        self.lives: dict[Address, Life] = {}
+        self.lives: dict[Address, WorkerProcess] = {}
         self.batches, self.epochs, self.mode, self.tells = (
             schedule.batches,
             schedule.epochs,
@@ -62,7 +62,7 @@ class Trial(Town):
         self.singly = singly(job)
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
-        self._aways: dict[Life, float] = {}  # of those that lose a connection
+        self._aways: dict[WorkerProcess, float] = {}  # of those that lose a connection
         self.kills = 0
         self.commits: dict[int, list[float]] = {}
         self.births: list[tuple[float, int]] = []
@@ -72,15 +72,15 @@ class Trial(Town):
         self.crashed = False
         self._published = 0  # by starts before this one
         self._schedule, self._weather = schedule, weather
-        self.archive: Archive | None = None
-        self._kept: Kept | None = None if before is None or before.archive is None else before.archive.last
+        self.archive: SimDisks | None = None
+        self._kept: PublishedSnapshot | None = None if before is None or before.archive is None else before.archive.last
         cells = self.batches * self.epochs * job.cluster.nworkers_per_group
         schema = parameters(cells, max(cells, 150), max(cells, 256))
         super().__init__(job, seed, weather or WEATHERS[schedule.weather], schema, resumed=self._kept)
         if before is not None:
             self._follow(before)
         if not self.server(0, 0).snapshots.refusal:
-            self.archive = Archive(self, self, self._kept)
+            self.archive = SimDisks(self, self, self._kept)
         self._open()
 
     def _follow(self, before: "Trial") -> None:
@@ -101,19 +101,19 @@ class Trial(Town):
         return Trial(self.job, self.sim.seed, self._left_over, self._weather, self)
 
     @property
-    def _left_over(self) -> Schedule:
+    def _left_over(self) -> FaultSchedule:
         """What has not befallen it yet."""
         return replace(self._schedule, faults=tuple(self._faults))
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
-    def _wire(self, weather: Weather | None) -> SimulatedWire:
-        self.road = Road(self.sim, self.lives, weather)
+    def _wire(self, weather: NetworkFaults | None) -> SimulatedTransport:
+        self.road = CrashableTransport(self.sim, self.lives, weather)
         return self.road
 
-    def _door(self, me: Address) -> Exchange:
+    def _door(self, me: Address) -> Client:
         known = self.lives.get(me)
-        life = self.lives[me] = Life(me, 0 if known is None else known.incarnation + 1)
+        life = self.lives[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
         def say(to: Address, message: m.Message) -> None:
             self._meet(life, message)
@@ -122,7 +122,7 @@ class Trial(Town):
             life.said += 1
             self.wire.send(me, to, message)
 
-        door = Exchange(me, self.topology, say, Patience(life, self.sim), incarnation=life.incarnation)
+        door = Client(me, self.topology, say, CrashableWaiter(life, self.sim), incarnation=life.incarnation)
         self.road.settle(me, door)
         for server in {*door.servers, door.desk}:
             self.wire.connect(me, server, "")
@@ -154,7 +154,7 @@ class Trial(Town):
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 
-    def _meet(self, life: Life, message: m.Message) -> None:
+    def _meet(self, life: WorkerProcess, message: m.Message) -> None:
         """What is to happen at just this message happens, before it is said."""
         if life.over:
             return
@@ -171,13 +171,13 @@ class Trial(Town):
             return
         self._faults.remove(fault)
         self.log.append((self.sim.now, fault))
-        if fault.what is What.KILL:
+        if fault.what is FaultKind.KILL:
             self.kill(fault.group, fault.away, fault.index)
-        elif fault.what is What.CUT:
+        elif fault.what is FaultKind.CUT:
             self._cut(fault)
-        elif fault.what is What.PAUSE:
+        elif fault.what is FaultKind.PAUSE:
             self._pause(fault)
-        elif fault.what is What.CRASH:
+        elif fault.what is FaultKind.CRASH:
             raise _Crashed
         elif self.archive is not None:
             for _ in range(3):
@@ -241,7 +241,7 @@ class Trial(Town):
     def _later(self, do: Callable[[], None]) -> None:
         self.sim.at(self.sim.now + self.sim.random.uniform(*self.wire.weather.delay), do)
 
-    def _end(self, life: Life, server: Address) -> None:
+    def _end(self, life: WorkerProcess, server: Address) -> None:
         """The end of a connection comes to a server."""
         if self.road.cut.get((life.me, server)) is not life and self.lives[life.me] is life:
             self.road.cut[life.me, server] = life
@@ -270,7 +270,7 @@ class Trial(Town):
                 life.came = True
                 if life.incarnation:
                     door.come_back()
-                self.script(Seat(self, me))
+                self.script(SimWorker(self, me))
                 life.over = True
             except Killed:
                 pass
@@ -297,15 +297,17 @@ class Trial(Town):
             return self
         for me, house in self.houses.items():
             if house.server.undecided:
-                raise Wrong(f"{me} still waits for votes about {house.server.undecided} steps, and all is over")
+                raise InvariantViolated(
+                    f"{me} still waits for votes about {house.server.undecided} steps, and all is over"
+                )
         return self
 
     # --- what a script does --------------------------------------------------------------------------------------
 
-    def script(self, seat: Seat) -> None:
+    def script(self, seat: SimWorker) -> None:
         """Read all that there is, one step for each batch."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
-        witness = Witness(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
+        witness = WorkerObserver(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
         seat.visible = seat.visible and not self.singly
         seat.open(0.0)
         if self.singly:
@@ -342,7 +344,7 @@ class Trial(Town):
             seat.door.data.deposit(snapshot, passes_of(self.epochs))
         self._end_well(seat)
 
-    def _train_singly(self, seat: Seat, witness: Witness) -> None:
+    def _train_singly(self, seat: SimWorker, witness: WorkerObserver) -> None:
         """With backup workers each does its own batches, some of them again, and joins the others after each epoch."""
         life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
         if life.incarnation:
@@ -376,18 +378,18 @@ class Trial(Town):
         """What an earlier start has left of so many."""
         return list(left(range(batches), () if self._kept is None else self._kept.runs(epoch)))
 
-    def _end_well(self, seat: Seat) -> None:
+    def _end_well(self, seat: SimWorker) -> None:
         seat.finish()
         if seat.me == self.workers[0]:
             seat.door.final_values()
             seat.door.final_buffers()
             self.final = seat.values()
 
-    def _go(self, life: Life) -> None:
+    def _go(self, life: WorkerProcess) -> None:
         """A worker leaves, since its group was told to."""
-        raise Wrong(f"{life.me} leaves, and nobody has told it to")
+        raise InvariantViolated(f"{life.me} leaves, and nobody has told it to")
 
-    def _batches(self, seat: Seat, epoch: int) -> Iterator[tuple[int, int, int]]:
+    def _batches(self, seat: SimWorker, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door
         units = self._unread(epoch, self.batches)
         if self.mode == "static":
@@ -396,7 +398,7 @@ class Trial(Town):
             for seq in range(door.data.applied(stream), len(mine)):
                 yield stream, seq, mine[seq]
             return
-        leases = Leases(door.data, epoch, len(units), 0)
+        leases = LeaseIterator(door.data, epoch, len(units), 0)
         while leases.at < leases.last or leases.ask(wait=False) or leases.ask(wait=True):
             place = leases.take()
             yield place.stream, place.seq, units[place.number]

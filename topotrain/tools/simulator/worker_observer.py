@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 
-class Wrong(Exception):
+class InvariantViolated(Exception):
     """The job says something that it must not say; the text says what."""
 
 
-class Witness:
+class WorkerObserver:
     """One life of one worker.
 
     Args:
@@ -44,4 +44,4 @@ class Witness:
     def _refuse(self, number: int, found: torch.Tensor, where: torch.Tensor, why: str) -> None:
         if where.any():
             cell = int(where.nonzero()[0])
-            raise Wrong(f"{self._who} is shown cell {cell} of p{number} as {float(found[cell]):g}, {why}")
+            raise InvariantViolated(f"{self._who} is shown cell {cell} of p{number} as {float(found[cell]):g}, {why}")

@@ -9,7 +9,7 @@ from topotrain.core.protocol.codec import Message, numbered
 
 @numbered(50)
 @dataclass(frozen=True, slots=True)
-class LeaseAsk(Message):
+class LeaseRequest(Message):
     """Worker -> server (0,0): the `ordinal`-th lease of my group in this epoch.
 
     total: batches in the epoch (-1: not known). digest: hash of the epoch's batch list (must agree; 0: unknown).
@@ -42,7 +42,7 @@ class Lease(Message):
 
 @numbered(52)
 @dataclass(frozen=True, slots=True)
-class LeaseFree(Message):
+class LeaseRelease(Message):
     """Worker -> server (0,0): my group left the epoch; from batch `first` of lease `ordinal` on, all are free."""
 
     epoch: int
@@ -52,7 +52,7 @@ class LeaseFree(Message):
 
 @numbered(53)
 @dataclass(frozen=True, slots=True)
-class DrawPut(Message):
+class DrawnBatches(Message):
     """Worker (0,0) -> server (0,0): a run of the epoch's batches; sizes per batch, then all indices. end: no more."""
 
     epoch: int
@@ -64,7 +64,7 @@ class DrawPut(Message):
 
 @numbered(54)
 @dataclass(frozen=True, slots=True)
-class DrawAsk(Message):
+class DrawRequest(Message):
     """Worker -> server (0,0): chunk number `chunk` of the epoch; replied with DrawPut when it is there."""
 
     epoch: int
@@ -76,7 +76,7 @@ class DrawAsk(Message):
 
 @numbered(60)
 @dataclass(frozen=True, slots=True)
-class StateAsk(Message):
+class StateRequest(Message):
     """Worker -> server: your optimizer state; replied with StatePart, the end marked by an empty key."""
 
     round: int
@@ -102,7 +102,7 @@ class StatePart(Message):
 
 @numbered(62)
 @dataclass(frozen=True, slots=True)
-class Deposit(Message):
+class WorkerStatePart(Message):
     """Worker -> server (0,0): part `part` of `parts` of the worker's state of `nbytes` bytes; and back, if asked for.
 
     number: what it is good for: -1, the state in which the worker's last epoch began; -2, what has changed since; from
@@ -120,7 +120,7 @@ class Deposit(Message):
 
 @numbered(63)
 @dataclass(frozen=True, slots=True)
-class DepositAsk(Message):
+class WorkerStateRequest(Message):
     """Worker -> server (0,0): what did the process before me leave? Answered by Deposit."""
 
 
@@ -129,7 +129,7 @@ class DepositAsk(Message):
 
 @numbered(64)
 @dataclass(frozen=True, slots=True)
-class SnapshotAsk(Message):
+class SnapshotRequest(Message):
     """A coordinator's own host -> it: it is time for a snapshot. Nobody else says this.
 
     last: the job is to end, so it is to be behind the very next step.
@@ -172,8 +172,8 @@ class Remainder(Message):
 class Activation(Message):
     """Worker -> worker: a part of a value of the model's forward, or of the gradient of one on its way back.
 
-    forward, micro, edge, backward: which one (`split.passage.Key`). grad: the sender wants its gradient back. The body
-    is part number `part` of `parts`, in order, of the `nbytes` bytes of a contiguous tensor of `sizes` and `dtype`
+    forward, micro, edge, backward: which one (`split.passage.TensorKey`). grad: the sender wants its gradient back. The
+    body is part number `part` of `parts`, in order, of the `nbytes` bytes of a contiguous tensor of `sizes` and `dtype`
     (torch's name without "torch."); there is none where nbytes is 0. taken: how many activations of the receiver's the
     sender has read. A body is a view that nobody writes until its receiver has said so of it.
     """
@@ -193,5 +193,5 @@ class Activation(Message):
 
 @numbered(97)
 @dataclass(frozen=True, slots=True)
-class Greeting(Message):
+class ActivationHello(Message):
     """Worker -> worker of its group: the first word on the way that the sender has opened between the two."""

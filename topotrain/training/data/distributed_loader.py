@@ -24,18 +24,28 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from topotrain.config.job import ConfigError
-from topotrain.extensions.backup_workers.replay_batches import Account, Repeats
-from topotrain.training.data.iterable_dataset import StreamFeed
-from topotrain.training.data.map_dataset import PLAIN, STATIC, Copied, DataPlan, Desk, Ledger, MapFeed, Opening, Place
+from topotrain.extensions.backup_workers.replay_batches import BatchOutcomes, ReplayBatches
+from topotrain.training.data.iterable_dataset import IterableEpoch
+from topotrain.training.data.map_dataset import (
+    PLAIN,
+    STATIC,
+    BatchAccounting,
+    BatchPosition,
+    DataPlan,
+    DataService,
+    LoaderCopy,
+    MapEpoch,
+    ResumePoint,
+)
 from topotrain.training.data.sampling import epoch_seed, generators_of, index_sampler, samplers
 
-__all__ = ["STATIC", "DataPlan", "Desk", "Ledger", "Memory", "ShardedLoader", "Sight"]
+__all__ = ["STATIC", "DataPlan", "DataService", "BatchAccounting", "ResumeRecorder", "ShardedLoader", "EpochStart"]
 
-L = TypeVar("L", bound=Ledger)
+L = TypeVar("L", bound=BatchAccounting)
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class EpochStart:
     """What a pass is like that is about to begin.
 
     Args:
@@ -51,7 +61,7 @@ class Sight:
     generators: tuple[torch.Generator, ...]
 
 
-class Memory(Protocol):
+class ResumeRecorder(Protocol):
     """Who notes where a worker is, and knows where the one before it was. All is called on the script's thread."""
 
     @property
@@ -59,7 +69,7 @@ class Memory(Protocol):
         """Passes before this one are over, and empty."""
         ...
 
-    def opening(self, sight: Sight) -> tuple[Opening, bool]:
+    def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
         """A pass is about to begin: how; and whether it was begun with an iterator that was there already."""
         ...
 
@@ -92,7 +102,12 @@ class ShardedLoader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], plan: DataPlan, desk: Desk, ledger: Ledger, account: Account | None = None
+        self,
+        loader: DataLoader[Any],
+        plan: DataPlan,
+        desk: DataService,
+        ledger: BatchAccounting,
+        account: BatchOutcomes | None = None,
     ) -> None:
         """`account`: with backup workers, who knows which batches have to be given again."""
         _check(loader, plan)
@@ -102,8 +117,8 @@ class ShardedLoader:
         self._desk = desk
         self._ledger = ledger
         self._epochs = 0
-        self.memory: Memory | None = None
-        self._kept: Copied | None = None
+        self.memory: ResumeRecorder | None = None
+        self._kept: LoaderCopy | None = None
         self._live: Callable[[], _Pass | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
@@ -113,28 +128,28 @@ class ShardedLoader:
         self._epochs += 1
         if self.memory is not None and epoch < self.memory.first:
             return iter(())
-        inner = self._kept or Copied(self._loader, self._plan)
+        inner = self._kept or LoaderCopy(self._loader, self._plan)
         if self._loader.persistent_workers:
             self._kept = inner
         opening = self._opening(inner, epoch)
-        feed: MapFeed | StreamFeed
+        feed: MapEpoch | IterableEpoch
         if inner.indices is None:
-            feed = StreamFeed(inner, self._plan, self._desk, self._ledger, epoch, opening)
+            feed = IterableEpoch(inner, self._plan, self._desk, self._ledger, epoch, opening)
         else:
-            feed = MapFeed(inner, inner.indices, self._plan, self._desk, epoch, opening)
-        repeats = None if self._account is None else Repeats(self._account, epoch)
+            feed = MapEpoch(inner, inner.indices, self._plan, self._desk, epoch, opening)
+        repeats = None if self._account is None else ReplayBatches(self._account, epoch)
         live = _Pass(feed, self._ledger, epoch, self.memory, repeats)
         self._live = ref(live)
         if self.memory is not None:
             feed.catch_up(self.memory.opened)
         return live
 
-    def _opening(self, inner: Copied, epoch: int) -> Opening:
+    def _opening(self, inner: LoaderCopy, epoch: int) -> ResumePoint:
         if self.memory is None:
             return PLAIN
         dice = self._plan.alone if inner.indices is None else self._plan.mode == "broadcast"
         generators = tuple(generators_of(self._loader))
-        opening, kept = self.memory.opening(Sight(epoch, "dice" if dice else "seed", inner.fresh, generators))
+        opening, kept = self.memory.opening(EpochStart(epoch, "dice" if dice else "seed", inner.fresh, generators))
         if kept and inner.fresh:  # then it threw no dice at this moment, and now it would
             inner.seed(epoch_seed(self._plan.seed, epoch))
         return opening
@@ -160,7 +175,7 @@ class ShardedLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def note_through(self, between: Callable[[Ledger], L]) -> L:
+    def note_through(self, between: Callable[[BatchAccounting], L]) -> L:
         """From the next pass on draws go to `between(ledger)`, which is returned: a ledger around the one so far."""
         made = between(self._ledger)
         self._ledger = made
@@ -236,11 +251,11 @@ class _Pass(Iterator[Any]):
 
     def __init__(
         self,
-        feed: MapFeed | StreamFeed,
-        ledger: Ledger,
+        feed: MapEpoch | IterableEpoch,
+        ledger: BatchAccounting,
         epoch: int,
-        memory: Memory | None,
-        repeats: Repeats | None = None,
+        memory: ResumeRecorder | None,
+        repeats: ReplayBatches | None = None,
     ) -> None:
         self._feed, self._ledger, self._epoch, self._memory = feed, ledger, epoch, memory
         self._repeats = repeats
@@ -267,7 +282,7 @@ class _Pass(Iterator[Any]):
         self._given += 1
         return data
 
-    def _fresh(self) -> tuple[Place, int, Any]:
+    def _fresh(self) -> tuple[BatchPosition, int, Any]:
         try:
             return self._feed.next()
         except StopIteration:

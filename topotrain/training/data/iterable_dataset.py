@@ -9,14 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 from topotrain.training.data.batch_ranges import left_below, nth
-from topotrain.training.data.map_dataset import PLAIN, Copied, DataPlan, Desk, Leases, Ledger, Opening, Place
+from topotrain.training.data.map_dataset import (
+    PLAIN,
+    BatchAccounting,
+    BatchPosition,
+    DataPlan,
+    DataService,
+    LeaseIterator,
+    LoaderCopy,
+    ResumePoint,
+)
 from topotrain.training.data.sampling import epoch_seed, leading, share_of_loaded
-from topotrain.training.rng_state import Dice
+from topotrain.training.rng_state import RngState
 
 _END = object()
 
 
-def is_own(plan: DataPlan, opening: Opening) -> bool:
+def is_own(plan: DataPlan, opening: ResumePoint) -> bool:
     """The stream shares the script's dice, as in the plain script."""
     return plan.alone and not opening.drawn
 
@@ -24,13 +33,13 @@ def is_own(plan: DataPlan, opening: Opening) -> bool:
 class _Reader:
     """Reads a stream's batches by number, forwards. `at` is the next one."""
 
-    def __init__(self, inner: Copied, plan: DataPlan, epoch: int, opening: Opening) -> None:
+    def __init__(self, inner: LoaderCopy, plan: DataPlan, epoch: int, opening: ResumePoint) -> None:
         self.at = 0
         self._ended = False
         seed, noted = epoch_seed(plan.seed, epoch), opening.dice if opening.drawn == "dice" else None
         # Processes of the loader have dice of their own; without them the stream would share the script's.
         own = is_own(plan, opening)
-        self._dice = None if own or inner.loader.num_workers else Dice(seed if noted is None else noted)
+        self._dice = None if own or inner.loader.num_workers else RngState(seed if noted is None else noted)
         if not own and noted is None:
             inner.seed(seed)
         elif not own and noted is not None:
@@ -53,15 +62,21 @@ class _Reader:
             return do()
 
 
-class StreamFeed:
-    """As `MapFeed`, for a stream. Leases are asked for on reading, when all before is read: every question may wait."""
+class IterableEpoch:
+    """As `MapEpoch`, for a stream. Leases are asked for on reading, when all before is read: every question may wait."""
 
     def __init__(
-        self, inner: Copied, plan: DataPlan, desk: Desk, ledger: Ledger, epoch: int, opening: Opening = PLAIN
+        self,
+        inner: LoaderCopy,
+        plan: DataPlan,
+        desk: DataService,
+        ledger: BatchAccounting,
+        epoch: int,
+        opening: ResumePoint = PLAIN,
     ) -> None:
         self._inner, self._plan, self._ledger, self._epoch = inner, plan, ledger, epoch
         self._opening = opening
-        self._leases = Leases(desk, epoch, -1, 0) if plan.mode == "lease" else None
+        self._leases = LeaseIterator(desk, epoch, -1, 0) if plan.mode == "lease" else None
         returned = opening.returned and self._leases is None
         self._seq = desk.applied(self._place(0).stream) if returned else 0
         if not is_own(plan, opening):
@@ -69,8 +84,8 @@ class StreamFeed:
         self._front: _Reader | None = _Reader(inner, plan, epoch, opening)
         self._back: _Reader | None = None  # for batches that went by: the front must not lose its place
 
-    def next(self) -> tuple[Place, int, Any]:
-        """As `MapFeed.next`."""
+    def next(self) -> tuple[BatchPosition, int, Any]:
+        """As `MapEpoch.next`."""
         if self._leases is None:
             place = self._place(self._seq)
             self._seq += 1
@@ -82,7 +97,7 @@ class StreamFeed:
         return (place, *unit)
 
     def catch_up(self, then: Callable[[], None]) -> None:
-        """As `MapFeed.catch_up`."""
+        """As `MapEpoch.catch_up`."""
         if self._opening.restored and self._front is not None and self._leases is None:
             self._front.batch(nth(self._opening.done, self._first(self._place(self._seq).number)) - 1)
         then()
@@ -91,20 +106,20 @@ class StreamFeed:
         """Nothing is drawn: everybody reads the same."""
 
     def leave(self) -> None:
-        """As `MapFeed.leave`."""
+        """As `MapEpoch.leave`."""
         if self._leases is not None:
             self._leases.leave(None)
         self.end()
 
     def end(self) -> None:
-        """As `MapFeed.end`."""
+        """As `MapEpoch.end`."""
         self._front = self._back = None
 
-    def _place(self, seq: int) -> Place:
+    def _place(self, seq: int) -> BatchPosition:
         plan = self._plan
-        return Place(plan.stream(self._epoch), seq, 0, plan.group + seq * plan.groups, False)
+        return BatchPosition(plan.stream(self._epoch), seq, 0, plan.group + seq * plan.groups, False)
 
-    def _leased(self, leases: Leases) -> tuple[Place, Any]:
+    def _leased(self, leases: LeaseIterator) -> tuple[BatchPosition, Any]:
         while True:
             if leases.at >= leases.last and not leases.ask(wait=True):
                 raise StopIteration
@@ -149,7 +164,7 @@ class StreamFeed:
         if number >= self._front.at:
             return self._front.batch(number)
         if self._back is None or number < self._back.at:
-            self._back = _Reader(Copied(self._inner.original, self._plan), self._plan, self._epoch, self._opening)
+            self._back = _Reader(LoaderCopy(self._inner.original, self._plan), self._plan, self._epoch, self._opening)
         return self._back.batch(number)
 
     def _counted(self, batch: Any) -> tuple[int, Any]:

@@ -14,7 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import DrawAsk, DrawPut, Fail, Lease, LeaseAsk, LeaseFree, Message, ProtocolError
+from topotrain.core.protocol import (
+    DrawnBatches,
+    DrawRequest,
+    Fail,
+    Lease,
+    LeaseRelease,
+    LeaseRequest,
+    Message,
+    ProtocolError,
+)
 
 LONGEST = 32  # batches in a lease: a group that dies or leaves gives back at most this many
 _MOST_EPOCHS = 1 << 16  # open at a time: one that groups leave early stays so
@@ -58,7 +67,7 @@ class _Epoch:
     passed: dict[Address, int] = field(default_factory=dict)
     left: dict[int, "_Leaving"] = field(default_factory=dict)
     gone: set[Address] = field(default_factory=set)
-    held: list[tuple[Address, LeaseAsk]] = field(default_factory=list)
+    held: list[tuple[Address, LeaseRequest]] = field(default_factory=list)
 
     def table(self, group: int) -> list[_Run]:
         return self.tables.setdefault(group, [])
@@ -113,7 +122,7 @@ class _Epoch:
             self.give_back([])
 
 
-class LeaseBook:
+class LeaseQueue:
     """The queue of every open epoch; lives in server (0,0).
 
     Args:
@@ -133,7 +142,7 @@ class LeaseBook:
         self._over: set[int] = set()  # of the others
         self._newest: dict[Address, int] = {}  # the last epoch that each worker asked for
         self._epochs: dict[int, _Epoch] = {}
-        self._draws = Draws(groups * workers - 1, singly)
+        self._draws = DrawnChunks(groups * workers - 1, singly)
 
     def handle(self, sender: Address, message: Message) -> Replies:
         """Take one message; the answers, also to earlier messages that were held. A Fail answers a contradiction.
@@ -142,13 +151,13 @@ class LeaseBook:
             ProtocolError: a message that no correct worker sends.
         """
         match message:
-            case LeaseAsk():
+            case LeaseRequest():
                 return self._ask(sender, message)
-            case LeaseFree():
+            case LeaseRelease():
                 return self._free(sender, message)
-            case DrawPut():
+            case DrawnBatches():
                 return self._draws.put(message)
-            case DrawAsk():
+            case DrawRequest():
                 return self._draws.ask(sender, message)
         raise ProtocolError(f"{type(message).__name__} is no question about batches")
 
@@ -189,7 +198,7 @@ class LeaseBook:
         if not ended:
             self._finished.discard(group)
         if group == 0:  # only where it is alone do others read what it drew: all of them will ask again
-            self._draws = Draws(self._groups * self._workers - 1)
+            self._draws = DrawnChunks(self._groups * self._workers - 1)
         for number, epoch in self._epochs.items():
             epoch.restart(group, lambda lease, number=number: applied((number << 32) | lease))  # type: ignore[misc]
         return self._settle_all()
@@ -209,7 +218,7 @@ class LeaseBook:
         """Chunks of worker (0,0)'s draws that somebody has yet to fetch or to put."""
         return len(self._draws)
 
-    def _ask(self, sender: Address, ask: LeaseAsk) -> Replies:
+    def _ask(self, sender: Address, ask: LeaseRequest) -> Replies:
         if ask.epoch < 0 or ask.total < -1 or not 0 <= ask.passed <= ask.ordinal:
             raise ProtocolError(f"{sender}: {ask} asks for nothing that exists")
         if self._is_closed(ask.epoch):
@@ -248,7 +257,7 @@ class LeaseBook:
         self._over = {number for number in self._over if number >= self._floor}
         return replies
 
-    def _free(self, sender: Address, free: LeaseFree) -> Replies:
+    def _free(self, sender: Address, free: LeaseRelease) -> Replies:
         if free.epoch not in self._epochs:
             return []
         epoch = self._epochs[free.epoch]
@@ -264,7 +273,7 @@ class LeaseBook:
             self._leave(epoch, sender, free, position)
         return self._settle(free.epoch)
 
-    def _leave(self, epoch: _Epoch, sender: Address, free: LeaseFree, position: int) -> None:
+    def _leave(self, epoch: _Epoch, sender: Address, free: LeaseRelease, position: int) -> None:
         table = epoch.table(sender.group)
         epoch.left[sender.group] = _Leaving(position, sender, tuple(table))
         rest = table[free.ordinal :]
@@ -293,7 +302,7 @@ class LeaseBook:
             del self._epochs[number]
         return replies
 
-    def _answer(self, epoch: _Epoch, sender: Address, ask: LeaseAsk) -> Message | None:
+    def _answer(self, epoch: _Epoch, sender: Address, ask: LeaseRequest) -> Message | None:
         table = epoch.table(sender.group)
         if ask.ordinal < len(table):
             return _lease(ask, table[ask.ordinal])
@@ -330,15 +339,15 @@ class LeaseBook:
         )
 
 
-def _lease(ask: LeaseAsk, run: _Run) -> Lease:
+def _lease(ask: LeaseRequest, run: _Run) -> Lease:
     return Lease(ask.epoch, ask.ordinal, run.lease, run.first, run.last, run.rested)
 
 
-def _over(ask: LeaseAsk) -> Lease:
+def _over(ask: LeaseRequest) -> Lease:
     return Lease(ask.epoch, ask.ordinal, -1, 0, -1)
 
 
-def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseAsk) -> str:
+def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseRequest) -> str:
     if not ask.digest:
         return ""
     if not epoch.digest:
@@ -352,7 +361,7 @@ def _contradiction(epoch: _Epoch, sender: Address, ask: LeaseAsk) -> str:
     )
 
 
-def _position(table: Sequence[_Run], free: LeaseFree) -> int:
+def _position(table: Sequence[_Run], free: LeaseRelease) -> int:
     """How many batches the group consumed before it left; -1: no such place in its leases."""
     before = sum(run.last - run.first for run in table[: free.ordinal])
     if 0 <= free.ordinal < len(table):
@@ -375,24 +384,24 @@ def _disagreement(epoch: _Epoch, sender: Address, position: int) -> str:
     return ""
 
 
-def _numbers(put: DrawPut) -> int:
+def _numbers(put: DrawnBatches) -> int:
     return len(put.sizes) + len(put.indices)
 
 
-def _nothing_of(key: tuple[int, int]) -> DrawPut:
+def _nothing_of(key: tuple[int, int]) -> DrawnBatches:
     """An epoch ends with this chunk, which is empty."""
     epoch, chunk = key
-    return DrawPut(epoch, chunk, True, (), ())
+    return DrawnBatches(epoch, chunk, True, (), ())
 
 
 @dataclass(slots=True)
 class _Chunk:
-    put: DrawPut | None = None
+    put: DrawnBatches | None = None
     fetched: set[Address] = field(default_factory=set)
     held: list[Address] = field(default_factory=list)
 
 
-class Draws:
+class DrawnChunks:
     """What worker (0,0) drew from the script's own sampler, for `askers` other workers. Kept until all have it.
 
     It draws epoch after epoch. Where its group has started again, the first that it draws is the one it was in: those
@@ -409,7 +418,7 @@ class Draws:
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._drawn = 0
 
-    def put(self, put: DrawPut) -> Replies:
+    def put(self, put: DrawnBatches) -> Replies:
         """A chunk is there: answer those who wait for it. Raises ProtocolError if it was another one before."""
         key = (put.epoch, put.chunk)
         chunk = self._chunk(key)
@@ -427,7 +436,7 @@ class Draws:
                 over += [(who, _nothing_of(each)) for who in self._chunks.pop(each).held]
         return over + self._serve(key)
 
-    def ask(self, sender: Address, ask: DrawAsk) -> Replies:
+    def ask(self, sender: Address, ask: DrawRequest) -> Replies:
         """Answer with the chunk, at once or when it is there."""
         key = (ask.epoch, ask.chunk)
         if self._first is not None and ask.epoch < self._first:

@@ -89,7 +89,7 @@ class DataPlan:
         return cut(samples, self.workers, self.shares, self.min_share)[self.index]
 
 
-class Desk(Protocol):
+class DataService(Protocol):
     """The way to the lease book in server (0,0). Every call is made on the script's thread."""
 
     def lease(self, epoch: int, ordinal: int, total: int, digest: int, passed: int, wait: bool) -> tuple[int, int, int]:
@@ -113,7 +113,7 @@ class Desk(Protocol):
         ...
 
 
-class Ledger(Protocol):
+class BatchAccounting(Protocol):
     """Who keeps account of the batches that the script was given."""
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
@@ -124,7 +124,7 @@ class Ledger(Protocol):
         ...
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """The script left the loop after this many batches. Must not wait, as `Desk.free`."""
+        """The script left the loop after this many batches. Must not wait, as `DataService.free`."""
         ...
 
     def lost(self, stream: int, batches: int) -> None:
@@ -132,7 +132,7 @@ class Ledger(Protocol):
         ...
 
 
-class Place(NamedTuple):
+class BatchPosition(NamedTuple):
     """Where a batch stands: in its stream; in lease `ordinal` of the group; in the epoch; whether it ends the lease."""
 
     stream: int
@@ -151,13 +151,13 @@ class _After(Enum):
 
 
 class _Mark(NamedTuple):
-    place: Place
+    place: BatchPosition
     samples: int
     after: _After
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class ResumePoint:
     """How a pass begins of which something was read before: by a process before this one, or in the job's earlier life.
 
     Args:
@@ -181,7 +181,7 @@ class Opening:
     restored: bool = False
 
 
-PLAIN = Opening()
+PLAIN = ResumePoint()
 
 
 # --- the copied loader -------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class _CollateShare:
         return samples, self.collate(share)
 
 
-class Copied:
+class LoaderCopy:
     """A copy of the script's loader with our sampler in it; DataLoader forbids to set attributes the usual way."""
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan) -> None:
@@ -286,10 +286,10 @@ class Copied:
 # --- leases ------------------------------------------------------------------------------------------------------
 
 
-class Leases:
+class LeaseIterator:
     """The leases of this group in one epoch, one after the other."""
 
-    def __init__(self, desk: Desk, epoch: int, total: int, digest: int) -> None:
+    def __init__(self, desk: DataService, epoch: int, total: int, digest: int) -> None:
         self._desk, self._epoch, self._digest = desk, epoch, digest
         self.total = total
         self.passed = 0  # leases whose last batch the script has done with
@@ -307,13 +307,13 @@ class Leases:
         self.asked += 1
         return True
 
-    def take(self) -> Place:
+    def take(self) -> BatchPosition:
         """The next batch of the lease."""
-        place = Place(self.stream, self.at - self.first, self.asked - 1, self.at, self.at + 1 == self.last)
+        place = BatchPosition(self.stream, self.at - self.first, self.asked - 1, self.at, self.at + 1 == self.last)
         self.at += 1
         return place
 
-    def leave(self, unread: Place | None) -> None:
+    def leave(self, unread: BatchPosition | None) -> None:
         """Give back everything from `unread` (None: from the next batch) on."""
         if self.asked:
             ordinal, number = (unread.ordinal, unread.number) if unread else (self.asked - 1, self.at)
@@ -323,11 +323,17 @@ class Leases:
 # --- the pass ----------------------------------------------------------------------------------------------------
 
 
-class MapFeed:
+class MapEpoch:
     """One pass over a loader with a sampler."""
 
     def __init__(
-        self, inner: Copied, indices: _Indices, plan: DataPlan, desk: Desk, epoch: int, opening: Opening = PLAIN
+        self,
+        inner: LoaderCopy,
+        indices: _Indices,
+        plan: DataPlan,
+        desk: DataService,
+        epoch: int,
+        opening: ResumePoint = PLAIN,
     ) -> None:
         self._original, self._indices, self._plan, self._desk, self._epoch = inner.original, indices, plan, desk, epoch
         self._opening = opening
@@ -340,15 +346,15 @@ class MapFeed:
         self._untold: list[tuple[int, Chunk]] = []
         self._ahead: _Ahead | None = None
         self._then: Callable[[], None] = lambda: None
-        self._leases: Leases | None = None
+        self._leases: LeaseIterator | None = None
         if handed_out:
-            places: Callable[[], Iterator[tuple[Place, Any]]] = self._broadcast
+            places: Callable[[], Iterator[tuple[BatchPosition, Any]]] = self._broadcast
         else:
             batches = list(left(self._listed(self._drawn()), opening.done))
             units = list(self._units(batches))
             places = partial(self._dealt, units)
             if plan.mode == "lease":
-                self._leases = Leases(desk, epoch, len(units), digest(batches))
+                self._leases = LeaseIterator(desk, epoch, len(units), digest(batches))
                 places = partial(self._leased, self._leases, units)
         indices.open = lambda: map(self._own, places())
         self._reopen: Callable[[], Iterator[Any]] = lambda: iter(inner.loader)
@@ -369,7 +375,7 @@ class MapFeed:
             return
         then()
 
-    def next(self) -> tuple[Place, int, Any]:
+    def next(self) -> tuple[BatchPosition, int, Any]:
         """The next batch: its place, how many samples count, the data. StopIteration at the end of the epoch."""
         data, mark = self._load()
         if self._leases is not None:
@@ -432,7 +438,7 @@ class MapFeed:
         flow = iter(batches)
         return iter(lambda: list(islice(flow, self._plan.workers)), [])
 
-    def _broadcast(self) -> Iterator[tuple[Place, Any]]:
+    def _broadcast(self) -> Iterator[tuple[BatchPosition, Any]]:
         plan, desk, epoch, loader = self._plan, self._desk, self._epoch, self._original
 
         def put(number: int, chunk: Chunk) -> None:
@@ -458,10 +464,10 @@ class MapFeed:
         rest = tuple((a - first, b - first) for a, b in done if a)
         return self._placed(self._units(left(self._ahead, rest) if rest else self._ahead), 0)
 
-    def _dealt(self, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+    def _dealt(self, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
         return self._placed(units[self._plan.group :: self._plan.groups], 0)
 
-    def _placed(self, units: Iterable[Any], first: int) -> Iterator[tuple[Place, Any]]:
+    def _placed(self, units: Iterable[Any], first: int) -> Iterator[tuple[BatchPosition, Any]]:
         """This group's units, numbered from `first` on, without those that are applied."""
         plan = self._plan
         stream = plan.stream(self._epoch)
@@ -469,7 +475,7 @@ class MapFeed:
         if plan.own_streams:
             units = (unit for unit in units if plan.index < len(unit))
         numbered = islice(enumerate(units, first), applied, None)
-        return ((Place(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
+        return ((BatchPosition(stream, seq, 0, seq, False), unit) for seq, unit in numbered)
 
     def _units_done(self) -> int:
         """Of a synchronous group, which reads everything in order."""
@@ -483,14 +489,14 @@ class MapFeed:
         return draw_epoch(self._original, self._plan.seed, self._epoch)
 
     @staticmethod
-    def _leased(leases: Leases, units: list[Any]) -> Iterator[tuple[Place, Any]]:
+    def _leased(leases: LeaseIterator, units: list[Any]) -> Iterator[tuple[BatchPosition, Any]]:
         # A loader with processes of its own runs ahead: waiting here for batches that only the script can finish
         # would be for ever, so an empty queue ends the sampler.
         while leases.at < leases.last or leases.ask(wait=False):
             place = leases.take()
             yield place, units[place.number]
 
-    def _own(self, drawn: tuple[Place, Any]) -> tuple[_Mark, Any]:
+    def _own(self, drawn: tuple[BatchPosition, Any]) -> tuple[_Mark, Any]:
         place, unit = drawn
         plan, auto = self._plan, self._original.batch_sampler is not None
         if plan.in_rounds and plan.index >= len(unit):

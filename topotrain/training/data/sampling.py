@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from topotrain.config.job import ConfigError
-from topotrain.training.rng_state import Dice, Stand, put_back, stand
+from topotrain.training.rng_state import RngState, Stand, put_back, stand
 
 CHUNK = 4096  # numbers in one chunk of a broadcast draw: 32 KiB, half of what a message's fields may have
 KEY = -(1 << 32)  # in a chunk's sizes: one index that is no list (`batch_size=None`)
@@ -170,7 +170,7 @@ def draw_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> list[Any]:
     generators = generators_of(loader)
     states = [(g, g.get_state()) for g in generators]
     try:
-        with Dice(mixed):
+        with RngState(mixed):
             for generator in generators:
                 generator.manual_seed(mixed)
             for sampler in samplers(loader):

@@ -20,7 +20,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """A point in a ferry's work."""
 
     def query(self) -> bool:
@@ -32,7 +32,7 @@ class Mark(Protocol):
         ...
 
 
-class Ferry(Protocol):
+class DeviceCopier(Protocol):
     """Copies of one device. `place` is always memory of the host that `reaches` allowed, or a `bounce`."""
 
     def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class Ferry(Protocol):
         """Copy each (target on the device, place); places must stay as they are until `settle`."""
         ...
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         """The point at which everything asked for so far is done."""
         ...
 
@@ -64,7 +64,7 @@ class Ferry(Protocol):
         ...
 
 
-class Reached:
+class ImmediateEvent:
     """The mark of a ferry that copies at once."""
 
     def query(self) -> bool:
@@ -75,7 +75,7 @@ class Reached:
         """Nothing to wait for."""
 
 
-class DirectFerry:
+class ImmediateCopier:
     """Copies at once: for parameters on the CPU beside others on a GPU."""
 
     def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
@@ -87,9 +87,9 @@ class DirectFerry:
         for target, place in pairs:
             target.copy_(place)
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         """Everything is done."""
-        return Reached()
+        return ImmediateEvent()
 
     def settle(self) -> None:
         """Nothing to wait for."""
@@ -106,7 +106,7 @@ class DirectFerry:
         """Nothing is held."""
 
 
-class Pins:
+class PinnedStorages:
     """Which memory of the host is pinned. Whole storages are, once each; it is the process's, not one device's.
 
     Args:
@@ -134,10 +134,10 @@ class Pins:
         self._known.clear()
 
 
-class CudaFerry:
+class CudaCopier:
     """The copies of one NVIDIA GPU, on a stream of their own."""
 
-    def __init__(self, device: torch.device, pins: Pins) -> None:
+    def __init__(self, device: torch.device, pins: PinnedStorages) -> None:
         self._device, self._pins = device, pins
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._read: torch.cuda.Event | None = None
@@ -164,7 +164,7 @@ class CudaFerry:
         current.wait_stream(self._stream)
         self._read = self._event()
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         """Where the stream will be after what it was told."""
         return self._event()
 
@@ -194,10 +194,10 @@ class CudaFerry:
         self._pins.close()
 
 
-def ferries(devices: Iterable[torch.device]) -> dict[torch.device, Ferry]:
+def ferries(devices: Iterable[torch.device]) -> dict[torch.device, DeviceCopier]:
     """A ferry for each device; CPU parameters are copied directly."""
-    pins = Pins(_pin, _unpin)
-    return {d: CudaFerry(d, pins) if d.type == "cuda" else DirectFerry() for d in dict.fromkeys(devices)}
+    pins = PinnedStorages(_pin, _unpin)
+    return {d: CudaCopier(d, pins) if d.type == "cuda" else ImmediateCopier() for d in dict.fromkeys(devices)}
 
 
 def _pin(address: int, nbytes: int) -> bool:

@@ -1,8 +1,8 @@
 """Where the parameters live, and how they and their gradients meet the flat buffers of the host.
 
-The flat buffers are what servers read and write, and they are always the host's memory. `HostMirror`: the parameters
-live in them, nothing is copied. `DeviceMirror`: the parameters live on a device; new values are copied there when a
-step is applied, gradients are copied to the host while backward still runs.
+The flat buffers are what servers read and write, and they are always the host's memory. `HostParameters`: the
+parameters live in them, nothing is copied. `DeviceParameters`: the parameters live on a device; new values are copied
+there when a step is applied, gradients are copied to the host while backward still runs.
 
 Where a model is split, a tensor on the meta device is a parameter that another worker holds: nothing happens to it.
 """
@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from topotrain.training.parameters.device_copy import Ferry, Mark, ferries
+from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, ferries
 
 View = Callable[[str, int], torch.Tensor]  # (flat buffer, parameter) -> its place there, in its shape and strides
 
 
-class Mirror(Protocol):
+class ParameterHolder(Protocol):
     """What a worker asks of the place where its parameters live. Parameters are named by their index."""
 
     def move(self) -> None:
@@ -76,7 +76,7 @@ class Mirror(Protocol):
         ...
 
 
-class HostMirror:
+class HostParameters:
     """The parameters live in the flat buffers.
 
     Args:
@@ -153,19 +153,19 @@ class HostMirror:
 class _Arrival:
     """Copies on their way: reached when, what has to be moved on from a bounce buffer, and what comes after."""
 
-    marks: list[Mark]
+    marks: list[CopyEvent]
     landing: list[tuple[torch.Tensor, torch.Tensor]]  # (place in a flat buffer, bounce buffer)
     call: Callable[[], None]
 
 
-class DeviceMirror:
+class DeviceParameters:
     """The parameters live on devices, each on its own, and keep the memory that they have there.
 
     Nothing here waits for a device but `drain`, `bring` and `settle`. It has no thread: what arrives while hooks still
     run is noticed at the next one, the rest at the end of backward, where the script's thread has nothing else to do.
 
     Args:
-        tensors, view: as for `HostMirror`.
+        tensors, view: as for `HostParameters`.
         ferries_for: makes a ferry for each device.
     """
 
@@ -173,7 +173,7 @@ class DeviceMirror:
         self,
         tensors: Sequence[nn.Parameter],
         view: View,
-        ferries_for: Callable[[Iterable[torch.device]], dict[torch.device, Ferry]] = ferries,
+        ferries_for: Callable[[Iterable[torch.device]], dict[torch.device, DeviceCopier]] = ferries,
     ) -> None:
         self._tensors, self._view = tensors, view
         self._here = {index: tensor for index, tensor in enumerate(tensors) if not tensor.is_meta}
@@ -289,7 +289,7 @@ class DeviceMirror:
             self._landing.append((view, place))
 
     def _out(self, name: str, targets: Mapping[int, torch.Tensor]) -> None:
-        pairs: dict[Ferry, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        pairs: dict[DeviceCopier, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self.settle()  # a bounce buffer may still be read
         for index, target in targets.items():
             view, place = self._view(name, index), self._place(name, index)
@@ -300,11 +300,11 @@ class DeviceMirror:
             ferry.out(rows)
 
 
-def mirror_for(tensors: Sequence[nn.Parameter], view: View, own: View) -> Mirror:
+def mirror_for(tensors: Sequence[nn.Parameter], view: View, own: View) -> ParameterHolder:
     """How these parameters meet the flat buffers: copied if any is on a device, where they are if none is."""
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
-        return DeviceMirror(tensors, view)
-    return HostMirror(tensors, view, own)
+        return DeviceParameters(tensors, view)
+    return HostParameters(tensors, view, own)
 
 
 def _nothing() -> None:

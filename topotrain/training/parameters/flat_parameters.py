@@ -18,9 +18,9 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
-from topotrain.core.model.schema import Allocate, Buffer, FlatBuffers
+from topotrain.core.model.schema import Allocate, FlatBuffers, ModelBuffer
 from topotrain.extensions.checkpointing.safetensors_layout import NAMES
-from topotrain.training.parameters.device_parameters import HostMirror, mirror_for
+from topotrain.training.parameters.device_parameters import HostParameters, mirror_for
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
@@ -40,7 +40,7 @@ class ModelParts:
     tensors: tuple[nn.Parameter, ...]
     parameters: tuple[Parameter, ...]
     buffer_tensors: tuple[torch.Tensor, ...]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[ModelBuffer, ...]
     owners: tuple[tuple[dict[str, nn.Parameter | None], str, int], ...]
 
 
@@ -70,7 +70,7 @@ def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> Mo
         unique,
         described,
         tuple(b for _, b in buffers),
-        tuple(Buffer(name, str(b.dtype).removeprefix("torch."), b.numel()) for name, b in buffers),
+        tuple(ModelBuffer(name, str(b.dtype).removeprefix("torch."), b.numel()) for name, b in buffers),
         tuple(
             (m._parameters, n, index[id(p)])
             for m in modules.values()
@@ -155,7 +155,7 @@ class ModelBuffers:
 
     def live_in(self, name: str) -> None:
         """The parameters' values stand in a flat buffer: their own memory is free, unless it is a device's."""
-        if isinstance(self.mirror, HostMirror):
+        if isinstance(self.mirror, HostParameters):
             for index, tensor in enumerate(self._parts.tensors):
                 if not tensor.is_meta:
                     tensor.data = self.own(name, index)

@@ -24,7 +24,7 @@ from torch import nn
 
 from topotrain.config.sharding import Bucket, SliceMap
 from topotrain.core.bitmaps import NO_REVISION
-from topotrain.core.client.client import Exchange
+from topotrain.core.client.client import Client
 from topotrain.training.parameters.flat_parameters import ModelBuffers, ModelParts
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -61,7 +61,7 @@ class _Hooks:
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Exchange,
+        exchange: Client,
         slice_map: SliceMap,
         weight: Callable[[], float],
     ) -> None:
@@ -196,7 +196,7 @@ class MeanPath(_Hooks):
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Exchange,
+        exchange: Client,
         slice_map: SliceMap,
         weight: Callable[[], float],
     ) -> None:
@@ -434,7 +434,7 @@ class PushPath(_Hooks):
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Exchange,
+        exchange: Client,
         slice_map: SliceMap,
         weight: Callable[[], float],
         compare: bool,
@@ -560,7 +560,7 @@ class ArrivalPath(_Hooks):
         self,
         parts: ModelParts,
         buffers: ModelBuffers,
-        exchange: Exchange,
+        exchange: Client,
         slice_map: SliceMap,
         weight: Callable[[], float],
         rates: Callable[[], bytes],

@@ -83,7 +83,7 @@ class Objective:
         return {name: of(output, target) for name, of in wanted.items()}
 
 
-class HeldOut:
+class EvaluationLoader:
     """A loader of data to measure on, drawn with dice of its own.
 
     Args:
@@ -117,7 +117,7 @@ class HeldOut:
 
 
 def evaluate(
-    model: nn.Module, objective: Objective, data: HeldOut, stopped: Callable[[], bool] = lambda: False
+    model: nn.Module, objective: Objective, data: EvaluationLoader, stopped: Callable[[], bool] = lambda: False
 ) -> Values:
     """The means over all samples of `data`. What there is so far, once `stopped()`.
 
@@ -138,7 +138,7 @@ def evaluate(
     return {name: total / samples for name, total in sums.items()}
 
 
-def follow(model: nn.Module, objective: Objective, data: HeldOut) -> None:
+def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> None:
     """Compute this worker's part of what another worker of its group evaluates, of a split model."""
     with _looking(model):
         for batch in data:
@@ -159,7 +159,7 @@ def _looking(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class EvaluationResult:
     """What the values of step `step` gave."""
 
     kind: str
@@ -167,7 +167,7 @@ class Result:
     values: Values
 
 
-class Beside:
+class BackgroundEvaluator:
     """Evaluates in a thread of its own, on a copy of the model.
 
     A thread is enough, and it stays in the job's process: torch's kernels run without Python's lock, and the copy is
@@ -181,7 +181,9 @@ class Beside:
         ConfigError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, measure: Callable[[nn.Module, HeldOut, Callable[[], bool]], Values]) -> None:
+    def __init__(
+        self, model: nn.Module, measure: Callable[[nn.Module, EvaluationLoader, Callable[[], bool]], Values]
+    ) -> None:
         model = getattr(model, "_orig_mod", model)
         try:
             self._copy = copy.deepcopy(model)
@@ -191,10 +193,10 @@ class Beside:
         self._model, self._measure = model, measure
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, "evaluation", _yield_to_others)
-        self._running: Future[list[Result]] | None = None
+        self._running: Future[list[EvaluationResult]] | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def offer(self, step: int, data: list[HeldOut]) -> bool:
+    def offer(self, step: int, data: list[EvaluationLoader]) -> bool:
         """Evaluate the model as it is now; False: the last evaluation still runs, and nothing is done."""
         if self._running is not None:
             return False
@@ -205,7 +207,7 @@ class Beside:
         self._running = self._pool.submit(self._evaluate, step, data, copied)
         return True
 
-    def results(self, wait: bool) -> list[Result]:
+    def results(self, wait: bool) -> list[EvaluationResult]:
         """Those of an evaluation that is over; what it raised is raised here."""
         running = self._running
         if running is None or not (wait or running.done()):
@@ -219,9 +221,11 @@ class Beside:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _evaluate(self, step: int, data: list[HeldOut], copied: torch.cuda.Event | None) -> list[Result]:
+    def _evaluate(
+        self, step: int, data: list[EvaluationLoader], copied: torch.cuda.Event | None
+    ) -> list[EvaluationResult]:
         with self._on_own_stream(copied):
-            return [Result(one.kind, step, self._measure(self._copy, one, self._stop.is_set)) for one in data]
+            return [EvaluationResult(one.kind, step, self._measure(self._copy, one, self._stop.is_set)) for one in data]
 
     def _on_own_stream(self, copied: torch.cuda.Event | None) -> contextlib.AbstractContextManager[Any]:
         """On a GPU the training's stream is not to wait for the evaluation's kernels."""

@@ -22,7 +22,7 @@ _FIELD = "checkpoint_path"
 _SHOWN = 4  # names of a list that an error shows
 
 
-class Checkpoints:
+class ParameterFiles:
     """Writes parameters and buffers in a thread: the training waits only for them to be copied.
 
     Every one is written. If the last is still being written when the next is due, the training waits for it.

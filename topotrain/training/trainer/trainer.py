@@ -23,9 +23,17 @@ from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.context import Context
 from topotrain.training.data.sampling import leading
-from topotrain.training.trainer.evaluation import HeldOut, Loss, Measure, Objective, Result, Values, evaluate
+from topotrain.training.trainer.evaluation import (
+    EvaluationLoader,
+    EvaluationResult,
+    Loss,
+    Measure,
+    Objective,
+    Values,
+    evaluate,
+)
 from topotrain.training.trainer.parameter_files import load_checkpoints
-from topotrain.training.trainer.trainer_callbacks import KINDS, Occasions
+from topotrain.training.trainer.trainer_callbacks import KINDS, TrainerCallbacks
 
 _EMPTY_PASSES = 1000  # a group that is slow may find so many epochs read by others; more means that there is no data
 
@@ -70,7 +78,7 @@ class Trainer:
         self._objective = Objective(loss, metrics or {})
         self._train, self._given = train, job
         self._loaders = {"test": test, "validate": validate}
-        self.results: list[Result] = []
+        self.results: list[EvaluationResult] = []
         """What tests found, on the main worker; the last ones, of the final parameters, come when the job ends."""
 
     def fit(self) -> None:
@@ -91,14 +99,14 @@ class Trainer:
         if here is None:
             print(_how_to_start(self._given), file=sys.stderr, flush=True)
         held = {
-            kind: HeldOut(kind, loader, getattr(job, f"{kind}_steps") or -1)
+            kind: EvaluationLoader(kind, loader, getattr(job, f"{kind}_steps") or -1)
             for kind, loader in self._loaders.items()
             if loader is not None
         }
         with ExitStack() as stack:
             split = is_split(here, self.model)
             looks = main or (split and here is not None and here.me.group == 0)
-            watch = Occasions(self.model, self._objective, job, here, held, stack, split) if looks else None
+            watch = TrainerCallbacks(self.model, self._objective, job, here, held, stack, split) if looks else None
             self.results = [] if watch is None else watch.results
             optimizer, loader = self._prepare(job, here)
             self._loop(job, here, optimizer, loader, watch)
@@ -127,7 +135,9 @@ class Trainer:
             _follow_updater(self.optimizer, job.updater)
         return api.prepare(self.model, self.optimizer, self._train)[1:]
 
-    def _loop(self, job: Job, here: Context | None, optimizer: Optimizer, loader: Any, watch: Occasions | None) -> None:
+    def _loop(
+        self, job: Job, here: Context | None, optimizer: Optimizer, loader: Any, watch: TrainerCallbacks | None
+    ) -> None:
         if watch is not None:
             watch.begin()
         groups = 1 if here is None else here.place.topology.worker_groups
@@ -145,7 +155,7 @@ class Trainer:
         if watch is not None:
             watch.end()
 
-    def _report(self, job: Job, data: HeldOut, watch: Occasions | None) -> None:
+    def _report(self, job: Job, data: EvaluationLoader, watch: TrainerCallbacks | None) -> None:
         """The result: measured once, with the final parameters in the model."""
         found: Values = {}
 
@@ -153,7 +163,7 @@ class Trainer:
             if not found:
                 found.update(evaluate(self.model, self._objective, data))
                 if watch is not None:
-                    watch.keep(Result(data.kind, job.train_steps, found))
+                    watch.keep(EvaluationResult(data.kind, job.train_steps, found))
             return found[name]
 
         def called(name: str) -> str:

@@ -20,18 +20,26 @@ from topotrain.config.intervals import Rhythm
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice, Tested
 from topotrain.extensions.tables.frontend.embedding import Embedding
-from topotrain.parallel.api.prepare_split import Split
+from topotrain.parallel.api.prepare_split import SplitModel
 from topotrain.training.context import Context
 from topotrain.training.final_parameters import tensors_of
 from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.trainer.evaluation import Beside, HeldOut, Objective, Result, evaluate, follow, same_dice
-from topotrain.training.trainer.parameter_files import Checkpoints, Taken
+from topotrain.training.trainer.evaluation import (
+    BackgroundEvaluator,
+    EvaluationLoader,
+    EvaluationResult,
+    Objective,
+    evaluate,
+    follow,
+    same_dice,
+)
+from topotrain.training.trainer.parameter_files import ParameterFiles, Taken
 
 KINDS = ("test", "validate")
 _CHECKPOINT = "a checkpoint (checkpoint_freq)"
 
 
-class Occasions:
+class TrainerCallbacks:
     """What the main worker does besides training, and what its group does with it where the model is split.
 
     Args:
@@ -51,17 +59,17 @@ class Occasions:
         objective: Objective,
         job: Job,
         here: Context | None,
-        held: Mapping[str, HeldOut],
+        held: Mapping[str, EvaluationLoader],
         stack: ExitStack,
         split: bool = False,
     ) -> None:
         self._main = here is None or here.is_main
         self._model, self._objective, self._job, self._here = model, objective, job, here
         self._held, self._stack = held, stack
-        self.results: list[Result] = []
+        self.results: list[EvaluationResult] = []
         self._rhythms = {what: Rhythm.of(job, what) for what in ("disp", "checkpoint", *KINDS)}
-        self._beside: Beside | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._beside: BackgroundEvaluator | None = None
+        self._checkpoints: ParameterFiles | None = None
         self._skipped = 0
         self._loss: float | torch.Tensor = 0.0
         self._samples = self._steps = 0
@@ -70,14 +78,16 @@ class Occasions:
         if tests or self._rhythms["checkpoint"].freq:
             _refuse_tables(job, self._model)
         if tests and here is not None and not split:
-            self._beside = Beside(self._model, lambda model, *args: evaluate(model, self._objective, *args))
+            self._beside = BackgroundEvaluator(
+                self._model, lambda model, *args: evaluate(model, self._objective, *args)
+            )
             stack.callback(self._beside.close)
 
     def begin(self) -> None:
         """The job's initial values are in the model."""
         if self._rhythms["checkpoint"].freq and self._main:
             folder = Path(self._job.workspace) if self._here is None else self._here.workspace
-            self._checkpoints = Checkpoints(folder, self._values())
+            self._checkpoints = ParameterFiles(folder, self._values())
             self._stack.callback(self._checkpoints.close)
         self._look(0)
         self._since = time.monotonic()
@@ -102,7 +112,7 @@ class Occasions:
             words = f"{self._skipped} evaluations were left out, since the one before still ran"
             self._here.emit(Notice(str(self._here.me), words))
 
-    def keep(self, result: Result) -> None:
+    def keep(self, result: EvaluationResult) -> None:
         """Take a result, and send it to the report."""
         self.results.append(result)
         if self._here is not None:
@@ -132,20 +142,20 @@ class Occasions:
         elif write:
             self._split().gather(_CHECKPOINT)
 
-    def _test(self, step: int, due: list[HeldOut]) -> None:
+    def _test(self, step: int, due: list[EvaluationLoader]) -> None:
         if self._beside is not None:
             self._skipped += 0 if self._beside.offer(step, due) else len(due)
             return
         with same_dice(self._model):
             for data in due:
                 if self._main:
-                    self._found(Result(data.kind, step, evaluate(self._model, self._objective, data)))
+                    self._found(EvaluationResult(data.kind, step, evaluate(self._model, self._objective, data)))
                 else:
                     follow(self._model, self._objective, data)
 
-    def _split(self) -> Split:
+    def _split(self) -> SplitModel:
         assert self._here is not None
-        cut: Split = self._here.split
+        cut: SplitModel = self._here.split
         return cut
 
     def _values(self) -> Callable[[], Taken]:
@@ -155,7 +165,7 @@ class Occasions:
         worker = None if self._here is None else self._here.worker
         return partial(tensors_of, describe_model(self._model) if worker is None else worker.parts)
 
-    def _found(self, result: Result) -> None:
+    def _found(self, result: EvaluationResult) -> None:
         values = "  ".join(f"{name} {value:.6g}" for name, value in result.values.items())
         print(f"{result.kind} @ step {result.step}  {values}", flush=True)
         self.keep(result)

@@ -18,7 +18,7 @@ from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import Store
 from topotrain.comm.store.store_url import ACCEPTED, StoreUrl, parse
-from topotrain.comm.store.tcp_store import Denied, TcpStore
+from topotrain.comm.store.tcp_store import AccessDenied, TcpStore
 from topotrain.comm.store.tcp_store_handshake import is_loopback, resolve, shown
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Open = Callable[[str, bytes | None, float, Mapping[str, str]], Store]
 
 
 @dataclass(frozen=True, slots=True)
-class Master:
+class MasterAddress:
     """What MASTER_ADDR and MASTER_PORT say; torch: the port is that of torch's own store, of this attempt."""
 
     host: str
@@ -75,11 +75,11 @@ def host(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None) -> "Tc
 
 
 def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
-    from topotrain.comm.store.tcp_store_server import AddressInUse, NotHere, TcpServer
+    from topotrain.comm.store.tcp_store_server import AddressElsewhere, AddressInUse, TcpServer
 
     try:
         return TcpServer(name, port, secret)
-    except NotHere:
+    except AddressElsewhere:
         return None
     except AddressInUse as error:
         store = TcpStore(name, port, secret, 0.0)
@@ -101,14 +101,14 @@ def _named(url: StoreUrl, environ: Mapping[str, str]) -> str:
     return named
 
 
-def _master(url: StoreUrl, environ: Mapping[str, str]) -> Master:
+def _master(url: StoreUrl, environ: Mapping[str, str]) -> MasterAddress:
     name, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not name or not port:
         raise url.fail(f"set {VARIABLE} to a URL, or both MASTER_ADDR and MASTER_PORT")
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise url.fail(f"MASTER_PORT = {port!r}: must be 1 to 65535")
     here, all_of = environ.get("LOCAL_WORLD_SIZE", ""), environ.get("WORLD_SIZE", "")
-    return Master(
+    return MasterAddress(
         name,
         int(port),
         environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
@@ -118,7 +118,7 @@ def _master(url: StoreUrl, environ: Mapping[str, str]) -> Master:
     )
 
 
-def _tell(master: Master, secret: bytes) -> "TcpServer":
+def _tell(master: MasterAddress, secret: bytes) -> "TcpServer":
     """Serve a store at the master's address, and say so in torch's store."""
     from topotrain.comm.store.tcp_store_server import TcpServer
 
@@ -132,14 +132,14 @@ def _tell(master: Master, secret: bytes) -> "TcpServer":
     return server
 
 
-def _is_local(master: Master) -> bool:
+def _is_local(master: MasterAddress) -> bool:
     try:
         return master.alone or is_loopback(resolve(master.host, 0)[1])
     except OSError:
         raise StoreError(f"MASTER_ADDR = {master.host!r}: no such host") from None
 
 
-def _told(master: Master, secret: bytes, patience: float) -> Store:
+def _told(master: MasterAddress, secret: bytes, patience: float) -> Store:
     """The store of which torch's store tells, once it answers."""
     store, until = _torch_store(master), time.monotonic() + MEETING_S
     while True:
@@ -148,7 +148,7 @@ def _told(master: Master, secret: bytes, patience: float) -> Store:
         found = TcpStore(url.host, url.port, secret, _PROBE_S)
         try:
             found.keys("no-such-key")
-        except Denied:
+        except AccessDenied:
             found.close()
             raise
         except StoreError as error:
@@ -161,7 +161,7 @@ def _told(master: Master, secret: bytes, patience: float) -> Store:
             return TcpStore(url.host, url.port, secret, patience)
 
 
-def _torch_store(master: Master) -> Any:
+def _torch_store(master: MasterAddress) -> Any:
     import torch.distributed as dist
 
     make: Any = vars(dist)["TCPStore"]  # re-exported without a word in its type stubs
@@ -169,11 +169,11 @@ def _torch_store(master: Master) -> Any:
     return _ask(master, lambda: make(master.host, master.port, None, False, deadline, wait_for_workers=False))
 
 
-def _key(master: Master) -> str:
+def _key(master: MasterAddress) -> str:
     return f"{TOLD}/{master.attempt}"
 
 
-def _ask(master: Master, question: Callable[[], Any]) -> Any:
+def _ask(master: MasterAddress, question: Callable[[], Any]) -> Any:
     try:
         return question()
     except RuntimeError as error:

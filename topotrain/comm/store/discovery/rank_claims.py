@@ -11,17 +11,17 @@ import time
 from contextlib import suppress
 
 from topotrain.comm.store.key_validation import StoreError
-from topotrain.comm.store.store_base import Store, Within
+from topotrain.comm.store.store_base import PrefixStore, Store
 
 BEAT_S, LIFE_S = 0.5, 4.0
 _PAUSE_S = 0.1
 
 
-class SeatTaken(StoreError):
+class RankTaken(StoreError):
     """Another process has this seat, and lives."""
 
 
-class Seat:
+class RankClaim:
     """One number of a job, taken by this process.
 
     Args:
@@ -77,7 +77,7 @@ class Seat:
         while not self._store.compare_and_set(self._key, None, self._value, LIFE_S):
             there = self._store.get(self._key)
             if known is not None and there not in (None, known):
-                raise SeatTaken(f"{self._key} belongs to another process, which lives")
+                raise RankTaken(f"{self._key} belongs to another process, which lives")
             known = there or known
             time.sleep(_PAUSE_S)
 
@@ -92,10 +92,10 @@ class Seat:
                         break
 
 
-class Attentive(Within):
+class PollingStore(PrefixStore):
     """A part of a store; whoever waits in it looks around every `BEAT_S` seconds, and may raise what it sees."""
 
-    def __init__(self, store: Store, prefix: str, seat: Seat) -> None:
+    def __init__(self, store: Store, prefix: str, seat: RankClaim) -> None:
         super().__init__(store, prefix)
         self._seat = seat
 

@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from topotrain.comm.security.secret import load_secret
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import numeric, split_address
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport import Refused, TransportError
 from topotrain.compat.tensorflow.cluster_spec import SCHEMES, without_scheme
-from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk, call
+from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection, call
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import describe
-from topotrain.parallel.remote.argument_codec import Bounds, Input, decode, replaced
+from topotrain.parallel.remote.argument_codec import CallInput, ReferenceBounds, decode, replaced
 from topotrain.parallel.remote.graph_recorder import record
-from topotrain.parallel.remote.state_numbers import Cluster, Kept
+from topotrain.parallel.remote.state_numbers import ModelState, TaskCluster
 
 _DRAWS = "dropout"
 
@@ -75,8 +75,8 @@ class Session:
 
     def __init__(self, target: str = "") -> None:
         self._target = target
-        self._talk: Talk | None = None
-        self._kept: Kept | None = None
+        self._talk: SessionConnection | None = None
+        self._kept: ModelState | None = None
         self._trained: TrainOp | None = None
         self._graphs: dict[object, tuple[int, bool]] = {}
         self._count = 0
@@ -86,7 +86,7 @@ class Session:
         if target:
             self._talk = _connected(target)
             told, _ = self._ask({"do": "open"})
-            self._cluster = Cluster(told["workers"], told["servers"], told["task"])
+            self._cluster = TaskCluster(told["workers"], told["servers"], told["task"])
 
     # --- what the script says ------------------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class Session:
             torch.set_rng_state(found[0])
         if train is not None:
             train.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler looks for it
-        output = decode(told["output"], Bounds(0, len(found), 0))
-        return replaced(output, lambda ref: found[ref.number] if isinstance(ref, Input) else ref)
+        output = decode(told["output"], ReferenceBounds(0, len(found), 0))
+        return replaced(output, lambda ref: found[ref.number] if isinstance(ref, CallInput) else ref)
 
     def _check(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> None:
         if torch.get_default_dtype() is not torch.float32:
@@ -191,7 +191,7 @@ class Session:
         """The number of the description of such a call, which the cluster knows, and whether it draws masks."""
         kind = (train is not None, tuple(module.training for module in model.modules()), _kind((args, kwargs)))
         if kind not in self._graphs:
-            kept = self._kept or Kept.of(model, self._cluster)
+            kept = self._kept or ModelState.of(model, self._cluster)
             description = record(kept, args, kwargs, loss=train is not None)
             self._kept = kept
             if not self._began:
@@ -203,7 +203,7 @@ class Session:
             self._graphs[kind] = self._count, draws
         return self._graphs[kind]
 
-    def _begin(self, kept: Kept, train: TrainOp | None) -> None:
+    def _begin(self, kept: ModelState, train: TrainOp | None) -> None:
         """Hand the model over."""
         parameters = [tensor for tensor in kept.tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
@@ -234,7 +234,7 @@ class Session:
         try:
             self._talk.say(said, tensors)
             told, found = self._talk.hear()
-        except Gone as error:
+        except SessionClosed as error:
             self._end("the cluster is gone")
             raise JobError(f"{self._target} is gone: {error}", False) from error
         except BaseException:  # Ctrl-C in the middle: what comes next would be an answer to this
@@ -277,7 +277,7 @@ def _here(model: nn.Module, train: TrainOp | None, args: tuple[Any, ...], kwargs
 # --- smaller things --------------------------------------------------------------------------------------------------
 
 
-def _connected(target: str) -> Talk:
+def _connected(target: str) -> SessionConnection:
     if not isinstance(target, str) or not target.startswith(SCHEMES):
         accepted = f"must be a worker's Server.target, {' or '.join(f'{scheme}HOST:PORT' for scheme in SCHEMES)}"
         raise ConfigError("target", target, accepted)
@@ -290,7 +290,7 @@ def _connected(target: str) -> Talk:
         else:
             accepted = f"does not take clients: {error.text}; every task needs tt.train.Server(…, session=True)"
         raise ConfigError("target", target, accepted) from None
-    except (OSError, WireError, StoreError) as error:
+    except (OSError, TransportError, StoreError) as error:
         accepted = f"cannot be reached ({error}): a worker's tt.train.Server(…, session=True) must have joined there"
         raise ConfigError("target", target, accepted) from None
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from topotrain.comm.store import StoreError, open_store
-from topotrain.comm.transport import WireError
-from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk
-from topotrain.compat.tensorflow.session.session_task import Task, failed, part_of
-from topotrain.compat.tensorflow.session.task_graph import OVER, TERMS, Meet, Part
+from topotrain.comm.transport import TransportError
+from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
+from topotrain.compat.tensorflow.session.session_task import TaskAddress, failed, part_of
+from topotrain.compat.tensorflow.session.task_graph import OVER, TERMS, SessionRendezvous, SessionWorker
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError
@@ -18,8 +18,8 @@ from topotrain.launch.by_hand.manual_server import serve, tell
 
 
 def follow(
-    me: Task,
-    talk: Talk,
+    me: TaskAddress,
+    talk: SessionConnection,
     said: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
     counts: Sequence[int],
@@ -35,7 +35,7 @@ def follow(
         run: does on the thread of its choice what takes as long as the session, and returns then.
     """
     try:
-        meet = Meet.from_data(said.get("meet"))
+        meet = SessionRendezvous.from_data(said.get("meet"))
         if [meet.workers, meet.servers] != list(counts):
             raise ConfigError("cluster", counts, "must be the same ClusterSpec in all tasks")
         part = None if me.job == "ps" else part_of(meet, me.index, said, tensors)
@@ -51,7 +51,12 @@ def follow(
 
 
 def _serve(
-    me: Task, talk: Talk, meet: Meet, host: str, secret: bytes, run: Callable[[Callable[[], None]], None]
+    me: TaskAddress,
+    talk: SessionConnection,
+    meet: SessionRendezvous,
+    host: str,
+    secret: bytes,
+    run: Callable[[Callable[[], None]], None],
 ) -> None:
     why = [OVER]
 
@@ -59,7 +64,7 @@ def _serve(
         try:
             with closing(open_store(meet.store, secret)) as store:
                 serve(meet.job(), [Address(Role.SERVER, 0, me.index)], store, secret, host, terms=TERMS)
-        except (JobError, WireError, StoreError, ConfigError) as error:
+        except (JobError, TransportError, StoreError, ConfigError) as error:
             why.append(str(error))
 
     talk.say({})
@@ -67,14 +72,14 @@ def _serve(
     try:
         talk.hear()
         tell(f"{me}: {OVER}")
-    except Gone:
+    except SessionClosed:
         tell(f"{me}: {OVER}: {why[-1]}")
 
 
 class _Following:
     """A worker that does what the first worker of the session says."""
 
-    def __init__(self, me: Task, talk: Talk, part: Part) -> None:
+    def __init__(self, me: TaskAddress, talk: SessionConnection, part: SessionWorker) -> None:
         self._me, self._talk, self._part = me, talk, part
 
     def follow(self, secret: bytes, host: str) -> None:
@@ -89,13 +94,13 @@ class _Following:
                     why = OVER
                     return
                 self._obey(said)
-        except Gone:
+        except SessionClosed:
             pass
         except Exception as error:
             found = failed(self._me, error, self._part)
             why = str(found)
             self._part.leave(found.bare)  # before the words: the first worker may be waiting for this one
-            with suppress(Gone):
+            with suppress(SessionClosed):
                 self._talk.say(found.told())
         finally:
             self._part.leave(why)

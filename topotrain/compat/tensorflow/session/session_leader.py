@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from topotrain.comm.store import Served, StoreError, serve_store
+from topotrain.comm.store import StoreError, StoreService, serve_store
 from topotrain.comm.store.discovery.static_addresses import numeric, split_address
-from topotrain.comm.transport import WireError
-from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk, call
+from topotrain.comm.transport import TransportError
+from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection, call
 from topotrain.compat.tensorflow.session.session_task import (
-    Failed,
-    Task,
+    TaskAddress,
+    TaskFailed,
     check_values,
     failed,
     hear,
     numbers_of,
     part_of,
 )
-from topotrain.compat.tensorflow.session.task_graph import OVER, Meet, Part
+from topotrain.compat.tensorflow.session.task_graph import OVER, SessionRendezvous, SessionWorker
 from topotrain.config.job import ConfigError
 from topotrain.launch.by_hand.manual_server import tell
-from topotrain.parallel.remote.argument_codec import Input, encode
+from topotrain.parallel.remote.argument_codec import CallInput, encode
 from topotrain.parallel.remote.graph_description import states_from
 
 
-class Leading:
+class SessionLeader:
     """The first worker of a session: hears the client, tells the others, and takes its own part.
 
     Args:
@@ -36,11 +36,13 @@ class Leading:
         tasks: all of the cluster's. me: this one. host: where others reach it.
     """
 
-    def __init__(self, talk: Talk, tasks: Sequence[Task], me: Task, host: str, secret: bytes) -> None:
+    def __init__(
+        self, talk: SessionConnection, tasks: Sequence[TaskAddress], me: TaskAddress, host: str, secret: bytes
+    ) -> None:
         self._talk, self._tasks, self._me, self._host, self._secret = talk, tasks, me, host, secret
-        self._others: dict[Task, Talk] = {}
-        self._part: Part | None = None
-        self._store: Served | None = None
+        self._others: dict[TaskAddress, SessionConnection] = {}
+        self._part: SessionWorker | None = None
+        self._store: StoreService | None = None
 
     def lead(self) -> None:
         """Until the client closes the session, or is gone, or a step fails."""
@@ -48,13 +50,13 @@ class Leading:
         try:
             self._talk.say({"workers": self._count("worker"), "servers": self._count("ps"), "task": self._me.index})
             why = self._hear_out() or OVER
-        except Gone:
+        except SessionClosed:
             pass
         finally:
             self._end(why)
             tell(f"{self._me}: {OVER}" + ("" if why == OVER else f": {why}"))
         if why == OVER:
-            with suppress(Gone):
+            with suppress(SessionClosed):
                 self._talk.say({})
 
     def _hear_out(self) -> str:
@@ -66,7 +68,7 @@ class Leading:
             try:
                 answer = self._do(said, tensors)
             except Exception as error:
-                found = error if isinstance(error, Failed) else failed(self._me, error, self._part)
+                found = error if isinstance(error, TaskFailed) else failed(self._me, error, self._part)
                 over = said.get("do") != "learn" or not found.config  # a description may be refused
                 if over:
                     self._end(str(found))
@@ -105,7 +107,7 @@ class Leading:
         check_values(states, tensors)
         self._store = serve_store(self._host, 0, self._secret)
         name = f"session-{secrets.token_hex(8)}"
-        meet = Meet(name, self._store.url, self._count("worker"), self._count("ps"), self._me.index)
+        meet = SessionRendezvous(name, self._store.url, self._count("worker"), self._count("ps"), self._me.index)
         shared = {"do": "begin", "meet": asdict(meet), "states": said["states"], "optimizer": said["optimizer"]}
         mine = numbers_of(states, self._me.index)
         part = part_of(meet, self._me.index, {**shared, "numbers": mine}, [tensors[n] for n in mine])
@@ -121,18 +123,20 @@ class Leading:
         self._part = part
         self._all(self._others, lambda: part.enter(self._secret, self._host))
 
-    def _call(self, task: Task) -> Talk:
+    def _call(self, task: TaskAddress) -> SessionConnection:
         host, port = split_address(task.address)
         try:
             return call(numeric(host), port, self._secret)
-        except (OSError, WireError, StoreError) as error:
-            raise Failed(f"{task} at {task.address} cannot be reached from {self._me}: {error}") from error
+        except (OSError, TransportError, StoreError) as error:
+            raise TaskFailed(f"{task} at {task.address} cannot be reached from {self._me}: {error}") from error
 
-    def _say(self, task: Task, talk: Talk, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+    def _say(
+        self, task: TaskAddress, talk: SessionConnection, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
         try:
             talk.say(said, tensors)
-        except Gone as error:
-            raise Failed(f"{task} is gone: {error}", cause=False) from error
+        except SessionClosed as error:
+            raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
 
     def _together(
         self, said: Mapping[str, Any], own: Callable[[], Any]
@@ -144,7 +148,7 @@ class Leading:
         return self._all(workers, own, goes_on=said["do"] == "learn")
 
     def _all(
-        self, others: Mapping[Task, Talk], own: Callable[[], Any], goes_on: bool = False
+        self, others: Mapping[TaskAddress, SessionConnection], own: Callable[[], Any], goes_on: bool = False
     ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
         """Do one's own part while these do theirs. goes_on: after an error the session can go on."""
         failures, result, replies = [], None, []
@@ -157,13 +161,13 @@ class Leading:
         for task, talk in others.items():
             try:
                 replies.append(hear(task, talk))
-            except Failed as error:
+            except TaskFailed as error:
                 failures.append(error)
         if failures:
             raise next((found for found in failures if found.cause), failures[0])
         return result, replies
 
-    def _pull(self, said: Mapping[str, Any], part: Part) -> tuple[Any, ...]:
+    def _pull(self, said: Mapping[str, Any], part: SessionWorker) -> tuple[Any, ...]:
         found, replies = self._together({"do": "pull"}, part.values)
         for told, tensors in replies:
             found |= dict(zip(told["numbers"], tensors, strict=True))
@@ -172,7 +176,7 @@ class Leading:
     def _end(self, why: str) -> None:
         for talk in self._others.values():
             if why == OVER:
-                with suppress(Gone):
+                with suppress(SessionClosed):
                     talk.say({"do": "end"})
             talk.close()
         self._others.clear()
@@ -187,7 +191,7 @@ def _flat(nested: Any, found: list[torch.Tensor]) -> Any:
     """The same nest with tensors replaced by their numbers in `found`, where they are put."""
     if isinstance(nested, torch.Tensor):
         found.append(nested)
-        return Input(len(found) - 1)
+        return CallInput(len(found) - 1)
     if isinstance(nested, tuple | list):
         return type(nested)([_flat(item, found) for item in nested])
     if isinstance(nested, dict):

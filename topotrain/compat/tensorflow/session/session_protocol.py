@@ -17,11 +17,11 @@ import torch
 from topotrain.comm.security.handshake import DEADLINE, Identity
 from topotrain.comm.security.secret import job_key
 from topotrain.comm.store.tcp_store_handshake import go_in, resolve
-from topotrain.comm.transport.multi_socket import Line
+from topotrain.comm.transport.multi_socket import HandshakeSocket
 from topotrain.config.field_checks import ConfigError
 from topotrain.core.model.schema import torch_dtype
 from topotrain.parallel.remote.argument_codec import read_json
-from topotrain.parallel.remote.graph_description import Form
+from topotrain.parallel.remote.graph_description import TensorForm
 
 MAX_WORDS = 64 << 20
 """Bytes of the words of one frame."""
@@ -35,7 +35,7 @@ _HEAD = struct.Struct("<4sIQ")
 _MAGIC = b"ttSe"
 
 
-class Gone(Exception):
+class SessionClosed(Exception):
     """The other side has hung up, or does not keep to the protocol."""
 
 
@@ -44,16 +44,16 @@ def identity(secret: bytes) -> Identity:
     return Identity("topotrain session", job_key(secret, "session"), 0, 0, "")
 
 
-class Talk:
+class SessionConnection:
     """One side of a session's connection. One thread at a time uses it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: HandshakeSocket) -> None:
         self._line = line
 
     def say(self, words: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send words, and tensors on the CPU. Raises Gone."""
         flat = [tensor.detach().contiguous().resolve_conj().resolve_neg() for tensor in tensors]
-        text = json.dumps({"words": words, "tensors": [Form.of(tensor).to_data() for tensor in flat]}).encode()
+        text = json.dumps({"words": words, "tensors": [TensorForm.of(tensor).to_data() for tensor in flat]}).encode()
         if len(text) > MAX_WORDS:
             raise ConfigError("session", f"{len(text):,} bytes", f"a description may have {MAX_WORDS:,}")
         body = sum(tensor.nbytes for tensor in flat)
@@ -64,7 +64,7 @@ class Talk:
                 if tensor.nbytes:
                     self._line.sendall(tensor.view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise SessionClosed(str(error)) from error
 
     def hear(self, seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """The next words and their tensors; they begin within so many seconds, None: whenever they do. Raises Gone."""
@@ -72,17 +72,17 @@ class Talk:
             self._line.settimeout(seconds)
             first = self._line.recv(1)
             if not first:
-                raise Gone("it has hung up")
+                raise SessionClosed("it has hung up")
             self._line.settimeout(FRAME_S)
             magic, size, body = _HEAD.unpack(first + self._exactly(_HEAD.size - 1))
             if magic != _MAGIC or size > MAX_WORDS or body > MAX_BODY:
-                raise Gone("it does not speak as a session does")
+                raise SessionClosed("it does not speak as a session does")
             words, forms = _opened(read_json(bytes(self._exactly(size))))
             if sum(form.nbytes for form in forms) != body:
-                raise Gone("its tensors have other sizes than it says")
+                raise SessionClosed("its tensors have other sizes than it says")
             return words, [self._tensor(form) for form in forms]
         except (OSError, ConfigError) as error:
-            raise Gone(str(error)) from error
+            raise SessionClosed(str(error)) from error
 
     def close(self) -> None:
         """Hang up; whoever is just listening is woken."""
@@ -90,7 +90,7 @@ class Talk:
             self._line.shutdown(socket.SHUT_RDWR)
         self._line.close()
 
-    def _tensor(self, form: Form) -> torch.Tensor:
+    def _tensor(self, form: TensorForm) -> torch.Tensor:
         dtype = torch_dtype(form.dtype)
         if not form.nbytes:
             return torch.empty(form.sizes, dtype=dtype)
@@ -101,26 +101,26 @@ class Talk:
         while len(came) < size:
             part = self._line.recv(min(size - len(came), _PIECE))
             if not part:
-                raise Gone("it has hung up")
+                raise SessionClosed("it has hung up")
             came += part
         return came
 
 
-def _opened(data: Any) -> tuple[dict[str, Any], list[Form]]:
+def _opened(data: Any) -> tuple[dict[str, Any], list[TensorForm]]:
     if not isinstance(data, dict) or data.keys() != {"words", "tensors"} or not isinstance(data["words"], dict):
-        raise Gone("it does not speak as a session does")
+        raise SessionClosed("it does not speak as a session does")
     tensors = data["tensors"]
     if not isinstance(tensors, list) or len(tensors) > _MAX_TENSORS:
-        raise Gone("it says too many tensors")
-    return data["words"], [Form.from_data(tensor) for tensor in tensors]
+        raise SessionClosed("it says too many tensors")
+    return data["words"], [TensorForm.from_data(tensor) for tensor in tensors]
 
 
-def call(host: str, port: int, secret: bytes) -> Talk:
+def call(host: str, port: int, secret: bytes) -> SessionConnection:
     """Open a connection to a task. Raises OSError where nobody answers, WireError where we are not let in."""
     _, address = resolve(host, port)
     sock = socket.create_connection((address, port), timeout=DEADLINE)
     try:
-        return Talk(go_in(sock, identity(secret)))
+        return SessionConnection(go_in(sock, identity(secret)))
     except BaseException:
         sock.close()
         raise

@@ -18,11 +18,11 @@ from topotrain.comm.security.handshake import refuse
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.discovery.static_addresses import numeric, split_address
 from topotrain.comm.store.tcp_store_handshake import bound, certificate_for, come_in, resolve
-from topotrain.comm.transport import Refused, WireError
+from topotrain.comm.transport import Refused, TransportError
 from topotrain.compat.tensorflow.session.session_follower import follow
-from topotrain.compat.tensorflow.session.session_leader import Leading
-from topotrain.compat.tensorflow.session.session_protocol import FRAME_S, Gone, Talk, identity
-from topotrain.compat.tensorflow.session.session_task import Task
+from topotrain.compat.tensorflow.session.session_leader import SessionLeader
+from topotrain.compat.tensorflow.session.session_protocol import FRAME_S, SessionClosed, SessionConnection, identity
+from topotrain.compat.tensorflow.session.session_task import TaskAddress
 from topotrain.launch.by_hand.manual_server import tell
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _CLOSING_S = 5.0
 _BACKLOG = 64
 
 
-class Residence:
+class SessionServer:
     """One task's process. It can be called as soon as it is made.
 
     Args:
@@ -47,8 +47,8 @@ class Residence:
         StoreError: nobody can be let in at this address.
     """
 
-    def __init__(self, cluster: Mapping[str, Sequence[str]], me: Task, secret: bytes) -> None:
-        self._tasks = [Task(job, k, address) for job, at in cluster.items() for k, address in enumerate(at)]
+    def __init__(self, cluster: Mapping[str, Sequence[str]], me: TaskAddress, secret: bytes) -> None:
+        self._tasks = [TaskAddress(job, k, address) for job, at in cluster.items() for k, address in enumerate(at)]
         self._me, self._secret = me, secret
         host, port = split_address(me.address)
         self._host = numeric(host)
@@ -124,15 +124,15 @@ class Residence:
 
     def _let_in(self, sock: socket.socket) -> None:
         try:
-            with sock, suppress(OSError, WireError, Gone):
-                talk = Talk(come_in(sock, self._identity, self._certificate))
+            with sock, suppress(OSError, TransportError, SessionClosed):
+                talk = SessionConnection(come_in(sock, self._identity, self._certificate))
                 said, tensors = talk.hear(FRAME_S)
                 self._answer(talk, said, tensors)
         finally:
             with self._lock:
                 self._callers.pop(sock, None)
 
-    def _answer(self, talk: Talk, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def _answer(self, talk: SessionConnection, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         workers = [f"tcp://{task.address}" for task in self._tasks if task.job == "worker"]
         client = said.get("do") == "open"
         if client and self._me.job != "worker":
@@ -143,7 +143,7 @@ class Residence:
             return
         try:
             if client:
-                Leading(talk, self._tasks, self._me, self._host, self._secret).lead()
+                SessionLeader(talk, self._tasks, self._me, self._host, self._secret).lead()
             else:
                 counts = [sum(task.job == job for task in self._tasks) for job in ("worker", "ps")]
                 follow(self._me, talk, said, tensors, counts, self._host, self._secret, self._in_stay)

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from topotrain.comm.transport import WireError
-from topotrain.compat.tensorflow.session.session_protocol import Gone, Talk
-from topotrain.compat.tensorflow.session.task_graph import Meet, Part, words
+from topotrain.comm.transport import TransportError
+from topotrain.compat.tensorflow.session.session_protocol import SessionClosed, SessionConnection
+from topotrain.compat.tensorflow.session.task_graph import SessionRendezvous, SessionWorker, words
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError, PeerLost
-from topotrain.parallel.remote.graph_description import State, states_from
+from topotrain.parallel.remote.graph_description import StateDescription, states_from
 
-_EXPECTED = (JobError, PeerLost, WireError)  # they follow from something else
+_EXPECTED = (JobError, PeerLost, TransportError)  # they follow from something else
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TaskAddress:
     """A task by its place: "ps" or "worker", its number, and where it is reached."""
 
     job: str
@@ -28,7 +28,7 @@ class Task:
         return f"/job:{self.job}/task:{self.index}"
 
 
-class Failed(Exception):
+class TaskFailed(Exception):
     """A task could not do what it was told.
 
     Args:
@@ -46,41 +46,43 @@ class Failed(Exception):
         return {"error": str(self), "config": self.config, "cause": self.cause}
 
 
-def part_of(meet: Meet, index: int, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Part:
+def part_of(
+    meet: SessionRendezvous, index: int, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]
+) -> SessionWorker:
     """The part of worker `index` in a session, as the first worker says it. Raises ConfigError."""
     states = states_from(said["states"], meet.workers, meet.servers)
     mine = numbers_of(states, index)
     if said["numbers"] != mine or not isinstance(said["optimizer"], str):
         raise ConfigError("states", None, f"must be those of worker {index}")
     check_values([states[number] for number in mine], tensors)
-    return Part(meet, index, states, dict(zip(mine, tensors, strict=True)), said["optimizer"])
+    return SessionWorker(meet, index, states, dict(zip(mine, tensors, strict=True)), said["optimizer"])
 
 
-def check_values(states: Sequence[State], tensors: Sequence[torch.Tensor]) -> None:
+def check_values(states: Sequence[StateDescription], tensors: Sequence[torch.Tensor]) -> None:
     """Raises ConfigError for values of other forms than the states have."""
     forms = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in tensors]
     if forms != [(state.form.dtype, state.form.sizes) for state in states]:
         raise ConfigError("states", None, "must have the values that they are described with")
 
 
-def numbers_of(states: Sequence[State], worker: int) -> list[int]:
+def numbers_of(states: Sequence[StateDescription], worker: int) -> list[int]:
     """Of the states that a worker holds."""
     return [number for number, state in enumerate(states) if state.worker == worker]
 
 
-def hear(task: Task, talk: Talk) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def hear(task: TaskAddress, talk: SessionConnection) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What a task answers. Raises Failed where it could not do it, or is gone."""
     try:
         said, tensors = talk.hear()
-    except Gone as error:
-        raise Failed(f"{task} is gone: {error}", cause=False) from error
+    except SessionClosed as error:
+        raise TaskFailed(f"{task} is gone: {error}", cause=False) from error
     if "error" in said:
-        raise Failed(str(said["error"]), bool(said.get("config")), bool(said.get("cause", True)))
+        raise TaskFailed(str(said["error"]), bool(said.get("config")), bool(said.get("cause", True)))
     return said, tensors
 
 
-def failed(task: Task, error: BaseException, part: Part | None) -> Failed:
+def failed(task: TaskAddress, error: BaseException, part: SessionWorker | None) -> TaskFailed:
     """An error of a task; part: its own, which may know the cause."""
     text = words(error) if part is None else part.reason(error)
     whole = text if isinstance(error, _EXPECTED) else f"{task}: {text}"  # that has the name of who is to blame
-    return Failed(whole, isinstance(error, ConfigError), not isinstance(error, _EXPECTED), text)
+    return TaskFailed(whole, isinstance(error, ConfigError), not isinstance(error, _EXPECTED), text)

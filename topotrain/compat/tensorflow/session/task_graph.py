@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 from topotrain.comm.store import Store, open_store
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.config.job import Cluster, ConfigError, Job, Road
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.core.model.schema import FlatBuffers
 from topotrain.core.optim.adapter import OptimizerSpec, remake
-from topotrain.launch.by_hand.manual_server import Terms, by_hand, place_of
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.launch.by_hand.manual_server import SharedSettings, by_hand, place_of
+from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.parallel.estimate.memory_check import room
-from topotrain.parallel.remote.graph_description import Description, State
-from topotrain.parallel.remote.graph_replayer import Box, Held, program
-from topotrain.parallel.runtime.channel import Passage
+from topotrain.parallel.remote.graph_description import GraphDescription, StateDescription
+from topotrain.parallel.remote.graph_replayer import OutputCollector, WorkerModel, program
+from topotrain.parallel.runtime.channel import ActivationChannel
 from topotrain.parallel.runtime.local_model import localise
 from topotrain.parallel.runtime.program_runner import Runner
-from topotrain.parallel.runtime.worker_sync import Meeting
+from topotrain.parallel.runtime.worker_sync import WorkerSync
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
@@ -43,11 +43,11 @@ def _task(address: Address) -> str:
     return f"/job:{'ps' if address.role is Role.SERVER else 'worker'}/task:{address.index}"
 
 
-TERMS = Terms("session", "the ClusterSpec", 60.0, _task)
+TERMS = SharedSettings("session", "the ClusterSpec", 60.0, _task)
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class SessionRendezvous:
     """Where the processes of a session meet: its job's name, the URL of its store, how many there are, who begins."""
 
     name: str
@@ -57,12 +57,12 @@ class Meet:
     first: int
 
     @staticmethod
-    def from_data(data: Any) -> "Meet":
+    def from_data(data: Any) -> "SessionRendezvous":
         """As another task says it. Raises ConfigError."""
         kinds = {"name": str, "store": str, "workers": int, "servers": int, "first": int}
         if not isinstance(data, dict) or {name: type(value) for name, value in data.items()} != kinds:
             raise ConfigError("session", None, "must say where its processes meet")
-        meet = Meet(**data)
+        meet = SessionRendezvous(**data)
         if not _NAME.fullmatch(meet.name) or not meet.store.startswith("tcp://") or not 0 <= meet.first < meet.workers:
             raise ConfigError("session", None, "must have a name, the URL of a tcp:// store and a first worker")
         return meet
@@ -81,11 +81,11 @@ class Meet:
 @dataclass(slots=True)
 class _Graph:
     runner: Runner
-    box: Box | None
-    description: Description
+    box: OutputCollector | None
+    description: GraphDescription
 
 
-class Part:
+class SessionWorker:
     """A worker of a session. Nothing is opened before `enter`.
 
     Args:
@@ -98,17 +98,22 @@ class Part:
     """
 
     def __init__(
-        self, meet: Meet, index: int, states: Sequence[State], values: Mapping[int, torch.Tensor], optimizer: str
+        self,
+        meet: SessionRendezvous,
+        index: int,
+        states: Sequence[StateDescription],
+        values: Mapping[int, torch.Tensor],
+        optimizer: str,
     ) -> None:
         self._meet, self._index, self._states = meet, index, states
-        self._model = Held(states, values)
+        self._model = WorkerModel(states, values)
         spec = OptimizerSpec.from_text(optimizer)
         self._optimizer = remake(spec, self._model.parameters_in_order())
         division = self._model.divided(states, meet.workers)
         self._localised = localise(self._model, self._optimizer, division, index)
         self._graphs: dict[int, _Graph] = {}
         self._dice = torch.Generator()
-        self._roads: WorkerRoads | None = None
+        self._roads: WorkerConnections | None = None
         self._store: Store | None = None
 
     def enter(self, secret: bytes, host: str) -> None:
@@ -116,7 +121,7 @@ class Part:
         job, me = self._meet.job(), Address(Role.WORKER, 0, self._index)
         self._store = open_store(self._meet.store, secret)
         place = place_of(job, self._store, secret, TERMS, host)
-        self._roads = roads = WorkerRoads(place, me)
+        self._roads = roads = WorkerConnections(place, me)
         self._worker = Worker(
             me,
             job,
@@ -127,7 +132,7 @@ class Part:
             lambda slice_map: FlatBuffers(slice_map, None, roads.allocate),
         )
         self._worker.start()
-        self._passage: Passage = roads.meet_group()
+        self._passage: ActivationChannel = roads.meet_group()
         adopt(self._optimizer, self._worker)
         self._worker.scatter_state()
         assert isinstance(self._worker.path, PushPath)
@@ -138,8 +143,8 @@ class Part:
         """Take a description that is to be run under this number. Raises ConfigError."""
         if type(number) is not int or number in self._graphs:
             raise ConfigError("description", number, "has a number that is none, or that another one has")
-        description = Description.from_data(data, self._meet.workers, len(self._states))
-        box = None if loss else Box()
+        description = GraphDescription.from_data(data, self._meet.workers, len(self._states))
+        box = None if loss else OutputCollector()
         most = max(_LEAST_ROOM, room().least() or 0)
         cut = program(description, self._states, self._meet.workers, self._meet.first, box, most)
         runner = Runner(cut, self._model, self._passage, lambda: 1.0, meeting=self._meeting, generator=self._dice)
@@ -198,7 +203,7 @@ class Part:
 
     def reason(self, error: BaseException) -> str:
         """An error in words, with the cause if a server knows it."""
-        if isinstance(error, JobError | PeerLost | WireError) and self._roads is not None:
+        if isinstance(error, JobError | PeerLost | TransportError) and self._roads is not None:
             exchange, until = self._roads.exchange, time.monotonic() + _CAUSE_S
             return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
         return words(error)
@@ -207,17 +212,17 @@ class Part:
         """End this part; the servers are told why, and tell the others."""
         roads, self._roads = self._roads, None
         if roads is not None:
-            with suppress(WireError, PeerLost):
+            with suppress(TransportError, PeerLost):
                 roads.exchange.give_up(why)
             roads.close(finished=False)
         if self._store is not None:
             self._store.close()
 
 
-class _Meeting(Meeting):
+class _Meeting(WorkerSync):
     """A worker would not notice a backward that reaches none of its parameters."""
 
-    def __init__(self, passage: Passage, begins: Callable[[], None]) -> None:
+    def __init__(self, passage: ActivationChannel, begins: Callable[[], None]) -> None:
         super().__init__(passage)
         self._begins = begins
 
@@ -233,7 +238,7 @@ def words(error: BaseException) -> str:
     return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
-def _check(inputs: Sequence[torch.Tensor], description: Description) -> None:
+def _check(inputs: Sequence[torch.Tensor], description: GraphDescription) -> None:
     forms = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in inputs]
     expected = [(form.dtype, form.sizes) for form in description.inputs]
     if forms != expected:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from topotrain.config.job import ConfigError
 from topotrain.extensions.tables.frontend.table_export import read_parts
-from topotrain.extensions.tables.frontend.table_registry import Keeping, Told, keeping
+from topotrain.extensions.tables.frontend.table_registry import TableBackend, TableOptimizer, keeping
 from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training import context as process
@@ -63,11 +63,11 @@ class Embedding(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.dtype = dtype
         self.optimizer = optimizer
-        self._kept: Keeping | None = None if process.planning() else keeping(process.current())
+        self._kept: TableBackend | None = None if process.planning() else keeping(process.current())
         self.name = name or f"embedding{0 if self._kept is None else self._kept.next_number()}"
         if "/" in self.name or self.name.startswith("."):
             raise ConfigError("tt.Embedding name", name, "must do as the name of a folder")
-        self._rule = Told(partial(rule_text, optimizer, cls=type(optimizer)))
+        self._rule = TableOptimizer(partial(rule_text, optimizer, cls=type(optimizer)))
         self.spec = TableSpec(
             self.name,
             -1 if num_embeddings is None else num_embeddings,
@@ -110,7 +110,7 @@ class Embedding(nn.Module):
         return nn.functional.embedding(places, rows)
 
     @property
-    def _keeping(self) -> Keeping:
+    def _keeping(self) -> TableBackend:
         if self._kept is None:
             raise ConfigError("tt.Embedding", self.name, "has no rows while a job is only planned")
         return self._kept

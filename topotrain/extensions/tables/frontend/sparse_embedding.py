@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from topotrain.config.job import ConfigError
 from topotrain.core.client.client import StepEnd
 from topotrain.extensions.tables.frontend.embedding import Embedding, forget_with
-from topotrain.extensions.tables.frontend.table_registry import Told, keeping
+from topotrain.extensions.tables.frontend.table_registry import TableOptimizer, keeping
 from topotrain.extensions.tables.row_optimizers import check_rule, rule_text
 from topotrain.extensions.tables.table_spec import TableSpec
 from topotrain.training.context import Context
@@ -92,7 +92,7 @@ class RowPaths:
     def __init__(self, here: Context, model: nn.Module, weights: Sequence[SparseWeight], optimizer: Optimizer) -> None:
         self._weights = weights
         self._tables = [module for module in model.modules() if isinstance(module, Embedding)]
-        self._rules: dict[str, Told] = {}
+        self._rules: dict[str, TableOptimizer] = {}
         self.specs = [table.spec for table in self._tables]
         self.weights: dict[str, torch.Tensor] = {entry.table: entry.weight for entry in weights}
         self._hooks: list[RemovableHandle] = []
@@ -109,7 +109,7 @@ class RowPaths:
         here.tables.rows = self
         for entry in weights:
             spec = entry.spec(optimizer)
-            self._rules[entry.table] = Told(partial(rule_text, optimizer, entry.group, type(optimizer)))
+            self._rules[entry.table] = TableOptimizer(partial(rule_text, optimizer, entry.group, type(optimizer)))
             kept.open(spec)
             optimizer.state.pop(entry.weight, None)  # the servers keep it, row by row
             if kept.rank == 0:

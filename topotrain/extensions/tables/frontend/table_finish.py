@@ -11,7 +11,7 @@ import torch
 from topotrain.core.events import Tabled
 from topotrain.extensions.tables.frontend.sparse_embedding import RowPaths
 from topotrain.extensions.tables.frontend.table_export import write_parts
-from topotrain.extensions.tables.frontend.table_registry import InJob
+from topotrain.extensions.tables.frontend.table_registry import JobTables
 from topotrain.training.context import Context
 
 
@@ -26,7 +26,7 @@ def bring_home(here: Context) -> dict[str, torch.Tensor]:
 
     Returns the weights whose rows travelled, complete, by name.
     """
-    tables: InJob | None = here.tables
+    tables: JobTables | None = here.tables
     if tables is None:
         return {}
     tables.door.barrier(last=True)

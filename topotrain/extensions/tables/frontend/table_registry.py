@@ -9,15 +9,15 @@ import torch
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Unrepeatable
 from topotrain.extensions.elastic.eligibility import TABLES
-from topotrain.extensions.tables.row_optimizers import Rule, make_rule
-from topotrain.extensions.tables.row_storage import Rows
-from topotrain.extensions.tables.table_client import TableDoor
+from topotrain.extensions.tables.row_optimizers import RowOptimizer, make_rule
+from topotrain.extensions.tables.row_storage import RowStorage
+from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_spec import TableSpec
-from topotrain.launch.runtime.process_host import WorkerRoads
+from topotrain.launch.runtime.process_host import WorkerConnections
 from topotrain.training.context import Context
 
 
-class Keeping(Protocol):
+class TableBackend(Protocol):
     """Tables by name. Ids are 1-D int64 tensors that ascend, rows are [number of ids, width]."""
 
     @property
@@ -80,36 +80,38 @@ class Keeping(Protocol):
         ...
 
 
-class Own:
+class LocalTables:
     """Tables in this process, for one worker."""
 
     rank, workers, import_module = 0, 1, ""
-    _numbers = count()  # of the process: each table has an `Own` to itself, and they are as different as in a job
+    _numbers = (
+        count()
+    )  # of the process: each table has an `LocalTables` to itself, and they are as different as in a job
 
     def __init__(self) -> None:
-        self._tables: dict[str, tuple[Rows, Rule | None]] = {}
+        self._tables: dict[str, tuple[RowStorage, RowOptimizer | None]] = {}
 
     def next_number(self) -> int:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         return next(self._numbers)
 
     def open(self, spec: TableSpec) -> None:
-        """See `Keeping`."""
-        rows = Rows(spec, 0, 1)
+        """See `TableBackend`."""
+        rows = RowStorage(spec, 0, 1)
         self._tables[spec.name] = rows, make_rule(rows, spec.optimizer) if spec.optimizer else None
 
     def rule(self, name: str, text: str) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         rows, rule = self._tables[name]
         if rule is None or not rule.set(text):
             self._tables[name] = rows, make_rule(rows, text)
 
     def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self._tables[name][0].give(ids.numpy(), rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         held, rule = self._tables[name]
         slots = held.slots(ids.numpy())
         if rule is not None:
@@ -120,20 +122,20 @@ class Own:
             held.scatter(slots, held.gather(slots).add_(rows))
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         held, _ = self._tables[name]
         return held.gather(held.slots(ids.numpy()))
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         return [self.pull(name, ids) for name, ids in wanted]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         held, _ = self._tables[name]
         found, many = torch.from_numpy(held.ids()), held.spec.part_rows
         for at in range(0, len(found), many):
@@ -141,16 +143,16 @@ class Own:
             yield ids, self.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         held, rule = self._tables[name]
         state = 0 if rule is None else rule.state_bytes
         return [{"server": "here", "rows": held.count, "bytes": held.value_bytes + state + held.index_bytes}]
 
     def barrier(self) -> None:
-        """See `Keeping`: nobody else is to be waited for."""
+        """See `TableBackend`: nobody else is to be waited for."""
 
 
-class InJob:
+class JobTables:
     """Tables on the servers of a job, for one worker of it.
 
     Raises:
@@ -162,7 +164,7 @@ class InJob:
         if place.job.cluster.backup:
             accepted = "must be 0 for a job with tables or sparse weights: rows are pushed by all workers of a step"
             raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
-        self.door = TableDoor(roads_of(here).exchange, place.topology, place.job)
+        self.door = TableClient(roads_of(here).exchange, place.topology, place.job)
         self.specs: list[TableSpec] = []
         self.rows: Any = None  # sparse.RowPaths, once a model is prepared that has tables
         self._here = here
@@ -170,75 +172,75 @@ class InJob:
 
     @property
     def rank(self) -> int:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         return self._here.number
 
     @property
     def workers(self) -> int:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         topology = self._here.place.topology
         return topology.worker_groups * topology.workers_per_group
 
     @property
     def import_module(self) -> str:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         return self._here.place.job.import_
 
     def next_number(self) -> int:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self._numbers += 1
         return self._numbers - 1
 
     def open(self, spec: TableSpec) -> None:
-        """See `Keeping`. Raises ConfigError for a name that is there already."""
+        """See `TableBackend`. Raises ConfigError for a name that is there already."""
         if any(known.name == spec.name for known in self.specs):
             raise ConfigError("table.name", spec.name, "is there already; every table of a job has a name of its own")
         self.door.open(spec)
         self.specs.append(spec)
 
     def rule(self, name: str, text: str) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self.door.set_optimizer(name, text)
 
     def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self.door.give(name, ids, rows)
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self.door.push(name, ids, rows)
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """See `Keeping`: the door knows which step the worker commits next."""
+        """See `TableBackend`: the door knows which step the worker commits next."""
         self.door.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         return self.door.pull(name, ids)
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         asked = [self.door.pull_async(name, ids) for name, ids in wanted]
         return [self.door.wait(pull) for pull in asked]
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         for ids in self.door.touched(name):
             yield ids, self.door.pull(name, ids)
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         return [
             {"server": str(server), "rows": size.rows, "bytes": size.value_bytes + size.state_bytes + size.index_bytes}
             for server, size in zip(roads_of(self._here).exchange.servers, self.door.stats(name), strict=True)
         ]
 
     def barrier(self) -> None:
-        """See `Keeping`."""
+        """See `TableBackend`."""
         self.door.barrier()
 
 
-class Told:
+class TableOptimizer:
     """The optimizer of tables as the servers know it.
 
     Args:
@@ -249,7 +251,7 @@ class Told:
         self._read = read
         self.text = read()
 
-    def tell(self, kept: Keeping, tables: Iterable[str]) -> None:
+    def tell(self, kept: TableBackend, tables: Iterable[str]) -> None:
         """Before a push: if the optimizer's numbers have changed, they are told for these tables."""
         text = self._read()
         if text != self.text:
@@ -258,20 +260,20 @@ class Told:
                 kept.rule(name, text)
 
 
-def roads_of(here: Context) -> WorkerRoads:
+def roads_of(here: Context) -> WorkerConnections:
     """A worker's roads to its servers, opened by whoever needs them first."""
     if here.roads is None:
         roads = here.roads_of(here.place, here.me)
         roads.exchange.spans = here.spans
         here.roads = roads
-    return cast(WorkerRoads, here.roads)
+    return cast(WorkerConnections, here.roads)
 
 
-def keeping(here: Context | None) -> Keeping:
+def keeping(here: Context | None) -> TableBackend:
     """Where the tables of this process are."""
     if here is None:
-        return Own()
+        return LocalTables()
     if here.tables is None:
-        here.tables = InJob(here)
+        here.tables = JobTables(here)
         here.emit(Unrepeatable(str(here.me), TABLES, job=False))
-    return cast(InJob, here.tables)
+    return cast(JobTables, here.tables)

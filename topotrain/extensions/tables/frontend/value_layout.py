@@ -14,7 +14,7 @@ WIDEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLayout:
     """A value of shape `shape`: `rows` rows of `width` elements, `each` of them for each slice of `size` elements."""
 
     shape: tuple[int, ...]
@@ -24,14 +24,14 @@ class Layout:
     size: int
 
     @staticmethod
-    def of(shape: tuple[int, ...]) -> "Layout":
+    def of(shape: tuple[int, ...]) -> "ValueLayout":
         """The layout of a value of this shape."""
         slices = shape[0] if len(shape) > 1 else 1
         size = 1
         for length in shape[1:] if len(shape) > 1 else shape:
             size *= length
         each = max(1, -(-size // WIDEST))
-        return Layout(shape, slices * each, max(1, -(-size // each)), each, size)
+        return ValueLayout(shape, slices * each, max(1, -(-size // each)), each, size)
 
     def expand(self, slices: torch.Tensor) -> torch.Tensor:
         """Numbers of the table's rows that hold these slices (1-D int64), in order."""
