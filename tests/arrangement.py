@@ -51,7 +51,9 @@ Build = Callable[[], tuple[Any, ...]]  # (model, optimizer, whatever the script 
 
 
 class Trainer(Protocol):
-    """What a test's script sees. `losses` are the shares that this process computes; one, except in the reference."""
+    """What a test's script sees. `losses` are the shares that this process computes; one, except in the
+    reference.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -124,7 +124,7 @@ class _Dying:
 
 
 class ReplicatedTown(sim_cluster.SimCluster):
-    """Arguments as for `rehearsal.SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
+    """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
 
     def __init__(self, job: Job, seed: int = 0, kill: tuple[int, int] | None = None, again: int = 0) -> None:
         self.ticks: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The copies of a server compare what they have become (`comparison`): a wrong bit in one of them is noticed."""
+"""The copies of a server compare what they have become (`replica_checksum`): a wrong bit in one of them is noticed."""
 
 import pytest
 import torch

@@ -31,7 +31,6 @@ UPWARD = """
     core.client.client>extensions.resume.worker_state_store
     core.client.client>training.data.data_client
     core.client.optimizer_state>training.data.data_client
-    core.optim.state_table>extensions.checkpointing.safetensors_layout
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages
@@ -63,6 +62,7 @@ UPWARD = """
     training.data.data_client>extensions.resume.worker_state_store
     training.data.distributed_loader>extensions.backup_workers.replay_batches
     training.data.map_dataset>extensions.checkpointing.data_position
+    training.finish_job>extensions.checkpointing.checkpoint_reader
     training.finish_job>extensions.tables.frontend.table_finish
     training.finish_job>parallel.api.prepare_split
     training.model_state>parallel.api.prepare_split
@@ -84,7 +84,7 @@ WORLD = """
 PURE = """
     config/* core/* training/data/batch_ranges.py training/data/data_messages.py training/data/lease_queue.py
     extensions/backup_workers/quorum.py extensions/checkpointing/cross_group_cut.py
-    extensions/checkpointing/data_position.py extensions/checkpointing/safetensors_layout.py
+    extensions/checkpointing/data_position.py core/model/safetensors_layout.py
     extensions/checkpointing/server_snapshots.py extensions/checkpointing/shard_snapshot.py
     extensions/checkpointing/snapshot_coordinator.py extensions/collectives/algorithms.py
     extensions/collectives/collective_server.py extensions/collectives/precomputed_gradients.py
@@ -100,7 +100,7 @@ NOT_PURE = ("extensions/tables/table_client.py",)
 HEAVY = frozenset({"torch", "numpy"})
 LIGHT = """
     config/* core/events.py core/profiling/spans.py core/optim/state_table.py extensions/elastic/eligibility.py
-    extensions/replication/replica_placement.py extensions/checkpointing/safetensors_layout.py
+    extensions/replication/replica_placement.py core/model/safetensors_layout.py
     extensions/tables/table_file_layout.py
 """
 """Read by the command line before torch is imported."""
@@ -109,7 +109,7 @@ LIBRARIES = {
     "torch": ("*",),
     "numpy": ("*",),
     "typer": ("tools/cli/*", "tools/monitor/*"),
-    "rich": ("tools/cli/app.py", "tools/monitor/*"),
+    "rich": ("tools/cli/app.py", "tools/monitor/*", "launch/console_output.py"),
     "google.protobuf": ("config/proto_schema.py", "config/job_file.py"),
     "yaml": ("config/job_file.py", "launch/launchers/kubernetes.py"),
     "matplotlib": ("tools/monitor/loss_plot.py", "tools/monitor/graph_plot.py"),

@@ -1,4 +1,4 @@
-"""Two copies of every server: a process dies at any moment, and nobody can tell afterwards (`replication`)."""
+"""Two copies of every server: a process dies at any moment, and nobody can tell afterwards (`state_machine`)."""
 
 from functools import cache
 

@@ -35,7 +35,9 @@ def model_of(size=150):
 
 
 class Hall:
-    """The servers of a job. What they say to each other arrives at once, or waits in `held` if `holding` says so."""
+    """The servers of a job. What they say to each other arrives at once, or waits in `held` if `holding` says
+    so.
+    """
 
     def __init__(self, optimizer=None, size=150, holding=(), join=True, **fields):
         cluster = {k: fields.pop(k) for k in list(fields) if k in Cluster.__dataclass_fields__}

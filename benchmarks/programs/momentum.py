@@ -1,4 +1,4 @@
-"""Handwritten digits with SGD and momentum, from a start that was trained for two epochs without: see `asynchrony`."""
+"""Handwritten digits with SGD and momentum, from a start trained for two epochs without momentum."""
 
 import argparse
 import sys

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+_CHUNK_BYTES = 4 << 20
 
 _KINDS = (
     (stat.S_ISFIFO, "named pipe"),
@@ -108,3 +109,20 @@ def read_text(path: Path | str) -> str:
     """The content of a regular file as UTF-8. Raises OSError as `open_file`, UnicodeDecodeError."""
     with os.fdopen(open_for_reading(path), "r", encoding="utf-8") as file:
         return file.read()
+
+
+def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of it at this place of a file. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest[:_CHUNK_BYTES], at)
+        rest, at = rest[count:], at + count
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

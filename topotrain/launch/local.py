@@ -55,9 +55,9 @@ class LocalLauncher(Launcher):
     """Starts every unit on this machine.
 
     `calls` says what a child runs; only tests change it. `forkserver` is the socket of one that is running already and
-    belongs to somebody else; without it the job has its own. `profile`: the step whose spans the processes leave in the
-    run directory, counted from 1; 0 for none. `resume`: the snapshot that the job goes on from; "": the beginning.
-    `outlet`: where the program's output goes.
+    belongs to somebody else; without it the job has its own. `profile`: the step whose spans the processes leave
+    in the run directory, counted from 1; 0 for none. `resume`: the snapshot that the job goes on from; "": the
+    beginning. `outlet`: where the program's output goes.
     """
 
     calls: EntryPoints = field(default_factory=EntryPoints)

@@ -29,7 +29,7 @@ _LEAVE_S = 1.0  # for the thread to see that the job is over; it may be waiting 
 
 
 class RegisteredJob:
-    """See `running.Company`; nobody else has a say in how this job ends.
+    """See `run_loop.Company`; nobody else has a say in how this job ends.
 
     Args:
         root: the whole store.
@@ -48,34 +48,34 @@ class RegisteredJob:
         self._thread.start()
 
     def fileno(self) -> int:
-        """See `running.Company`."""
+        """See `run_loop.Company`."""
         return self._told.fileno()
 
     @property
     def over(self) -> bool:
-        """See `running.Company`."""
+        """See `run_loop.Company`."""
         return self.stopped
 
     def tell(self, cause: Failed) -> None:
-        """See `running.Company`."""
+        """See `run_loop.Company`."""
         self._teller.send(b"!")
 
     @property
     def saves(self) -> bool:
-        """See `running.Company`; who ends a job of this machine is asked here."""
+        """See `run_loop.Company`; who ends a job of this machine is asked here."""
         return False
 
     def heard(self) -> None:
-        """See `running.Company`."""
+        """See `run_loop.Company`."""
 
     def save(self, number: int) -> None:
-        """See `running.Company`."""
+        """See `run_loop.Company`."""
 
     def signalled(self, number: int, more: str = "") -> None:
-        """See `running.Company`."""
+        """See `run_loop.Company`."""
 
     def cast_out(self) -> None:
-        """See `running.Company`; here are all units of the job."""
+        """See `run_loop.Company`; here are all units of the job."""
 
     def _watch(self) -> None:
         due = 0.0

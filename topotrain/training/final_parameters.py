@@ -21,10 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
 from topotrain.config.job import ConfigError
-from topotrain.config.private_files import open_file, open_for_reading
-from topotrain.extensions.checkpointing.checkpoint_reader import bytes_of
-from topotrain.extensions.checkpointing.checkpoint_writer import sync_folder, write_at
-from topotrain.extensions.checkpointing.safetensors_layout import PAIRED, TensorDescription, lay_out, said_of
+from topotrain.config.private_files import open_file, open_for_reading, sync_folder, write_at
+from topotrain.core.model.safetensors_layout import PAIRED, TensorDescription, bytes_of, lay_out, said_of
 from topotrain.training.parameters.flat_parameters import ModelParts, in_file
 
 FINAL = "final.safetensors"

@@ -1,8 +1,8 @@
 """A worker: the user's model and optimizer, tied to a place in the job.
 
 The gradient's trip starts here. Autograd finishes with a parameter, a hook copies the gradient into a flat buffer and
-its bucket goes home (`gradients`, `exchange`). `optimizer.step()` does no arithmetic here: it commits the step on every
-server and returns when the new values stand in the model's parameters.
+its bucket goes home (`gradient_hooks`, `exchange`). `optimizer.step()` does no arithmetic here: it commits the step on
+every server and returns when the new values stand in the model's parameters.
 """
 
 import time

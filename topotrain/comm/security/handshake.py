@@ -94,7 +94,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class SocketNumber:
-    """Which socket of a connection this is: number `lane` of `lanes`, and 16 bytes that all of them have in common."""
+    """Which socket of a connection this is: number `lane` of `lanes`, and 16 bytes that all of them have in
+    common.
+    """
 
     lane: int = 0
     lanes: int = 1

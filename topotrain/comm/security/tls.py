@@ -87,7 +87,7 @@ def client_side(sock: socket.socket, seconds: float = DEADLINE) -> "tuple[TlsCha
 
 
 class TlsChannel:
-    """A `lanes.Channel`, with what a handshake needs of a socket besides; calls mean what they mean there.
+    """A `multi_socket.Channel`, with what a handshake needs of a socket besides; calls mean what they mean there.
 
     At most one thread sends and one receives at a time; with a timeout it is one thread for both. A sending call that
     raised BlockingIOError or TimeoutError must be made again with the same bytes: they may be sealed already.

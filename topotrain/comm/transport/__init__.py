@@ -73,8 +73,8 @@ class Transport(Protocol):
         """Queue a message. Raises WireError when there is no way to the peer (any more).
 
         It does not wait for the peer, unless `wait` says that it may: then a message with a body waits until the bytes
-        queued for this peer are few enough (`outbox.LIMIT`). That is for a worker's script, which produces as fast as
-        it can; it must hold no lock that its own `handle` takes. On a reader's thread `wait` means nothing.
+        queued for this peer are few enough (`frame_writer.LIMIT`). That is for a worker's script, which produces as
+        fast as it can; it must hold no lock that its own `handle` takes. On a reader's thread `wait` means nothing.
         """
         ...
 

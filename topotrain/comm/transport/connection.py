@@ -106,7 +106,7 @@ class Connection:
 
     @property
     def queued(self) -> int:
-        """Bytes that wait to be sent; see `outbox`."""
+        """Bytes that wait to be sent; see `frame_writer`."""
         return self._out.queued
 
     def send(self, message: Message, wait: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class InlineConnection(Protocol):
-    """A connection that is read in turns (see `stream.Connection`)."""
+    """A connection that is read in turns (see `connection.Connection`)."""
 
     def fileno(self) -> int: ...
 

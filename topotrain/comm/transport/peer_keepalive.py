@@ -56,7 +56,7 @@ class WatchedSocket(Protocol):
 
 
 class WatchedConnection(Protocol):
-    """A connection (see `stream.Connection`)."""
+    """A connection (see `connection.Connection`)."""
 
     def beat(self) -> None: ...
 

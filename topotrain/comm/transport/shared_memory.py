@@ -156,7 +156,7 @@ class ProcessMemory:
 
 
 def unsized_memfd() -> int:
-    """A memfd of size 0 for `ProcessMemory.adopt`; a supervisor makes it and hands it to the processes that share it."""
+    """A memfd of size 0 for `ProcessMemory.adopt`. A supervisor hands it to the processes that share it."""
     return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 

@@ -43,7 +43,7 @@ _HEARING = DEADLINE  # seconds for which whoever called is heard, before it has 
 
 
 class SocketTransport:
-    """A `Transport` over stream sockets; the subclasses know how to listen, how to reach a peer, and whom to hear at all.
+    """A `Transport` over stream sockets. Subclasses listen, reach a peer, and choose which peers to accept.
 
     patience: seconds for which `connect` tries again when the peer is FULL, or too slow in the handshake.
     pump: reads the connections; without it each is read on a thread of its own.

@@ -1,6 +1,7 @@
 """Paddle's words: `tt.init` makes a script a trainer, `topotrain pserver` makes a process the parameter servers.
 
-Rule: they are translated and nothing more: see `flags` for what they say, `joining` and `serving` for what happens.
+Rule: they are translated and nothing more: see `flags` for what they say, `manual_worker` and `manual_server` for what
+happens.
 """
 
 import os

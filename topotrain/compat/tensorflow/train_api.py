@@ -1,7 +1,7 @@
 """TensorFlow 1's words, as `tt.train`: ClusterSpec and Server for between-graph replication.
 
-Rule: they are translated and nothing more. A "ps" task is a server, a "worker" task joins the job (`serving`,
-`joining`); every worker is a group of its own unless all tasks say `sync=True`.
+Rule: they are translated and nothing more. A "ps" task is a server, a "worker" task joins the job (`manual_server`,
+`manual_worker`); every worker is a group of its own unless all tasks say `sync=True`.
 """
 
 import os

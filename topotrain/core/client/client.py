@@ -316,7 +316,7 @@ class Client:
         if self._failure is not None:
             raise self._failure
 
-    # --- for its parts: `data`, `tables`, `crossing` (`deskdoor.ClientAccess`)
+    # --- for its parts: `data`, `tables`, `crossing` (`data_client.ClientAccess`)
     # --------------------------------------------
 
     def tell(self, to: Address, message: m.Message) -> None:

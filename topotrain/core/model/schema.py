@@ -34,7 +34,7 @@ come back: on a slow link, where a megabyte takes a tenth of a second, that wait
 class ModelBuffer:
     """A model buffer that is no parameter (BatchNorm statistics): `count` elements of `dtype` (torch's name).
 
-    `owners` as in `slices.Parameter`: the workers of each group that hold it; empty: all do.
+    `owners` as in `sharding.Parameter`: the workers of each group that hold it; empty: all do.
     """
 
     name: str

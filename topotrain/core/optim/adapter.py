@@ -1,4 +1,4 @@
-"""The update rule on one slice: any torch.optim through one adapter, fused where that kernel is right (`kernels`).
+"""The update rule on one slice: any torch.optim through one adapter, fused where that kernel is right.
 
 Rule: nothing of an optimizer travels but its name and its hyper-parameters, as JSON. A server makes the same class over
 views of its own values and steps it in place. What an element-wise optimizer does to a slice that is cut at multiples

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from topotrain.config.sharding import Parameter
-from topotrain.extensions.checkpointing.safetensors_layout import NAMES, FlatFile, TensorDescription, lay_out
+from topotrain.core.model.safetensors_layout import NAMES, FlatFile, TensorDescription, lay_out
 
 ELEMENTS, WHOLE, NUMBER = "elements", "whole", "number"
 PLAIN = ("float", "int", "bool")

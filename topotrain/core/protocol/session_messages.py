@@ -72,7 +72,7 @@ class Fail(Message):
 @numbered(6)
 @dataclass(frozen=True, slots=True)
 class SharedBuffer(Message):
-    """The body shows a flat buffer of the sender, for the rest of the job; `windows` says who may write it when.
+    """The body shows a flat buffer of the sender, for the rest of the job; `shared_windows` says who may write it when.
 
     Worker -> server: "grad", the part that the server's shard covers. First server of a group -> its other servers:
     a parameter buffer, the part that the shard covers; -> workers: all of theirs. `space` as in the slice map.

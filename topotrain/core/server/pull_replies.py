@@ -1,8 +1,8 @@
 """Who waits for values, and which values each worker group is shown.
 
 A reply waits until its group may go on (`consistency.Clocks`). All workers of a group are shown one and the same
-moment, however far apart they are served: where values change between two of its steps, from a snapshot. Workers
-that live in a parameter buffer of their host find the values there (see `windows`), and are told so. A worker is sent
+moment, however far apart they are served: where values change between two of its steps, from a snapshot. Workers that
+live in a parameter buffer of their host find the values there (see `shared_windows`), and are told so. A worker is sent
 the buckets that it holds, which in a job whose model is not split are all.
 """
 

@@ -3,8 +3,8 @@
 One `Server` is one shard of one server group. It keeps the values and the optimizer state of its slice, stages what
 the worker groups send, and is the one place where a parameter changes its value. It knows no socket, thread or clock:
 the host hands it messages (one at a time) and carries its answers, and a simulation does the same with a pretended
-network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `reduction` and
-`consistency`, how server groups agree in `neighbor`, the arithmetic of an update in `update`.
+network. What differs between the frameworks is decided elsewhere: whom a gradient waits for in `gradient_staging` and
+`consistency`, how server groups agree in `group_sync`, the arithmetic of an update in `update`.
 """
 
 from collections.abc import Callable, Mapping
@@ -988,7 +988,8 @@ class Server:
             self._send_all(self.deposits.handle(sender, message))
             self._snapshot_goes_on()
 
-    # --- snapshots (`snapshotbook`) ------------------------------------------------------------------------------
+    # --- snapshots (`snapshot_coordinator`)
+    # ------------------------------------------------------------------------------
 
     def _snapshot_ask(self, sender: Address, message: m.SnapshotRequest) -> None:
         if message.last:

@@ -3,7 +3,7 @@
     WORKSPACE/manifests/000012/model.safetensors      parameters, which plain PyTorch loads
                                optimizer.safetensors  state of the optimizer: "parameter/entry"
                                workers.safetensors    what workers left for those who go on in their place
-                               tables-0.safetensors   rows of tables, where there are any (`tablefile`)
+                               tables-0.safetensors   rows of tables, where there are any (`table_file_layout`)
                                manifest.json          written last: without it there is no snapshot
 
 Rule: what is read is right or it is refused. manifest.json carries its own hash, and of every byte of the other files
@@ -12,7 +12,6 @@ allocator before the file is known to be as large. Nothing here imports torch be
 reads manifests, too.
 """
 
-import ctypes
 import json
 import os
 import zlib
@@ -25,8 +24,8 @@ from topotrain.config.job import ConfigError
 from topotrain.config.private_files import open_for_reading, read_bytes
 from topotrain.config.sharding import Parameter, parse
 from topotrain.config.topology import Address, Role
+from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, bytes_of, lay_out
 from topotrain.core.optim.state_table import Table, from_rows, model_file, state_file
-from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, TensorDescription, lay_out
 from topotrain.extensions.tables.table_file_layout import StoredTable, entry_of, file_of, tables_file
 from topotrain.training.data.batch_ranges import Runs, merged
 
@@ -104,7 +103,7 @@ class Manifest:
         number: of the snapshots of a job, from 1.
         job, conf: the job's name, and its file as text.
         version, clocks: of the values, and of each worker group.
-        parameters, optimizer, table: the model, `update.OptimizerSpec.to_text`, and what the optimizer held.
+        parameters, optimizer, table: the model, `adapter.OptimizerSpec.to_text`, and what the optimizer held.
         tables: what each server had of the tables that scripts had opened.
         first_epoch: of the first batch that is not in the values; None: nobody has read further yet.
         closed: all epochs before this one are in the values.
@@ -325,13 +324,6 @@ class _Sums:
             found.setdefault(name, []).append((lo, hi))
         for name, runs in found.items():
             yield name, merged(runs)
-
-
-def bytes_of(tensor: "torch.Tensor") -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as bytes that can be written; the tensor must live as long."""
-    if not tensor.nbytes:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _damaged(path: Path, why: str) -> ConfigError:

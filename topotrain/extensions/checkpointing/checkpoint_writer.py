@@ -22,9 +22,10 @@ from typing import Any
 from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import Job
 from topotrain.config.job_file import dumps
-from topotrain.config.private_files import close_folder, make_folder, open_file
+from topotrain.config.private_files import close_folder, make_folder, open_file, sync_folder, write_at
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.events import Counted, Event, Notice, Saved, Unsaved
+from topotrain.core.model.safetensors_layout import FlatFile, bytes_of
 from topotrain.core.optim.state_table import model_file, state_file
 from topotrain.core.protocol import Message, SnapshotPart, SnapshotRequest
 from topotrain.extensions.checkpointing.checkpoint_reader import (
@@ -36,13 +37,11 @@ from topotrain.extensions.checkpointing.checkpoint_reader import (
     STATE,
     WITH_TABLES,
     WORKERS,
-    bytes_of,
     hashed,
     name_of,
     numbers,
     workers_file,
 )
-from topotrain.extensions.checkpointing.safetensors_layout import FlatFile
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.extensions.checkpointing.shard_snapshot import TensorSlice
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
@@ -62,7 +61,6 @@ STEPS = "step-"
 LEADER = Address(Role.SERVER, 0, 0)
 """Who coordinates the snapshots of a job, and whose host makes them count."""
 _NICE = 10
-_CHUNK = 4 << 20
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
 Emit = Callable[[Event], None]
@@ -384,14 +382,6 @@ def _created(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
-    """Write all of it at this place of a file. Raises OSError."""
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(fd, rest[:_CHUNK], at)
-        rest, at = rest[count:], at + count
-
-
 def _slabs(fd: int, layout: FlatFile, slabs: Sequence[TensorSlice]) -> dict[str, Any]:
     """Write; returns [first, last, checksum] of ranges of bytes, and of scattered tensors with their names."""
     ranges: list[list[int]] = []
@@ -443,15 +433,6 @@ def _tables(written: Sequence[Mapping[str, Any]]) -> list[Any]:
     if any(own != names[0] for own in names):
         raise ValueError(f"the servers had frozen different tables: {names}")
     return tables if names[0] else []
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def writer_for(

@@ -295,7 +295,8 @@ class ServerSnapshots:
         self._crosscut.begin(frozen)
         self._look()
 
-    # --- across several server groups (`crosscut`) ---------------------------------------------------------------
+    # --- across several server groups (`cross_group_cut`)
+    # ---------------------------------------------------------------
 
     @property
     def gathers(self) -> bool:

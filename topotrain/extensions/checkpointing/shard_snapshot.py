@@ -48,7 +48,8 @@ class TensorSlice:
 class FrozenShard:
     """One shard's part of a snapshot. `table` says what the optimizer holds of the shard's parameters.
 
-    tables, rows: what it has of the tables that scripts have opened (`tablecopy`), with slabs of `tablefile`'s file.
+    tables, rows: what it has of the tables that scripts have opened (`table_snapshot`), with slabs of
+    `table_file_layout`'s file.
     """
 
     parameters: tuple[Parameter, ...]
@@ -175,7 +176,7 @@ class SnapshotSource(Protocol):
     def parameters(self) -> tuple[Parameter, ...]: ...
     @property
     def optimizer(self) -> str:
-        """`update.OptimizerSpec.to_text`."""
+        """`adapter.OptimizerSpec.to_text`."""
         ...
 
     @property
@@ -225,7 +226,7 @@ class SnapshotSource(Protocol):
         ...
 
     def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
-        """Elements of what a server had of a table (`tablefile`), from `lo` on. Raises ConfigError."""
+        """Elements of what a server had of a table (`table_file_layout`), from `lo` on. Raises ConfigError."""
         ...
 
 

@@ -7,8 +7,8 @@
     shard's host  WRITTEN       -> coordinator   my elements are on disk, with these checksums
     coordinator's host PUBLISHED                 the manifest is there: the snapshot counts
 
-Several server groups do that together (`crosscut`): the first coordinator tells the others that it is time (CUT), they
-announce it to their shards, and pass on what is said in both directions.
+Several server groups do that together (`cross_group_cut`): the first coordinator tells the others that it is time
+(CUT), they announce it to their shards, and pass on what is said in both directions.
 
 Rule: one at a time, since memory is kept for one. Whatever goes wrong on the way ends this snapshot and nothing else:
 every shard is heard first, then the part of it that is on disk is dropped, and the one before it stays.

@@ -1,7 +1,7 @@
 """A server whose gradients are added up on their way from server to server (`cluster { algorithm: … }`).
 
 Rule: every worker sends all its gradients to the server beside it, its gateway, and to no other. The gateways run the
-algorithm among themselves, one `collective.Relay` each, and tell each its own worker what came out. What becomes of the
+algorithm among themselves, one `algorithms.Relay` each, and tell each its own worker what came out. What becomes of the
 sum is the server's business as ever: its worker hands in the shard's gradient as the script left it (`given`). Where no
 worker sees a mean (`grads: kHidden`), nothing comes down, and the gateway of a bucket's home hands the sum in itself.
 New values go the same way down: an all-gather.

@@ -129,7 +129,8 @@ class StepCaughtUp(Message):
     snapshot: int = 0
 
 
-# --- two copies of a server (see `replication`) ----------------------------------------------------------------------
+# --- two copies of a server (see `state_machine`)
+# ----------------------------------------------------------------------
 
 
 @numbered(100)
@@ -161,7 +162,7 @@ class Ack(Message):
 @numbered(102)
 @dataclass(frozen=True, slots=True)
 class ReplicatedEvent(Message):
-    """Server -> its second copy: event number `index` is this; see `replication.ReplicatedServer` for the events.
+    """Server -> its second copy: event number `index` is this; see `state_machine.ReplicatedServer` for the events.
 
     role, group, number: the address of whom it comes from or is about. count: of event TAKEN. kind, meta: the message
     that came, whose body is this one's: a view that stays until the event is echoed.
@@ -209,7 +210,7 @@ class ReplicaReleased(Message):
 @numbered(106)
 @dataclass(frozen=True, slots=True)
 class ReplicaChecksum(Message):
-    """Second copy -> server: this, a CRC, is what I have found behind event number `index` (see `comparison`)."""
+    """Second copy -> server: this, a CRC, is what I have found behind event number `index` (see `replica_checksum`)."""
 
     index: int
     mark: int

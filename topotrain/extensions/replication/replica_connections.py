@@ -1,8 +1,8 @@
 """A worker's ways to servers of which there are two copies: one process may go, and the worker only waits a moment.
 
-Rule: whoever lives behind these (`exchange.Client`) notices nothing. What it says is counted and kept until both
+Rule: whoever lives behind these (`client.Client`) notices nothing. What it says is counted and kept until both
 copies of the server have it; when a way ends, the server is looked for in its other process, both sides tell how many
-messages they have heard, and what is missing is said again (`replication.ReliableChannel`).
+messages they have heard, and what is missing is said again (`state_machine.ReliableChannel`).
 """
 
 import threading

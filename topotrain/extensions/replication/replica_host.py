@@ -139,11 +139,11 @@ class PrimaryEndpoint:
         self._do(list)
 
     def told(self, message: Message) -> None:
-        """As `host.Home`; the second copy is told, too."""
+        """As `process_host.Home`; the second copy is told, too."""
         self._do(lambda: self.lead.hear(self.lead.me, message))
 
     def may_change(self, group: int, wish: str) -> str:
-        """As `host.Home`."""
+        """As `process_host.Home`."""
         with self._lock:
             return self.server.may_change(group, wish)
 
@@ -309,7 +309,7 @@ class StandbyEndpoint:
 
 
 class ReplicatedServers:
-    """The copies of servers in one process; see `host.HostedServers`, whose place it takes.
+    """The copies of servers in one process; see `process_host.HostedServers`, whose place it takes.
 
     Args:
         place, roads, allocate, trouble, recorder, writer: as there.
@@ -405,7 +405,7 @@ class ReplicatedServers:
         return speaker
 
     def coordinator(self, group: int) -> PrimaryEndpoint | None:
-        """See `host.Homes`."""
+        """See `process_host.Homes`."""
         return self._speakers.get(self._servers[0])
 
     # --- changes of seats ----------------------------------------------------------------------------------------

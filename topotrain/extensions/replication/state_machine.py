@@ -6,8 +6,8 @@ every event by the first, the `Primary`, and has in the end the same values, bit
 confirmed the event that it answers (output commit: Elnozahy et al., 2002): nothing that anybody has ever been told is
 lost with one process.
 
-From time to time both say what they have become (`comparison`). Where that differs, nobody can tell which one is right:
-the job goes on with the one that has spoken, and the other one is made anew.
+From time to time both say what they have become (`replica_checksum`). Where that differs, nobody can tell which one is
+right: the job goes on with the one that has spoken, and the other one is made anew.
 
 Between two residents every message is counted on a `ReliableChannel`, at both ends and in both copies, and kept until
 the other side has it for good. When the way is made anew, to the same server in another process, both say how many they

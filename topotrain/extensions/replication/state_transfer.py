@@ -1,4 +1,4 @@
-"""All that one copy of a server is, as bytes, and a fresh copy made of them (see `replication`).
+"""All that one copy of a server is, as bytes, and a fresh copy made of them (see `state_machine`).
 
 Rule: nothing that runs travels. What travels is data: numbers, texts, containers, tensors, messages, and the fields of
 the few classes that are named here. A fresh server is made as servers are made, then of the same model, and its fields

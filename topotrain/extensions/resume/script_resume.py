@@ -1,6 +1,6 @@
 """How a worker's script goes on in a fresh process, whose script runs from its first line on.
 
-Rule: servers know what is applied, and only this worker knows the rest (`condition`): it leaves that at server (0,0)
+Rule: servers know what is applied, and only this worker knows the rest (`worker_state`): it leaves that at server (0,0)
 when a batch is about to be given to the script, for then all that a step changes has been changed. A fresh process
 takes it back where the script would have made it: buffers and what `tt.keep` holds in `tt.prepare`, and as the pass
 begins that was under way schedulers and the dice, which then draw the same order again. Passes that were over are
@@ -44,7 +44,7 @@ def _leaves(here: Context) -> bool:
 
 
 class ScriptResume:
-    """Notes where a worker is, and leads a fresh process there; a `data.Memory`.
+    """Notes where a worker is, and leads a fresh process there; a `distributed_loader.Memory`.
 
     Args:
         here: this process.
@@ -112,7 +112,7 @@ class ScriptResume:
             self._here.kept[name].load_state_dict(unpack(condition.kept[name], condition.tensors))
 
     def opening(self, sight: EpochStart) -> tuple[ResumePoint, bool]:
-        """As `data.Memory` has it."""
+        """As `distributed_loader.Memory` has it."""
         earlier, condition = self._earlier, self._earlier.condition
         opening, device = earlier.opening(sight), self._worker.exchange.device
         self._generators, kept_iterator = sight.generators, False
@@ -138,7 +138,7 @@ class ScriptResume:
         return opening, kept_iterator
 
     def opened(self) -> None:
-        """As `data.Memory` has it."""
+        """As `distributed_loader.Memory` has it."""
         if self._moment:
             put_back(self._moment, self._generators, self._worker.exchange.device)
         self._moment = {}
@@ -146,13 +146,13 @@ class ScriptResume:
     # --- leaving it ----------------------------------------------------------------------------------------------
 
     def asked(self) -> None:
-        """As `data.Memory` has it. Raises Leaving, where the worker's group leaves the job."""
+        """As `distributed_loader.Memory` has it. Raises Leaving, where the worker's group leaves the job."""
         self._look_whether_it_leaves()
         if self._worker.snapshot or self._worker.lazy:
             self._now = self._stand()
 
     def ended(self) -> None:
-        """As `data.Memory` has it. Raises Leaving, as `asked` does."""
+        """As `distributed_loader.Memory` has it. Raises Leaving, as `asked` does."""
         self._loop_ended()
         self._look_whether_it_leaves()
         if self._worker.snapshot and singly(self._here.place.job):
@@ -169,7 +169,7 @@ class ScriptResume:
             raise GroupLeaving
 
     def given(self) -> None:
-        """As `data.Memory` has it."""
+        """As `distributed_loader.Memory` has it."""
         if self._begins:
             self._begin()
         elif self._leaves and (mark := self._rates.mark()) != self._marked:

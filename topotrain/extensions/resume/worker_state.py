@@ -28,7 +28,7 @@ class WorkerState:
         steps: calls of `optimizer.step()`.
         turn, epoch, epoch_pass: the last `tt.epochs`: which one of the script's (-1: none so far), its number, and the
             pass that was the next one when it came.
-        drawn, fresh: the epoch of this pass, see `data.EpochStart`.
+        drawn, fresh: the epoch of this pass, see `distributed_loader.EpochStart`.
         groups: the optimizer's parameter groups without their parameters, packed; by index.
         schedulers: LR schedulers, packed; by class.
         kept: what `tt.keep` and `tt.prepare` were given, packed; by name.

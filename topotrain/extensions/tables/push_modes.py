@@ -108,7 +108,7 @@ class TableShard:
         """A worker pushes nothing more; returns, in words, who waits for it in vain, or ""."""
         return ""
 
-    # --- snapshots (`tablecopy`) ---------------------------------------------------------------------------------
+    # --- snapshots (`table_snapshot`) ---------------------------------------------------------------------------------
 
     @property
     def unkept(self) -> str:

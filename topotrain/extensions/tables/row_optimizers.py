@@ -193,7 +193,7 @@ def _one_group(spec: OptimizerSpec) -> Settings:
 
 
 class DenseOptimizer:
-    """Any optimizer of `update.SliceUpdate` on all the values of a shard at once; arguments as for `SparseOptimizer`."""
+    """Any optimizer of `SliceUpdate` on all the values of a shard at once; arguments as for `SparseOptimizer`."""
 
     def __init__(self, rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> None:
         spec = OptimizerSpec.from_text(text)

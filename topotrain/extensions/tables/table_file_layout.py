@@ -4,7 +4,7 @@
                                ...                    kind of the optimizer's state of rows: "TABLE/exp_avg"
 
 Rule: pure, and without torch. A file's layout follows from the descriptions of its tables alone, which stand in the
-manifest; so whoever reads knows what header he has to find, as with the other files (`flatfile`).
+manifest; so whoever reads knows what header he has to find, as with the other files (`safetensors_layout`).
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from topotrain.extensions.checkpointing.safetensors_layout import FlatFile, TensorDescription, lay_out
+from topotrain.core.model.safetensors_layout import FlatFile, TensorDescription, lay_out
 
 IDS = "ids"
 _MOST_ROWS = 1 << 48

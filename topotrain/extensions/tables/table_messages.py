@@ -1,4 +1,4 @@
-"""Tables (see `tabledoor`).
+"""Tables (see `table_client`).
 
 `number` counts what one worker says to one server about tables, from 0: the server takes it in this order and once,
 whatever the road does. `table` is the worker's own number for a table. `ids` are rows, each 8 bytes (little-endian),
@@ -79,7 +79,7 @@ class TableAssign(Message):
 @numbered(86)
 @dataclass(frozen=True, slots=True)
 class TableRule(Message):
-    """Worker -> server: from turn `since` on, pushes are applied by this optimizer (`update.OptimizerSpec.to_text`)."""
+    """Worker -> server: from turn `since` on, pushes are applied by this optimizer (`OptimizerSpec.to_text`)."""
 
     number: int
     table: int

@@ -1,7 +1,8 @@
 """Tables in snapshots: rows copied behind the step after which the rest of a shard is frozen, and read back by id.
 
-Rule: to freeze is to copy into memory that is kept from one snapshot to the next, as `snapshot.ShardFreezer` does; so a
-server with tables takes their size twice. Who goes on reads the rows that are its own, whoever held them before.
+Rule: to freeze is to copy into memory that is kept from one snapshot to the next, as `shard_snapshot.ShardFreezer`
+does; so a server with tables takes their size twice. Who goes on reads the rows that are its own, whoever held them
+before.
 """
 
 from collections.abc import Iterable, Iterator

@@ -2,8 +2,8 @@
 
 Rule: row r lives on shard (r + first) mod the number of shards, and what it begins with depends on the table's seed and
 name, its own number and the column alone. So every layout of a job makes the same rows, in whatever order they are
-touched. `tablerows` keeps them, `tablerules` updates them, `tablemodes` says when a push counts; `tabledoor` is how a
-worker gets at them.
+touched. `row_storage` keeps them, `row_optimizers` updates them, `push_modes` says when a push counts; `table_client`
+is how a worker gets at them.
 """
 
 import json

@@ -48,7 +48,8 @@ class AttemptInfo:
 class UnitConfig:
     """What all children of a unit have in common.
 
-    `sockets` is a short path of a folder for this user alone, which is removed when the job has ended, however it ends.
+    `sockets` is a short path of a folder for this user alone, which is removed when the job has ended, however
+    it ends.
     """
 
     job: Job

@@ -134,16 +134,16 @@ class WorkerPresence:
         self.change = threading.Condition()
 
     def came(self, server: Server, worker: Address) -> None:
-        """See `host.ConnectionObserver`."""
+        """See `process_host.ConnectionObserver`."""
         with self.change:
             self.missing.pop(worker, None)
 
     def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """See `host.ConnectionObserver`."""
+        """See `process_host.ConnectionObserver`."""
         self.fail(f"{self._name(worker)} failed: {why.text[:_TEXT]}", cause=why.cause)
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """See `host.ConnectionObserver`."""
+        """See `process_host.ConnectionObserver`."""
         if peer.role is Role.SERVER:
             over = not server.running
         elif peer.group not in server.groups:

@@ -162,11 +162,11 @@ class _Joined:
             tell(f"{self._here.me}: {text}")
 
     def is_complete(self) -> bool:
-        """As `ownend.Part` has it."""
+        """As `process_exit.Part` has it."""
         return is_complete(self._here)
 
     def end(self) -> int:
-        """As `ownend.Part` has it."""
+        """As `process_exit.Part` has it."""
         try:
             self.leave()
         except BaseException as error:

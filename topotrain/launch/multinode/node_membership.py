@@ -60,7 +60,7 @@ class StoreKeys:
 
 
 class NodeMembership:
-    """See `running.NodeMembership`.
+    """See `run_loop.NodeMembership`.
 
     Args:
         stores: what to watch.
@@ -103,12 +103,12 @@ class NodeMembership:
             self._start(work)
 
     def fileno(self) -> int:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         return self._told.fileno()
 
     @property
     def over(self) -> bool:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         return self.end is not None
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class NodeMembership:
     # --- how it ends
 
     def tell(self, cause: Failed) -> None:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         with self._lock:
             first, self._cause = self._cause is None, cause
         if first:
@@ -140,15 +140,15 @@ class NodeMembership:
 
     @property
     def saves(self) -> bool:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         return self._leads and self._asked is not None
 
     def heard(self) -> None:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         self._told.recv(64)
 
     def save(self, number: int) -> None:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         self._asked = end = self._by_signal(number)
         self._start(lambda: self._ask_to_save(end))
 
@@ -164,7 +164,7 @@ class NodeMembership:
         )
 
     def signalled(self, number: int, more: str = "") -> None:
-        """See `running.NodeMembership`."""
+        """See `run_loop.NodeMembership`."""
         end = self._asked or self._by_signal(number)
         end = replace(end, text=f"{end.text}; {more}") if more else end
         self._start(lambda: self._decide(end))

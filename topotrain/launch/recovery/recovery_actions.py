@@ -1,4 +1,4 @@
-"""What is to be done about a death (`recovery`): words for whoever has the processes (`running`, `following`)."""
+"""What is to be done about a process death: what `recovery_policy` decides, and the run loop carries out."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,8 @@ that it finished is missed by nobody. Over several units the first one decides f
 hear (`following`), and a unit that is not heard of any more is lost with all who lived in it.
 
 Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
-A group that has used that up is given up, where others can read what it leaves; so is one that leaves (`attendance`).
-Workers leave a job of one group, and join it, between two lives of the whole job (`resizing`).
+A group that has used that up is given up, where others can read what it leaves; so is one that leaves
+(`attendance`). Workers leave a job of one group, and join it, between two lives of the whole job (`resizing`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -149,7 +149,7 @@ def _seat(spec: dict[str, Any], control: ChildChannel, seating: ReplicaCommands)
 
 
 class PeerLossReporter:
-    """Tells the unit when a server of its own lost somebody too early; see `host.ConnectionObserver`.
+    """Tells the unit when a server of its own lost somebody too early; see `process_host.ConnectionObserver`.
 
     comes_back: whether a worker that is lost will be there again, so that its end here is no news.
     """
@@ -266,11 +266,11 @@ class _Part:
     servers: Sequence[Address]
 
     def is_complete(self) -> bool:
-        """As `ownend.Part` has it."""
+        """As `process_exit.Part` has it."""
         return is_complete(self.here)
 
     def end(self) -> int:
-        """As `ownend.Part` has it."""
+        """As `process_exit.Part` has it."""
         code = self.leave(0)
         self.here.emit(Ending(str(self.here.me)))
         return code

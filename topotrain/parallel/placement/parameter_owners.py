@@ -26,7 +26,7 @@ _PARAMETER, _STORED, _PASSING = range(3)
 
 
 class ModuleAssignment(Protocol):
-    """Where a module's work is done, see `assign.Assignment`."""
+    """Where a module's work is done, see `assign_modules.Assignment`."""
 
     @property
     def dim(self) -> int: ...

@@ -1,7 +1,8 @@
 """A model's forward as plain data for another process: names of functions, numbers, and who computes what.
 
-Rule: what comes from elsewhere is read as if it were hostile. It is JSON; every node names a function of `allowed`;
-every reference points backwards; sizes and depths have bounds. Nothing is unpickled, imported or evaluated.
+Rule: what comes from elsewhere is read as if it were hostile. It is JSON; every node names a function of
+`allowed`; every reference points backwards; sizes and depths have bounds. Nothing is unpickled, imported or
+evaluated.
 
     {"inputs": [["float32", [8, 4]], …], "nodes": [[function, worker, args, kwargs, graded, line], …], "output": …}
 """

@@ -1,4 +1,4 @@
-"""A description becomes a cut graph and a model of this worker's part: what `run.Runner` runs.
+"""A description becomes a cut graph and a model of this worker's part: what `program_runner.Runner` runs.
 
 Rule: nothing is computed that was not rehearsed on fake tensors first, which have sizes and no memory: that finds every
 size, and whatever is too large, before anything is allocated.

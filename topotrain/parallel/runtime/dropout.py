@@ -146,7 +146,9 @@ def draw(
 def _masks(
     step: ProgramStep, drop: Dropout | None, itself: bool
 ) -> Iterator[tuple[SymbolicShape, float, tuple[int, ...]]]:
-    """What a step draws: shapes, the chance of an element to stay, and the order of memory (`program.DropoutMask`)."""
+    """What a step draws: shapes, the chance of an element to stay, and the order of memory
+    (`split_program.DropoutMask`).
+    """
     if drop is not None and drop.draws:
         yield _noise(step.shape, drop.features, step), 1 - drop.p, step.inside[0].order if step.inside else ()
     elif itself:

@@ -1,4 +1,4 @@
-"""The way from worker to worker of a group over the roads: `passage.ActivationChannel` where a job runs.
+"""The way from worker to worker of a group over the roads: `channel.ActivationChannel` where a job runs.
 
 Rule: sending waits for nobody, so no two workers can stop each other. A tensor is copied into a slot (`slots`), where
 on one host its receiver sees it, and travels in parts of at most PART_BYTES; each is received into memory of its own,

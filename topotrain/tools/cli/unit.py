@@ -159,7 +159,7 @@ class _Window:
 
     @contextmanager
     def watching(self, job: Job, topology: "Topology", here: "Topology") -> "Iterator[OnEvent]":
-        """See `part.Watching`."""
+        """See `node.Watching`."""
         from topotrain.launch.console_output import out_of, outlet
         from topotrain.tools.monitor.job_report import Report
         from topotrain.tools.monitor.progress_display import progress

@@ -1,10 +1,10 @@
 """Adds up a job: events in, plain data out, which `--report` writes as JSON and `compare` tabulates.
 
 Rule: counters in events are cumulative, so the last one of a resident counts, and a lost or late event costs nothing.
-Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes.
-A resident whose process was made again counts on from where the last word of the former one was: that is the work that
-was done, with what had to be done twice. What of that counts is known to the servers, who say it at the end: `samples`
-are those in the values, each once, whatever became of the processes.
+Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes. A
+resident whose process was made again counts on from where the last word of the former one was: that is the work that
+was done, with what had to be done twice. What of that counts is known to the servers, who say it at the end:
+`samples` are those in the values, each once, whatever became of the processes.
 """
 
 import math

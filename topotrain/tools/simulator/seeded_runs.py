@@ -2,9 +2,9 @@
 
 Rule: one seed, one rehearsal: what goes wrong, when, and in which order messages come, so that whatever is found can be
 seen again. A run is right when the ledger is: every batch counted exactly once, on all shards, in the end and in every
-snapshot; when no worker was shown less than that on its way (`witness`); and when nobody waits for ever. A schedule
-that shows a fault of ours is made shorter as long as it shows one (delta debugging: Zeller and Hildebrandt, 2002, one
-fault at a time).
+snapshot; when no worker was shown less than that on its way (`worker_observer`); and when nobody waits for ever. A
+schedule that shows a fault of ours is made shorter as long as it shows one (delta debugging: Zeller and Hildebrandt,
+2002, one fault at a time).
 """
 
 import zlib

@@ -34,7 +34,7 @@ _FOR_A_REASON = (" never came", " had to start again")
 
 @dataclass(frozen=True)
 class PublishedSnapshot:
-    """A snapshot that was published, in memory: what the job starts from when all of it has died (`snapshot.SnapshotSource`).
+    """A published snapshot in memory, from which the job starts when all of it has died (see `SnapshotSource`).
 
     passes: the first pass over the data that some worker had not come to the end of, as the workers left it; None:
     nobody has left anything.

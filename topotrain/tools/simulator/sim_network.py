@@ -81,7 +81,7 @@ class Simulation:
         self.wait(lambda: bool(over))
 
     def waiter(self) -> "Simulation":
-        """How an actor's Exchange waits (`exchange.Waiter`)."""
+        """How an actor's Exchange waits (`client.Waiter`)."""
         return self
 
     def update(self) -> AbstractContextManager[object]:

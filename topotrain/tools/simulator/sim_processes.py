@@ -28,7 +28,7 @@ class WorkerProcess:
 
 
 class CrashableWaiter:
-    """How a mortal waits (`exchange.Waiter`)."""
+    """How a mortal waits (`client.Waiter`)."""
 
     def __init__(self, life: WorkerProcess, sim: Simulation) -> None:
         self._life, self._sim = life, sim

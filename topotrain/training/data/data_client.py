@@ -19,7 +19,7 @@ T = TypeVar("T", bound=m.Message)
 
 
 class ClientAccess(Protocol):
-    """How a part of a worker's door speaks and waits (`exchange.Client`)."""
+    """How a part of a worker's door speaks and waits (`client.Client`)."""
 
     @property
     def me(self) -> Address: ...
@@ -45,7 +45,7 @@ class ClientAccess(Protocol):
 
 
 class DataClient:
-    """What a loader asks of the servers (`data.Desk`), and where a worker's state is kept.
+    """What a loader asks of the servers (`distributed_loader.Desk`), and where a worker's state is kept.
 
     Args:
         voice: see there.

@@ -97,7 +97,8 @@ class StatePart(Message):
     key: str
 
 
-# --- what a worker's next process needs (see `deposits`) -------------------------------------------------------------
+# --- what a worker's next process needs (see `worker_state_store`)
+# -------------------------------------------------------------
 
 
 @numbered(62)
@@ -106,8 +107,8 @@ class WorkerStatePart(Message):
     """Worker -> server (0,0): part `part` of `parts` of the worker's state of `nbytes` bytes; and back, if asked for.
 
     number: what it is good for: -1, the state in which the worker's last epoch began; -2, what has changed since; from
-    1 on, the state at this snapshot. All parts have `deposits.PART` bytes but the last. Back, -1 and -2 are told, and
-    of what is not there one part of none (parts = 0). The body is a snapshot.
+    1 on, the state at this snapshot. All parts have `worker_state_store.PART` bytes but the last. Back, -1 and -2 are
+    told, and of what is not there one part of none (parts = 0). The body is a snapshot.
     """
 
     group: int
@@ -124,7 +125,8 @@ class WorkerStateRequest(Message):
     """Worker -> server (0,0): what did the process before me leave? Answered by Deposit."""
 
 
-# --- snapshots (see `snapshotbook`) ----------------------------------------------------------------------------------
+# --- snapshots (see `snapshot_coordinator`)
+# ----------------------------------------------------------------------------------
 
 
 @numbered(64)

@@ -63,7 +63,7 @@ class _Reader:
 
 
 class IterableEpoch:
-    """As `MapEpoch`, for a stream. Leases are asked for on reading, when all before is read: every question may wait."""
+    """As `MapEpoch`, for a stream. A lease is requested when everything before it was read, so a request may wait."""
 
     def __init__(
         self,

@@ -103,7 +103,7 @@ class HostParameters:
         """They are there."""
 
     def settle(self) -> None:
-        """Who may write when is agreed on elsewhere (`windows`)."""
+        """Who may write when is agreed on elsewhere (`shared_windows`)."""
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
         """Copy, unless it is "local" already."""

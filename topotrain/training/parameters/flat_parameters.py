@@ -1,7 +1,7 @@
 """The user's model as flat buffers: every parameter gets a storage of its own over one piece of memory.
 
 A parameter keeps its identity (the script, the optimizer and tied modules hold the same object); only its memory moves.
-On a device it keeps its memory, too, and is a copy of what stands in the buffers (`mirror`).
+On a device it keeps its memory, too, and is a copy of what stands in the buffers (`device_parameters`).
 It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(dtype)`, `p.data = …` or
 `load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
 """
@@ -18,8 +18,8 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.config.sharding import Parameter, SliceMap
+from topotrain.core.model.safetensors_layout import NAMES
 from topotrain.core.model.schema import Allocate, FlatBuffers, ModelBuffer
-from topotrain.extensions.checkpointing.safetensors_layout import NAMES
 from topotrain.training.parameters.device_parameters import HostParameters, mirror_for
 
 DEVICES = ("cpu", "cuda")

@@ -1,6 +1,6 @@
 """How gradients leave the user's model: hooks that see each one when autograd is done with it.
 
-Two ways, chosen by the job (see `reduction`):
+Two ways, chosen by the job (see `gradient_staging`):
 
 *Means* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
 group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and arms a callback
@@ -11,8 +11,8 @@ every bucket that is full; the callback waits for the means and puts `.grad` = a
 the backward that is expected to be the step's last, and again at `step()` where that guess was wrong or the script
 changed a gradient.
 
-Where parameters are on a device, a gradient reaches "local" some time after its hook (`mirror`): a bucket then leaves
-at a later hook, or at the end of backward. On several devices, hooks run on several threads.
+Where parameters are on a device, a gradient reaches "local" some time after its hook (`device_parameters`): a bucket
+then leaves at a later hook, or at the end of backward. On several devices, hooks run on several threads.
 """
 
 import threading

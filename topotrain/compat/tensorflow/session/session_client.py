@@ -61,7 +61,7 @@ def minimize(model: Any, optimizer: Any) -> TrainOp:
 
 
 class Session:
-    """A connection to a cluster, and the one model that it computes: `tf.Session`.
+    """A connection to a cluster, and the one model that it computes: `train_api.Session`.
 
     Args:
         target: a worker's `tt.train.Server.target`, such as "tcp://worker7:2222" ("grpc://worker7:2222" means the

@@ -91,7 +91,7 @@ class SessionWorker:
     Args:
         meet: the session. index: of this worker.
         states: the model's. values: of those that this worker holds, by number.
-        optimizer: as `update.OptimizerSpec.to_text` gives it.
+        optimizer: as `adapter.OptimizerSpec.to_text` gives it.
 
     Raises:
         ConfigError: a state that does not fit, or an optimizer that cannot be used.

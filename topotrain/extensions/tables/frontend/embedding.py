@@ -1,8 +1,8 @@
 """`tt.Embedding`: a table that lives on the servers only, made row by row when somebody first asks for one.
 
-Rule: a worker holds the rows of its current batch and no others. `forward` asks the servers for them, `step()` sends
-their gradient, and the servers update them with the table's own optimizer when the step is applied: the mean over the
-worker group, as for any parameter. In an ordinary process the table lives in this one.
+Rule: a worker holds the rows of its current batch and no others. `forward` asks the servers for them, `step()`
+sends their gradient, and the servers update them with the table's own optimizer when the step is applied: the mean over
+the worker group, as for any parameter. In an ordinary process the table lives in this one.
 """
 
 from collections.abc import Callable, Iterator, Sequence

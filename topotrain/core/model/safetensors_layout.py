@@ -8,10 +8,12 @@ Elements are counted as they lie in a server's memory. A tensor whose strides ar
 stands in the file row by row like every other, so its elements are scattered: `FileTensor.ordered` is false.
 """
 
+import ctypes
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from topotrain.config.sharding import ITEM_BYTES
 
@@ -162,3 +164,23 @@ def row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return math.prod(shape) == 0
         expected *= size
     return True
+
+
+class TensorMemory(Protocol):
+    """What `bytes_of` needs of a tensor: this module is read without torch."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Its first byte."""
+        ...
+
+
+def bytes_of(tensor: TensorMemory) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, as bytes that can be written; the tensor must live as long."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
