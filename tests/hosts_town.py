@@ -25,11 +25,11 @@ TOKEN = "a" * 64
 HASTY = """
 import sys
 from topotrain.tools.cli.app import main
-from topotrain.launch import meeting
-meeting.BEAT_S, meeting.ALIVE_S = {beat_s}, {alive_s}
-from topotrain.launch import company, part
-company.LOST_S, company.STORE_LOST_S, part.STORE_S = {lost_s}, 2.5, 1.0
-company.AWAY_S = {away_s} or company.AWAY_S
+from topotrain.launch.multinode import node_rendezvous
+node_rendezvous.BEAT_S, node_rendezvous.ALIVE_S = {beat_s}, {alive_s}
+from topotrain.launch.multinode import node, node_membership
+node_membership.LOST_S, node_membership.STORE_LOST_S, node.STORE_S = {lost_s}, 2.5, 1.0
+node_membership.AWAY_S = {away_s} or node_membership.AWAY_S
 sys.exit(main())
 """
 # A forkserver makes its processes where it is itself, so each host has one.

@@ -14,9 +14,10 @@ from topotrain.launch.multinode import node
 MAKE = """
 import sys
 from pathlib import Path
-from topotrain.launch import part, temporary
-temporary.base = lambda: Path(sys.argv[1])
-with part._private_folder() as own, part._shared_folder(b"key") as shared:
+from topotrain.launch.agent import temporary_folders
+from topotrain.launch.multinode import node
+temporary_folders.base = lambda: Path(sys.argv[1])
+with node._private_folder() as own, node._shared_folder(b"key") as shared:
     print(own, shared, flush=True)
     sys.stdin.read()
 """

@@ -26,7 +26,7 @@ from topotrain.training.api import prepare
 COMPARE = "num_shards, and what is given to Parallelize"
 
 
-class NetModel:
+class Model:
     """What the builder functions get: the module, the batch at hand, and values by name.
 
     Everything that the module has, this has, too: `model.parameters()`, `model(images)`.
@@ -55,9 +55,9 @@ class NetModel:
         return getattr(self.module, name)
 
 
-InputBuilder = Callable[[NetModel], Any]  # batches, or None
-ForwardBuilder = Callable[[NetModel, float], Sequence[torch.Tensor]]
-OptimizerBuilder = Callable[[NetModel], Optimizer]
+InputBuilder = Callable[[Model], Any]  # batches, or None
+ForwardBuilder = Callable[[Model, float], Sequence[torch.Tensor]]
+OptimizerBuilder = Callable[[Model], Optimizer]
 
 
 class Net:
@@ -70,7 +70,7 @@ class Net:
     """
 
     def __init__(
-        self, model: NetModel, forward: ForwardBuilder, meets: ShardRendezvous | None, patience_s: float, workspace: str
+        self, model: Model, forward: ForwardBuilder, meets: ShardRendezvous | None, patience_s: float, workspace: str
     ) -> None:
         self._placed = process.placed()
         self.model = model
@@ -222,7 +222,7 @@ class Net:
             net()
 
 
-def _batches(inputs: InputBuilder, model: NetModel) -> Iterator[Any]:
+def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     """What the function gives, again and again."""
     source = inputs(model)
     if source is None:
@@ -233,7 +233,7 @@ def _batches(inputs: InputBuilder, model: NetModel) -> Iterator[Any]:
     return _repeated(source)
 
 
-def _called(inputs: InputBuilder, model: NetModel) -> Iterator[Any]:
+def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     while True:  # the first call was the one that told us how it is meant
         yield model.batch
         inputs(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.compat.caffe2.nets import ForwardBuilder, InputBuilder, Net, NetModel, OptimizerBuilder
+from topotrain.compat.caffe2.nets import ForwardBuilder, InputBuilder, Net, Model, OptimizerBuilder
 from topotrain.compat.caffe2.shard_rendezvous import FileStoreHandler, RedisStoreHandler, ShardRendezvous
 from topotrain.config.job import ConfigError, Engine
 
@@ -20,7 +20,7 @@ __all__ = [
     "FileStoreHandler",
     "FinalizeAfterCheckpoint",
     "GetLearningRateBlobNames",
-    "NetModel",
+    "Model",
     "Net",
     "Parallelize",
     "Parallelize_CPU",
@@ -35,7 +35,7 @@ PATIENCE_S = 300.0
 
 
 def Parallelize(
-    model: nn.Module | NetModel,
+    model: nn.Module | Model,
     input_builder_fun: InputBuilder,
     forward_pass_builder_fun: ForwardBuilder,
     optimizer_builder_fun: OptimizerBuilder | None = None,
@@ -55,7 +55,7 @@ def Parallelize(
     `topotrain run`, which has placed this process already, the rendezvous is not used.
 
     Args:
-        model: a module, or a `NetModel` around one.
+        model: a module, or a `Model` around one.
         input_builder_fun: model -> batches: a DataLoader or anything else that can be iterated again and again, of this
             shard's data. A function that returns None is called before every iteration and sets `model.batch`.
         forward_pass_builder_fun: model, loss_scale -> list of losses. Each loss is to be multiplied by `loss_scale`,
@@ -94,7 +94,7 @@ def Parallelize(
         raise ConfigError("barrier_net_timeout_sec", patience, "must be a number of seconds above 0")
     if not isinstance(workspace, str | Path):
         raise ConfigError("workspace", workspace, "must be the path of a directory")
-    helper = model if isinstance(model, NetModel) else NetModel(model)
+    helper = model if isinstance(model, Model) else Model(model)
     helper.device = _device(devices, cpu_device)
     helper.module.to(helper.device)
     net = Net(helper, forward_pass_builder_fun, meets, float(patience), str(workspace))

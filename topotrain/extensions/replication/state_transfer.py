@@ -113,7 +113,7 @@ _OWN: Mapping[str, frozenset[str]] = {
     "Startup": frozenset({"schema", "buffers", "_map", "_windows", "_whole"}),
     "GradientStaging": frozenset({"_scratch", "_tree"}),
     "ServerSnapshots": frozenset({"_freezer", "_frozen"}),
-    "Regroup": frozenset({"_home"}),
+    "ElasticGroups": frozenset({"_home"}),
 }
 """Fields that a fresh one has, or makes, for itself."""
 

@@ -92,7 +92,8 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
     tell = partial(_tell_distance, control)
     sent, received = serve(place, addresses, serving, trouble, profile.server, *ears, ended=tell)
     profile.leave()
-    _tell_counts(control.emit, place, homes[-1])
+    for servers in homes[-1:]:  # none, where this process was made for copies that the job no longer needed
+        _tell_counts(control.emit, place, servers)
     for number, me in enumerate(addresses):
         # The process counts as a whole; its first server speaks for it.
         own = (sent, received) if number == 0 else (0, 0)

@@ -6,7 +6,7 @@ node 3 and {"value": [3, [1]]} its second part, {"input": 0} an argument of the 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -48,6 +48,9 @@ class StateRef:
     number: int
 
 
+_KINDS: Mapping[type, str] = {CallInput: "input", StateRef: "stated"}
+
+
 class ComputingDevice:
     """In the place of a device: that of the worker who computes."""
 
@@ -66,7 +69,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, NodeOutput):
         return {"value": [value.node, list(value.path)]}
     if isinstance(value, CallInput | StateRef):
-        return {type(value).__name__.lower(): value.number}
+        return {_KINDS[type(value)]: value.number}
     if isinstance(value, ComputingDevice | torch.device):
         return {"device": []}
     if value is Ellipsis:
@@ -122,7 +125,7 @@ def _value(inside: Any, bounds: ReferenceBounds, depth: int) -> NodeOutput:
 def _numbered(kind: type[CallInput] | type[StateRef], field: str) -> Callable[[Any, ReferenceBounds, int], Any]:
     def read(inside: Any, bounds: ReferenceBounds, depth: int) -> Any:
         if not natural(inside, getattr(bounds, field) - 1):
-            refuse(kind.__name__.lower(), inside, f"must be one of {getattr(bounds, field)}")
+            refuse(_KINDS[kind], inside, f"must be one of {getattr(bounds, field)}")
         return kind(inside)
 
     return read
