@@ -534,9 +534,12 @@ class RunLoop:
             self._tell(Failed(unit.who, "died", text, log_tail(unit.log)))
 
     def _unheard(self, rank: int) -> list[str]:
-        """Residents of a unit that nobody has seen end."""
+        """Workers and servers of a unit that were not seen to end."""
         there = [unit for unit in self.topology.units if unit.rank == rank]
         residents = {str(who) for unit in there for who in (*unit.workers, *unit.servers)}
+        if isinstance(self._recovery, Follower) and self._recovery.complete:
+            # A unit that took the place of a lost one starts nothing until it is needed, perhaps never.
+            residents &= self._pids.keys()
         return sorted(residents - self._missing - self._exits.keys())
 
     def _forkserver_ended(self, process: "subprocess.Popen[bytes]") -> None:

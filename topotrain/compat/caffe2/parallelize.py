@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from topotrain.compat.caffe2.nets import ForwardBuilder, InputBuilder, Net, Model, OptimizerBuilder
+from topotrain.compat.caffe2.nets import ForwardBuilder, InputBuilder, Model, Net, OptimizerBuilder
 from topotrain.compat.caffe2.shard_rendezvous import FileStoreHandler, RedisStoreHandler, ShardRendezvous
 from topotrain.config.job import ConfigError, Engine
 
