@@ -65,7 +65,7 @@ class Launcher:
         self.jobs: list[Job] = []
         self.profiles: list[int] = []
 
-    def __call__(self, forkserver: str, profile: int, resume: str = "") -> "Launcher":
+    def __call__(self, forkserver: str, profile: int, resume: str = "", outlet: object = None) -> "Launcher":
         self.profiles.append(profile)
         return self
 
@@ -241,7 +241,9 @@ def test_plan_needs_no_program_to_exist(ask: Ask, here: Path) -> None:
 def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
     assert list(args) == ["--wide"]
     parameters = (Parameter("w", (100, 64), (64, 1), "float32", True),)
-    return SimpleNamespace(model=None, loader=None, parameters=lambda: parameters, state_factor=lambda: 1.0)
+    return SimpleNamespace(
+        model=None, loader=None, parameters=lambda: parameters, state_factor=lambda: 1.0, momentum=lambda updater: 0.0
+    )
 
 
 def test_plan_with_a_program_adds_slices_and_memory(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +306,7 @@ def test_as_a_module(here: Path) -> None:
 
 BAD = {
     "no such conf": (["gone.conf"], "gone.conf"),
-    "a folder as conf": (["folder.conf"], "directory"),
+    "a folder as conf": (["folder.conf"], "folder"),
     "not UTF-8": (["latin.conf"], "UTF-8"),
     "no conf at all": (["train.py"], "must end in .conf"),
     "unknown field": (["typo.conf"], "typo.conf:2:"),

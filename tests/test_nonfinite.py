@@ -7,6 +7,7 @@ and what the values have to be, follows from that plan alone.
 import io
 from collections import Counter
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -510,7 +511,7 @@ def test_where_in_a_bucket() -> None:
 
 
 def test_finite_parts_of_an_infinite_sum() -> None:
-    """Half precision has no room for the sum of two large gradients; nobody's part is wrong, and the step is."""
+    """Half precision has no room for the sum of two large gradients; no worker's part is wrong, and the step is."""
 
     def script(t) -> None:
         for step in range(3):
@@ -522,7 +523,7 @@ def test_finite_parts_of_an_infinite_sum() -> None:
     half = building(
         lambda: torch.nn.Linear(1, 1, bias=False).half(), lambda mod: torch.optim.SGD(mod.parameters(), 0.1)
     )
-    result = run_local(job_of(**HIDDEN, nservers_per_group=1), half, script)
+    result = run_local(replace(job_of(**HIDDEN, nservers_per_group=1), reduce=Reduce.kSum), half, script)
     assert finite(result)
     assert whose(result) == [[(2, "", "weight")]] * 3
 

@@ -296,10 +296,10 @@ def test_ctrl_c_ends_the_tool_and_tells_the_signal(tmp_path: Path) -> None:
     tell = tmp_path / "told"
     child = f"trap 'echo ended > {tell}; exit 0' TERM; echo up; while :; do sleep 0.05; done"
     code = f"""
-from topotrain.launch import tool
+from topotrain.launch.launchers import foreground_tool
 try:
-    tool.run(["sh", "-c", {child!r}], {{}})
-except tool.Interrupted as came:
+    foreground_tool.run(["sh", "-c", {child!r}], {{}})
+except foreground_tool.StopRequested as came:
     raise SystemExit(128 + came.number)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -170,6 +170,8 @@ class Recorder:
 
     def open(self, path, flags, mode=0o777):
         fd = os.open(path, flags, mode)
+        if not Path(path).is_relative_to(self.root):  # another thread of this process reads a file of its own
+            return fd
         self.paths[fd] = self._name(path)
         if flags & os.O_CREAT:
             self.log.append(("create", self.paths[fd]))

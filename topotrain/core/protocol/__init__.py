@@ -1,7 +1,7 @@
 """What travels: every message as a frozen dataclass, and its bytes (`form`).
 
 One number names a message on the wire, for ever. They are told apart by what they are about, in a file for each; who
-sends and hears them needs only this room: `from topotrain import message as m`.
+sends and hears them needs only this room: `from topotrain.core import protocol as m`.
 """
 
 # ruff: noqa: F403 - everything that has no underscore is for everybody

@@ -356,7 +356,11 @@ class AppliedBatches:
         reader = _reader(stream, group)
         if stream >> 32 < self._forgotten.get(reader, 0):
             return EVERYTHING
-        return self._last.get(reader, {}).get(stream, -1) + 1
+        last = self._last.get(reader, {}).get(stream)
+        if last is None and not stream & STATIC:
+            # No lease is given to two groups. Were it read by another one all the same, it would not count twice.
+            last = next((known[stream] for known in self._last.values() if stream in known), None)
+        return 0 if last is None else last + 1
 
     def counts(self) -> dict[int, int]:
         """The same of every stream that has any, and is not forgotten."""
