@@ -416,6 +416,7 @@ def dice_after(steps: int) -> dict[str, torch.Tensor]:
     """Where the dice stand when the usual script of a Trainer has taken its first epoch."""
     torch.manual_seed(3)
     model = mlp()
+    tt.leave()
     tt.Trainer(model, nn.CrossEntropyLoss(), loader(), job=Job(train_steps=steps), optimizer=sgd(model)).fit()
     return stand()
 
