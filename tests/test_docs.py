@@ -22,12 +22,14 @@ from test_imports import ORDER
 from warm import client
 
 import topotrain
+from topotrain.config.proto_schema import read_proto
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "topotrain"
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 README_WORDS = 900
+PROTO = read_proto((PACKAGE / "config" / "job.proto").read_text(encoding="utf-8"))
 TIMEOUT_S = 120
 
 
@@ -239,7 +241,7 @@ NAMED_PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
 
 
 def named_paths(page: Path) -> set[str]:
-    """The files and folders of this repository that a page names in inline code; those of a package without its root."""
+    """The files and folders that a page names in inline code, relative to the repository or to `topotrain/`."""
     return set(NAMED_PATH.findall(page.read_text(encoding="utf-8")))
 
 
@@ -252,6 +254,21 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
 def test_paths_in_pages_are_found() -> None:
     assert "topotrain/core/optim/adapter.py" in named_paths(ROOT / "CONTRIBUTING.md")
     assert "core/server/server.py" in named_paths(ROOT / "README.md")
+
+
+def test_the_page_of_modes_has_every_switch_with_a_figure_or_none() -> None:
+    text = (ROOT / "docs" / "modes.md").read_text(encoding="utf-8")
+    for message in PROTO.message_type:
+        if message.name in ("JobProto", "ClusterProto"):
+            for switch in message.field:
+                if switch.type in (switch.TYPE_ENUM, switch.TYPE_BOOL):
+                    assert f"`{switch.name}" in text, switch.name
+    rows = re.findall(r"^\| (`.+) \|$", text, re.MULTILINE)
+    assert rows
+    for row in rows:
+        name, _, gain, price, origin = row.split(" | ")
+        assert origin, name
+        assert re.search(r"no figure|RESULTS\.md#|#measured", gain + price), name
 
 
 def test_the_sizes_that_contributing_states_are_true() -> None:
