@@ -29,6 +29,7 @@ PACKAGE = ROOT / "topotrain"
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 README_WORDS = 900
+EXAMPLE_WITHIN = 25  # lines
 PROTO = read_proto((PACKAGE / "config" / "job.proto").read_text(encoding="utf-8"))
 TIMEOUT_S = 120
 
@@ -60,6 +61,26 @@ def prose(page: Path) -> str:
     """A page without its fenced blocks and its inline code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`(?!\])", "", text)
+
+
+NOT_FOR_COMPONENTS = re.compile(r"\b(?:nobody|somebody|everybody|whoever|whomever|whom)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_pages_name_the_component_that_acts(page: Path) -> None:
+    assert not NOT_FOR_COMPONENTS.findall(prose(page))
+
+
+def test_pages_open_with_their_purpose_and_an_example_soon() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        title, _, opening, *rest = page.read_text(encoding="utf-8").splitlines()
+        assert title.startswith("# "), page.name
+        assert re.match(r"[A-Z*\"'`\[]", opening), f"{page.name} opens with {opening!r}"
+        assert any(line.startswith(("```", "|")) for line in rest[:EXAMPLE_WITHIN]), (
+            f"{page.name} has no example at once"
+        )
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
