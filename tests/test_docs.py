@@ -22,9 +22,15 @@ from test_imports import ORDER
 from warm import client
 
 import topotrain
+from topotrain.config.proto_schema import read_proto
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = ROOT / "topotrain"
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
+README_WORDS = 900
+EXAMPLE_WITHIN = 25  # lines
+PROTO = read_proto((PACKAGE / "config" / "job.proto").read_text(encoding="utf-8"))
 TIMEOUT_S = 120
 
 
@@ -55,6 +61,26 @@ def prose(page: Path) -> str:
     """A page without its fenced blocks and its inline code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`(?!\])", "", text)
+
+
+NOT_FOR_COMPONENTS = re.compile(r"\b(?:nobody|somebody|everybody|whoever|whomever|whom)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_pages_name_the_component_that_acts(page: Path) -> None:
+    assert not NOT_FOR_COMPONENTS.findall(prose(page))
+
+
+def test_pages_open_with_their_purpose_and_an_example_soon() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        title, _, opening, *rest = page.read_text(encoding="utf-8").splitlines()
+        assert title.startswith("# "), page.name
+        assert re.match(r"[A-Z*\"'`\[]", opening), f"{page.name} opens with {opening!r}"
+        assert any(line.startswith(("```", "|")) for line in rest[:EXAMPLE_WITHIN]), (
+            f"{page.name} has no example at once"
+        )
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -217,14 +243,64 @@ def test_the_readme_shows_the_diff_of_the_example() -> None:
             at += after[at:].index(line) + 1
 
 
-# ---- the house -------------------------------------------------------------------------------------------------------
+# ---- packages and paths ----------------------------------------------------------------------------------------------
 
 
-def test_the_house_has_every_package_and_no_other() -> None:
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The house")[1].split("\n## ")[0]
+def test_the_readme_names_every_package_and_no_other() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## The packages")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(ORDER)
     root = {path.name for path in (ROOT / "topotrain").iterdir() if not path.name.startswith("__pycache__")}
     assert root == {*ORDER, "__init__.py", "__main__.py", "py.typed"}
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+FOLDERS = (*ORDER, "benchmarks", "tests", "topotrain", "examples", "scripts", "docs")
+NAMED_PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`")
+
+
+def named_paths(page: Path) -> set[str]:
+    """The files and folders that a page names in inline code, relative to the repository or to `topotrain/`."""
+    return set(NAMED_PATH.findall(page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_path_that_a_page_names_exists(page: Path) -> None:
+    for name in named_paths(page):
+        assert (ROOT / name).exists() or (PACKAGE / name).exists(), f"{page.name} names {name}"
+
+
+def test_paths_in_pages_are_found() -> None:
+    assert "topotrain/core/optim/adapter.py" in named_paths(ROOT / "CONTRIBUTING.md")
+    assert "core/server/server.py" in named_paths(ROOT / "README.md")
+
+
+def test_the_page_of_modes_has_every_switch_with_a_figure_or_none() -> None:
+    text = (ROOT / "docs" / "modes.md").read_text(encoding="utf-8")
+    for message in PROTO.message_type:
+        if message.name in ("JobProto", "ClusterProto"):
+            for switch in message.field:
+                if switch.type in (switch.TYPE_ENUM, switch.TYPE_BOOL):
+                    assert f"`{switch.name}" in text, switch.name
+    rows = re.findall(r"^\| (`.+) \|$", text, re.MULTILINE)
+    assert rows
+    for row in rows:
+        name, _, gain, price, origin = row.split(" | ")
+        assert origin, name
+        assert re.search(r"no figure|RESULTS\.md#|#measured", gain + price), name
+
+
+def test_the_sizes_that_contributing_states_are_true() -> None:
+    files = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    short_files = sum(text.count("\n") <= 300 for text in files.values())
+    nodes = (node for text in files.values() for node in ast.walk(ast.parse(text)))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    short_functions = sum((node.end_lineno or 0) - node.lineno < 20 for node in functions)
+    assert "Nine of ten functions have at most 20 lines" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert short_functions >= 0.9 * len(functions)
+    assert short_files >= 0.8 * len(files)
 
 
 def test_the_picture_is_there_and_small() -> None:
