@@ -1,1 +1,1 @@
-"""Which process is which: environments of launchers, generations, ranks, registered jobs."""
+"""Identify processes: environments of launchers, generations, ranks, registered jobs."""
