@@ -91,7 +91,7 @@ def test_silence_is_hung_up_on_and_does_not_keep_others_out(port, store):
 
 
 def test_a_wrong_secret_is_refused_at_once_on_both_sides(port):
-    with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than we have"):
+    with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than this process"):
         TcpStore("127.0.0.1", port, OTHER, patience=1000).get("k")
 
 

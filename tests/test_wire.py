@@ -351,7 +351,7 @@ def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(
 @sockets
 def test_addresses_of_another_road_are_refused(town):
     pair = Pair(town)
-    with pytest.raises(TransportError, match="this road takes"):
+    with pytest.raises(TransportError, match="this transport takes"):
         pair.worker_wire.connect(WORKER, Address(Role.SERVER, 1, 1), "http://127.0.0.1:80")
 
 

@@ -1,13 +1,16 @@
-"""The writing end of a stream: what the kernel does not take at once waits here, uncopied, for a writer thread.
+"""The writing end of a stream: bytes that the kernel does not take at once wait here, uncopied, for a writer thread.
 
-Rule: `put` never blocks. The caller holds `lock` around it, so that what it numbers goes out in that order.
+`put` never blocks. The caller holds `lock` around it, so that frames leave in the order of their numbers.
 
-Credits: at most LIMIT bytes are to wait here, and two kinds of callers keep to that. A thread on whose reading nobody
-depends (a worker's script) asks `wait_for_room` first. And whoever only answers (a server, to a worker) takes no new
-request from a peer that leaves its answers lying: its reader asks `wait_until_taken` before it reads on. The two cannot
-stop each other, because a worker's reader waits for nobody: it takes the answers, so the server reads on, so the
-worker's own queue gets shorter. Where both sides answer (server to server, rank to rank) no reader may wait; what lies
-there is bounded by the protocol, a few messages per bucket.
+At most LIMIT bytes may wait here. Two kinds of callers keep to that:
+
+* A thread on whose reading no process depends (a worker's script) calls `wait_for_room` first.
+* A side that only answers (a server, to a worker) takes no new request from a peer that does not read its answers: its
+  reader calls `wait_until_taken` before it reads on.
+
+The two cannot deadlock, because a worker's reader never waits. It takes the answers, so the server reads on, so the
+worker's own queue shrinks. Where both sides answer (server to server, rank to rank) no reader may wait. The queue there
+is bounded by the protocol, a few messages per bucket.
 """
 
 import socket
@@ -26,7 +29,7 @@ OVERHEAD = 1 << 10  # bytes; a waiting frame occupies about that in Python's obj
 
 
 class ReaderThread(threading.Thread):
-    """A thread on which a road reads: whatever is called there never waits for a writer."""
+    """A thread on which a transport reads; code that it calls never waits for a writer."""
 
 
 @dataclass(slots=True)
@@ -39,9 +42,9 @@ class _Chunk:
 
 
 class FrameWriter:
-    """The queue of one socket. `broken` is told of an error; the socket is shut down, so its reader sees the end.
+    """The queue of one socket. `broken` gets an error; the socket is then shut down, so its reader sees the end.
 
-    `greeting` goes out before everything else, when `greet` is called or somebody puts something.
+    `greeting` goes out before everything else, at the first `greet` or `put`.
     """
 
     def __init__(self, sock: Channel, name: str, greeting: bytes, broken: Callable[[OSError], None]) -> None:
@@ -77,9 +80,9 @@ class FrameWriter:
             self._call_writer()
 
     def wait_for_room(self, nbytes: int) -> None:
-        """Wait until a frame of so many bytes keeps to LIMIT, or the queue is empty, or the end has come.
+        """Wait until a frame of `nbytes` keeps to LIMIT, or the queue is empty, or the end has come.
 
-        The lock is held, but not while waiting. On a thread that reads this returns at once.
+        The lock is held by the caller, but released while waiting. On a reader thread this returns at once.
         """
         if isinstance(threading.current_thread(), ReaderThread):
             return
@@ -88,7 +91,7 @@ class FrameWriter:
 
     def wait_until_taken(self) -> None:
         """Wait until no more than LIMIT is queued, or the end has come."""
-        if self.queued > LIMIT:  # looked at without the lock: this is asked for every frame
+        if self.queued > LIMIT:  # read without the lock, because this is called for every frame
             with self.lock:
                 while self.queued > LIMIT and not self._last:
                     self._room.wait()
@@ -122,12 +125,12 @@ class FrameWriter:
             self._writer.join()
 
     def shutdown(self, how: int) -> None:
-        """Shut the socket down, which wakes whoever waits for it."""
+        """Shut the socket down, which wakes a thread that waits for it."""
         with suppress(OSError):  # it may be down already
             self._sock.shutdown(how)
 
     def _push(self, chunk: _Chunk) -> bool:
-        """Give the kernel what it takes at once; True when that was all. A broken socket swallows everything."""
+        """Give the kernel what it takes at once; True when that was all. A broken socket discards everything."""
         try:
             return self._give(chunk, socket.MSG_DONTWAIT)
         except BlockingIOError:
