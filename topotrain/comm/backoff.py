@@ -1,4 +1,4 @@
-"""Jittered pauses between retries, so that processes that failed together do not retry together.
+"""Jittered pauses, so that processes that failed together retry apart.
 
 The jitter never touches the generator of `random`. Threads of the package pause at any moment, and a script that has
 seeded `random` must find its state unchanged.

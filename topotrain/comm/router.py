@@ -1,4 +1,4 @@
-"""The transports of one process, the endpoints attached to them, and which transport leads to which peer."""
+"""Choose which of a process's transports leads to which peer."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +31,10 @@ _ROADS = {"tls": "tcp"}  # the transport that takes a scheme of another name
 
 
 def spoken(moves: int) -> str:
-    """Return the kind under which a server is published that has moved `moves` times between processes."""
+    """Return the kind under which a server is published after `moves` moves.
+
+    A move is one from one process to another.
+    """
     return f"server-{moves}" if moves else "server"
 
 
@@ -50,7 +53,7 @@ class ConnectTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """The identity of a process: its job, its layout, and how it finds its peers and proves itself to them."""
+    """The identity of a process: its job, its layout, its store and its addresses."""
 
     job: Job
     topology: Topology
@@ -71,7 +74,7 @@ class RouterConfig:
     def of(
         job: Job, store: Store, token: bytes, sockets: Path, incarnation: int, hosts: Sequence[int], host: str
     ) -> "RouterConfig":
-        """Return the configuration of a process of a job whose units run on these hosts."""
+        """Return the configuration of a process of a job with its units on these hosts."""
         identity = Identity(job.name, token, incarnation, 0, job.digest())
         return RouterConfig(job, layout(job.cluster, hosts), identity, store, sockets, host)
 
@@ -113,7 +116,10 @@ class Router:
         self._ways: dict[tuple[Address, Address], Transport] = {}
 
     def attach(self, me: Address, resident: Endpoint, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
-        """Attach an endpoint; return the URLs at which others reach it. inside: endpoints of this process, too."""
+        """Attach an endpoint; return the URLs at which others reach it.
+
+        inside: endpoints of this process can reach it, too.
+        """
         # An endpoint that only dials needs the one transport that leads to all peers; with an emulated link, or with a
         # second host, there are two of them.
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
@@ -124,11 +130,17 @@ class Router:
         return tuple(urls)
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
-        """Publish the URLs of an endpoint in the store; they are written again after the store was wiped."""
+        """Publish the URLs of an endpoint, and keep them in the store.
+
+        They are written again after the store was wiped.
+        """
         self._published.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
 
     def connect(self, me: Address, peer: Address, kind: str, anew: bool = False) -> None:
-        """Connect to a server that was, or will be, published under `kind`; `anew`: replace an earlier connection."""
+        """Connect to a server that was, or will be, published under `kind`.
+
+        anew: replace an earlier connection.
+        """
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
             try:
@@ -144,9 +156,9 @@ class Router:
             pause = min(2 * pause, _LAST_PAUSE_S)
 
     def follow(self, me: Address, peer: Address, moves: int) -> int:
-        """Connect to a server that has a replica, in the process where it runs now; return how often it has moved.
+        """Connect to a replicated server where it runs now; return its moves.
 
-        A process may have died at the address where it is published; then its successor is published. If the server has
+        A process may have died at the address where it is published. Then its successor is published. If the server has
         not moved and answers, only the connection has ended, and the messages under way are lost.
 
         Args:
@@ -224,7 +236,10 @@ class Router:
         return (me, peer) in self._ways
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Send on the transport that leads there; `wait` as in `Transport.send`. Raises TransportError if none does."""
+        """Send on the transport that leads there; `wait` as in `Transport.send`.
+
+        Raises TransportError if no transport leads there.
+        """
         wire = self._ways.get((me, to))
         if wire is not None:
             wire.send(me, to, message, wait)
@@ -238,21 +253,27 @@ class Router:
         raise ConnectionLost(f"no connection from {me} to {to}")
 
     def traffic(self) -> tuple[int, int]:
-        """Return the bytes of messages sent and received over the transports that leave the process."""
+        """Return the bytes sent and received over transports that leave the process."""
         counts = [wire.traffic() for name, wire in self._wires.items() if name != "local"]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
 
     def turn(self, seconds: float) -> None:
-        """With a pump: handle the messages that have come; wait at most `seconds` if there are none."""
+        """Handle the messages that have come (needs a pump).
+
+        It waits at most `seconds` if there are none.
+        """
         assert self._pump is not None
         self._pump.turn(seconds)
 
     def deliver(self) -> None:
-        """With a pump: handle the messages that endpoints of this process have sent to each other."""
+        """Handle messages between endpoints of this process (needs a pump)."""
         self._local.deliver()
 
     def release(self, me: Address) -> None:
-        """With a pump: read on threads from now on, and end the connections of `me`, which needs them no more."""
+        """Read on threads from now on (needs a pump).
+
+        The connections of `me`, which needs them no more, end.
+        """
         assert self._pump is not None
         self._pump.release()
         self._local.release()
@@ -281,7 +302,10 @@ def _network(place: RouterConfig) -> EmulatedNetwork | None:
 
 
 class _Port:
-    """An endpoint as one transport sees it; replies to a sender take the transport on which it was heard."""
+    """An endpoint as one transport sees it.
+
+    Replies to a sender take the transport on which its message came.
+    """
 
     def __init__(self, roads: Router, name: str, me: Address, resident: Endpoint) -> None:
         self._roads, self._name, self._me, self._resident = roads, name, me, resident

@@ -43,7 +43,9 @@ _TIME = struct.Struct("d")
 
 
 class LinkMeter:
-    """The time until which one direction of one host's link is taken; processes that open the same file share it.
+    """The time until which one direction of one host's link is taken.
+
+    Processes that open the same file share it.
 
     Args:
         file: made if missing.
@@ -63,7 +65,7 @@ class LinkMeter:
         return nbytes / self._rate
 
     def book(self, ready: float, nbytes: int) -> float:
-        """Take the link for `nbytes` as soon as it is free after the time `ready`; return when the bytes are through.
+        """Take the link for `nbytes`, from `ready` on at the earliest; return the end.
 
         Times are seconds of the monotonic clock, which all processes of a machine share.
         """
@@ -79,7 +81,9 @@ class LinkMeter:
 
 
 class EmulatedRoute:
-    """The path from one host to another for one connection: computes when its pieces arrive, without a clock.
+    """The path from one host to another, for one connection.
+
+    It computes when pieces arrive, and has no clock.
 
     link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid. None: unlimited.
     """
@@ -89,7 +93,7 @@ class EmulatedRoute:
         self._through = self._there = 0.0
 
     def book(self, ready: float, nbytes: int) -> tuple[float, float]:
-        """Send `nbytes` that are ready at that time; return when the sender may go on, and when they arrive.
+        """Send `nbytes` at `ready`; return when to go on, and when they arrive.
 
         The sender waits until its own link has taken this piece and the other end's link the previous piece.
         """
@@ -109,7 +113,7 @@ class EmulatedRoute:
         return max(0.0, self._link.delay + (self._dice.uniform(-jitter, jitter) if jitter else 0.0)) / 1000
 
     def _losses(self, nbytes: int) -> tuple[int, int]:
-        """Return how many rounds of retransmission were needed, and how many packets were sent again in all."""
+        """Return the rounds of retransmission, and the packets sent again in all."""
         rounds = again = 0
         left = math.ceil(nbytes / PACKET) if self._link.loss else 0
         while left := sum(self._dice.random() < self._link.loss for _ in range(left)):
@@ -119,7 +123,10 @@ class EmulatedRoute:
 
 
 class PiecesInFlight:
-    """Pieces that are paid for and have not arrived yet, in order, with their total size; has no clock."""
+    """Pieces that are paid for and have not arrived yet, in order.
+
+    Their total size is `nbytes`. This class has no clock.
+    """
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[float, bytes]] = deque()
@@ -143,7 +150,7 @@ class PiecesInFlight:
 
 
 class ShapedSocket(socket.socket):
-    """A connected stream socket whose sending direction goes through an `EmulatedRoute`.
+    """A connected stream socket that sends through an `EmulatedRoute`.
 
     It takes over the descriptor of `raw`. A send takes at most one piece and blocks as the link does. A send that must
     not wait (MSG_DONTWAIT) never takes anything, so a writer thread does it. `close` waits for what is under way.
@@ -172,7 +179,10 @@ class ShapedSocket(socket.socket):
     # --- sending -------------------------------------------------------------------------------------------------
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, address: Any = None, /) -> int:
-        """Send one piece of the buffers; return its size in bytes. Raises OSError when this direction is closed."""
+        """Send one piece of the buffers; return its size in bytes.
+
+        Raises OSError when this direction is closed.
+        """
         if flags & socket.MSG_DONTWAIT:
             raise BlockingIOError(errno.EAGAIN, "a slow link never takes bytes at once")
         return self._post(_head(buffers, self._piece))
@@ -202,7 +212,7 @@ class ShapedSocket(socket.socket):
         return len(piece)
 
     def _carry(self) -> None:
-        """Give each piece to the kernel when its time has come; close this direction after the last one."""
+        """Give each piece to the kernel at its time; then close this direction."""
         try:
             while (first := self._next()) is not None:
                 there, piece = first
@@ -232,7 +242,7 @@ class ShapedSocket(socket.socket):
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shutdown(self, how: int) -> None:
-        """Shut directions down; the sending one closes once everything under way has arrived."""
+        """Shut directions down; the sending one only after everything under way."""
         if how != socket.SHUT_RD:
             with self._lock:
                 self._last = True
@@ -244,7 +254,10 @@ class ShapedSocket(socket.socket):
             super().shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
-        """Wait until everything under way has arrived, or for a while if the peer does not take it; then close."""
+        """Close once everything under way has arrived.
+
+        If the peer does not take it, this waits for a while only.
+        """
         if self.fileno() >= 0:
             with suppress(OSError):  # it may be down already
                 self.shutdown(socket.SHUT_RDWR)
@@ -259,12 +272,14 @@ class ShapedSocket(socket.socket):
 
 
 class EmulatedNetwork:
-    """The emulated network as one process sees it: it puts connected sockets behind routes from host to host.
+    """The emulated network as one process sees it.
+
+    It puts connected sockets behind routes from host to host.
 
     Args:
         link: of every host.
-        directory: the job's private folder, the same for all its processes; made if missing.
-        key: a name that no other job has; the files with the meters bear it.
+        directory: the job's private folder, the same for all its processes. It is made if missing.
+        key: a name that no other job has. It is the name of the files with the meters.
         host_of: gives the host of an address.
     """
 
@@ -276,7 +291,10 @@ class EmulatedNetwork:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def shape(self, sock: socket.socket, me: Address, peer: Address) -> socket.socket:
-        """Return the socket behind the link between these two, or unchanged on one host. Raises OSError."""
+        """Return the socket behind the link of these two, or unchanged on one host.
+
+        Raises OSError.
+        """
         here, there = self._host_of(me), self._host_of(peer)
         if here == there or self._link == Link():
             return sock
@@ -303,7 +321,10 @@ class EmulatedNetwork:
 
 
 def _head(buffers: Iterable[Any], size: int) -> bytes:
-    """Return a copy of the first `size` bytes; the owner may change the buffers while the bytes are under way."""
+    """Return a copy of the first `size` bytes of the buffers.
+
+    The owner may change the buffers while the bytes are under way.
+    """
     parts: list[memoryview] = []
     for buffer in buffers:
         view = memoryview(buffer)

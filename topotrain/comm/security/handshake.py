@@ -1,4 +1,4 @@
-"""A handshake in which both sides prove that they know the job's token before anything else is believed.
+"""A handshake in which both sides prove that they know the job's token.
 
 Until the proof is there a peer gets fixed-size fields, at most 512 bytes each way, and two seconds in all. No number
 that it sends reaches an allocator. There are four messages:
@@ -48,11 +48,14 @@ _KIND_HELLO, _KIND_CHALLENGE, _KIND_PROOF, _KIND_WELCOME, _KIND_REFUSE = range(1
 
 
 class NotOurProtocol(TransportError):
-    """A peer connected that does not speak this handshake: it sent garbage, or nothing, or was too slow."""
+    """A peer that does not speak this handshake: garbage, silence, or too slow."""
 
 
 class HandshakeTimeout(NotOurProtocol, ConnectionLost):
-    """The handshake ran out of time; on a loaded machine this happens to peers of the same job, too."""
+    """The handshake ran out of time.
+
+    On a loaded machine this happens to peers of the same job, too.
+    """
 
 
 class HandshakeAborted(NotOurProtocol, ConnectionLost):
@@ -94,7 +97,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class SocketNumber:
-    """The number of one socket of a connection: `lane` of `lanes`, and 16 bytes that all its sockets share."""
+    """The number of one socket of a connection.
+
+    It is `lane` of `lanes`; `bundle` is 16 bytes that all sockets of the connection share.
+    """
 
     lane: int = 0
     lanes: int = 1
@@ -159,14 +165,16 @@ def answer(
     seconds: float = DEADLINE,
     binding: bytes = b"",
 ) -> tuple[Peer, bytes]:
-    """Take a dialer's handshake; return the peer and the bytes of the WELCOME, which the caller sends first of all.
+    """Answer a dialer's handshake; return the peer and the bytes of the WELCOME.
+
+    The caller sends the WELCOME before anything else.
 
     The caller may still refuse the peer with `refuse`. `lives_here` tells whether a wanted address is attached here.
-    binding: the hash of the certificate that this side has shown; empty without TLS.
+    binding: the hash of the certificate that this side has shown, or empty without TLS.
 
     Raises:
-        Refused: this side refused; the dialer has been sent the reason.
-        NotOurProtocol: no handshake came, or not in time; nothing has been sent to the dialer.
+        Refused: this side refused, and has sent the reason to the dialer.
+        NotOurProtocol: no handshake came, or not in time. Nothing has been sent to the dialer.
     """
     talk = _Talk(sock, seconds, binding)
     try:
@@ -215,7 +223,10 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
 
 
 class _Talk:
-    """One side of a handshake: bounded bytes, one deadline, and the running transcript that every proof covers."""
+    """One side of a handshake: bounded bytes, one deadline, one transcript.
+
+    Every proof covers the running transcript.
+    """
 
     def __init__(self, sock: HandshakeSocket, seconds: float, binding: bytes = b"") -> None:
         self._sock = sock
@@ -239,7 +250,10 @@ class _Talk:
         return self._pack(kind, body, hmac.digest(key, self._digest_with(kind, body), "sha256"))
 
     def receive(self, kind: int, size: int, mac_bytes: int) -> bytes:
-        """Return the body of the next message, which must have this kind and size; `proven` checks its proof."""
+        """Return the body of the next message, of this kind and size.
+
+        `proven` checks its proof afterwards.
+        """
         magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
         if magic != MAGIC or length > self._left:
             raise NotOurProtocol("the other side does not speak this handshake")
@@ -260,7 +274,10 @@ class _Talk:
         return hmac.compare_digest(self._claim, hmac.digest(key, self._due, "sha256"))
 
     def refuse(self, refused: Refused) -> None:
-        """Send a refusal if the socket takes it at once: a refused peer must not make this side wait."""
+        """Send a refusal if the socket takes it at once.
+
+        A refused peer must not make this side wait.
+        """
         text = refused.text.encode()[:_TEXT_BYTES]
         body = bytes([CODES.index(refused.code)]) + text
         with suppress(OSError):  # the dialer may be gone
@@ -311,7 +328,7 @@ class _Talk:
 
 
 def _key(identity: Identity, side: str, address: Address) -> bytes:
-    """Return the key with which this side and role proves itself: HKDF-SHA256 of one block."""
+    """Return the key of this side and role: HKDF-SHA256 of one block."""
     secret = hmac.digest(identity.job_id.encode(), identity.token, "sha256")
     return hmac.digest(secret, f"topotrain {side} {address.role.name}\x01".encode(), "sha256")
 

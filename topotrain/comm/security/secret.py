@@ -28,12 +28,14 @@ _MOST = 1024  # bytes read of a file that may be anything
 
 
 def load_secret(environ: Mapping[str, str]) -> bytes:
-    """Return the 32 bytes of TOPOTRAIN_TOKEN, of the file TOPOTRAIN_TOKEN_FILE, or of ~/.config/topotrain/token.
+    """Load the job's secret: 32 bytes from the environment or a file.
 
-    The last file is made with mode 0600 if it is missing; processes that start at the same time agree on one secret.
+    Its source is TOPOTRAIN_TOKEN, or the file TOPOTRAIN_TOKEN_FILE, or ~/.config/topotrain/token.
+
+    The last file is made with mode 0600 if it is missing. Processes that start at the same time agree on one secret.
 
     Raises:
-        StoreError: names the variable or the file, and what would be accepted; never shows the secret.
+        StoreError: names the variable or the file, and what would be accepted, and never shows the secret.
     """
     given = environ.get(VARIABLE, "")
     if given:
@@ -49,7 +51,9 @@ def load_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def job_key(secret: bytes, *words: str) -> bytes:
-    """Derive 32 bytes for one purpose, which reveal nothing of the secret or of the keys for other words.
+    """Derive 32 bytes for one purpose.
+
+    They reveal nothing of the secret or of the keys for other words.
 
     HMAC-SHA256 in the manner of HKDF's second step (RFC 5869).
 
@@ -98,7 +102,10 @@ def _home() -> Path:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret, visible only when complete; the first of several processes wins."""
+    """Write a new secret, visible only when complete.
+
+    The first of several processes wins.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)

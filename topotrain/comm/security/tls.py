@@ -34,7 +34,9 @@ _SMALL, _LARGE = 1 << 12, 1 << 18  # bytes read from the socket at once: for a h
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The certificate of a listening process: a key that no other process sees, and the certificate's hash.
+    """The certificate of a listening process, with its private key and its hash.
+
+    No other process sees the key.
 
     binding: SHA-256 of the certificate, 32 bytes.
     """
@@ -44,7 +46,10 @@ class Certificate:
 
     @staticmethod
     def make() -> "Certificate":
-        """Make a new key (ECDSA, P-256) and self-sign it. Raises TransportError without the package `cryptography`."""
+        """Make a new key (ECDSA, P-256) and self-sign it.
+
+        Raises TransportError without the package `cryptography`.
+        """
         key, certificate, binding = _self_signed()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -59,7 +64,9 @@ class Certificate:
 
 
 def server_side(sock: socket.socket, certificate: Certificate, seconds: float = DEADLINE) -> "tuple[TlsChannel, bytes]":
-    """Perform the TLS handshake as the listening end; return the channel, which owns the socket, and the binding.
+    """Perform the TLS handshake as the listening end.
+
+    Returns the channel, which owns the socket from now on, and the binding.
 
     Raises:
         NotOurProtocol: the other end does not speak TLS 1.3, or not in time (HandshakeTimeout). The caller still owns
@@ -88,13 +95,13 @@ def client_side(sock: socket.socket, seconds: float = DEADLINE) -> "tuple[TlsCha
 
 
 class TlsChannel:
-    """A `multi_socket.Channel` over TLS, with the socket calls that a handshake needs besides.
+    """A `multi_socket.Channel` over TLS that also serves for handshakes.
 
-    At most one thread sends and one receives at a time; with a timeout one thread does both. A sending call that raised
+    At most one thread sends and one receives at a time. With a timeout one thread does both. A sending call that raised
     BlockingIOError or TimeoutError must be repeated with the same bytes: they may be sealed already.
 
     Args:
-        sock: connected; closed with this.
+        sock: connected, and closed with this.
         context: of this end.
         server: this is the listening end.
     """
@@ -118,7 +125,10 @@ class TlsChannel:
     # --- the beginning -------------------------------------------------------------------------------------------
 
     def shake_hands(self, seconds: float) -> None:
-        """Perform TLS's own handshake. Raises NotOurProtocol (HandshakeTimeout after `seconds`), or Refused (FULL)."""
+        """Perform TLS's own handshake.
+
+        Raises NotOurProtocol (HandshakeTimeout after `seconds`), or Refused (FULL).
+        """
         before, until = self._seconds, time.monotonic() + seconds
         with self._strangeness():
             done = False
@@ -168,13 +178,19 @@ class TlsChannel:
         self._budget = None
 
     def relay(self, change: Callable[[socket.socket], socket.socket]) -> None:
-        """Go on over the socket that `change` makes of this one; no thread may be sending or receiving now."""
+        """Go on over the socket that `change` makes of this one.
+
+        No thread may be sending or receiving now.
+        """
         self._sock = change(self._sock)
 
     # --- out -----------------------------------------------------------------------------------------------------
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
-        """Send at most PIECE bytes of the buffers; return how many. Descriptors cannot travel."""
+        """Send at most PIECE bytes of the buffers; return how many.
+
+        Descriptors cannot travel.
+        """
         if ancdata:
             raise ValueError("TLS carries no descriptors")
         if not self._sealed:
@@ -213,7 +229,10 @@ class TlsChannel:
     # --- in ------------------------------------------------------------------------------------------------------
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive into the buffer: at most a record, or with MSG_WAITALL all of it; 0 at the end. No other flags."""
+        """Receive at most a record, or with MSG_WAITALL the whole buffer; 0 at the end.
+
+        Other flags have no effect.
+        """
         target = memoryview(buffer).cast("B")[: nbytes or None]
         until = None if self._seconds is None else time.monotonic() + self._seconds
         got = 0
@@ -264,7 +283,7 @@ class TlsChannel:
         return self._seconds
 
     def settimeout(self, value: float | None, /) -> None:
-        """Set the seconds that a whole call may take, however many reads from the network it needs."""
+        """Set the seconds that a whole call may take, over all reads that it needs."""
         self._seconds = value
         self._sock.settimeout(value)
 
@@ -278,7 +297,10 @@ class TlsChannel:
         self._sock.shutdown(how)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor; a selector does not see bytes that were decrypted and not read yet."""
+        """Return the socket's descriptor.
+
+        A selector does not see bytes that were decrypted and not read yet.
+        """
         return self._sock.fileno()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Stores in which processes that do not know each other yet meet: a few small values under agreed keys.
+"""Stores in which processes find each other: a few small values under keys.
 
 * A store is for starting up and for membership, never on the data path: training goes on while it is away.
 * A value is bytes, at most 1 MiB.
@@ -38,7 +38,7 @@ def open_store(
     With `?job=NAME` at its end, all keys lie under `jobs/NAME/`.
 
     Args:
-        secret: 32 bytes for tcp:// stores; None: `secret.load_secret` of the environment, when it is needed.
+        secret: 32 bytes for tcp:// stores. None: `secret.load_secret` of the environment, when it is needed.
         patience: seconds for which an operation tries to reach a server that is away.
         environ: instead of the process's environment.
 
@@ -58,7 +58,9 @@ def open_store(
 
 
 def serve_store(host: str, port: int, secret: bytes) -> StoreService:
-    """Serve a tcp:// store at an address of this machine (port 0: any free one) until it is closed.
+    """Serve a tcp:// store at an address of this machine until it is closed.
+
+    port: 0 for any free one.
 
     Raises:
         StoreError: the port is taken, or the address does not belong to this machine, or means all addresses at once,
@@ -71,10 +73,10 @@ def serve_store(host: str, port: int, secret: bytes) -> StoreService:
 
 
 def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str] | None = None) -> StoreService | None:
-    """For the unit of rank 0: serve the store of the URL if this process should, else return None.
+    """Serve the store of the URL where the unit of rank 0 should, else return None.
 
     A tcp:// URL (or one that env:// stands for) is served when its address belongs to this machine and no store is
-    there yet. Under torchrun, whose own store has MASTER_PORT, env:// serves at a free port, and publishes it to the
+    there yet. Under torchrun its own store has MASTER_PORT. So env:// serves at a free port, and publishes it to the
     other units through torch's store.
 
     Raises:
@@ -86,7 +88,10 @@ def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str]
 
 
 def _open(url: StoreUrl, secret: bytes | None, patience: float, environ: Mapping[str, str]) -> Store:
-    """Open one kind of store; each brings its own dependencies, so it is imported when it is wanted."""
+    """Open one kind of store.
+
+    Each brings its own dependencies, so it is imported when it is wanted.
+    """
     if url.scheme == "file":
         from topotrain.comm.store.file_store import FileStore
 

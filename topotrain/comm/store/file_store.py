@@ -1,4 +1,4 @@
-"""A store in a directory: for the processes of one host, or of several that share a file system.
+"""A store in a directory, on one host or on a shared file system.
 
 * A reader sees a whole value or none, because values are written beside and renamed into place.
 * Writers take turns by one lock file, because a rename alone cannot compare.
@@ -38,7 +38,9 @@ _LIFE = struct.Struct("<Q")
 
 
 class FileStore:
-    """A `Store` in a directory that only this user may enter (mode 0700; made if missing).
+    """A `Store` in a directory that only this user may enter.
+
+    The directory is made if it is missing, with mode 0700.
 
     The next write makes a directory that was removed meanwhile again; only the values are lost.
 
@@ -63,7 +65,10 @@ class FileStore:
             self._write(path, value, life)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: no value); return whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():
@@ -79,7 +84,10 @@ class FileStore:
             self._remove(path)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return all keys with a value that begin with `prefix`, sorted; remove the files of expired values."""
+        """Return all keys with a value that begin with `prefix`, sorted.
+
+        It also removes the files of expired values.
+        """
         check_prefix(prefix)
         beginning = prefix.replace("/", _SLASH)
         try:
@@ -99,7 +107,10 @@ class FileStore:
         return sorted(found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         for _ in _looks(timeout):
             value = self.get(key)
             if value is not None and value != known:
@@ -109,7 +120,10 @@ class FileStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._directory} within {timeout} s")
 
     def close(self) -> None:
-        """Close the store; a `watch` of another thread ends with StoreError. No file is held open anyway."""
+        """Close the store; a `watch` of another thread ends with StoreError.
+
+        Between operations no file is open.
+        """
         self._closed = True
 
     def _make(self) -> None:
@@ -129,7 +143,7 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Be the only writer, among processes and among threads (each opens the file anew)."""
+        """Be the only writer, among processes and threads (each opens the file anew)."""
         descriptor = self._lock_file()
         try:
             for _ in _looks(LOCK_SECONDS):
@@ -157,7 +171,7 @@ class FileStore:
             raise StoreError(f"cannot lock {self._directory}: {error}") from error
 
     def _read(self, path: Path, whole: bool) -> bytes | None:
-        """Return the value, or b"" with `whole` false; None when there is none or it has expired."""
+        """Return the value (b"" unless `whole`), or None when it is missing or expired."""
         try:
             with os.fdopen(open_for_reading(path), "rb") as file:
                 head = file.read(_LIFE.size)
@@ -211,7 +225,7 @@ class FileStore:
 
 
 def _looks(seconds: float) -> Iterator[None]:
-    """Yield at once, then at growing, jittered intervals, the last time at the deadline."""
+    """Yield at once, then at growing, jittered intervals, and at the deadline."""
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         yield

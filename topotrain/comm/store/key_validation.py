@@ -1,4 +1,4 @@
-"""Check keys, values and lifetimes for every store, and define the error of stores.
+"""Check keys, values and lifetimes for every store.
 
 A valid key can safely become a part of a file name, of a URL or of a command to a server, whatever the kind of store.
 """
@@ -26,7 +26,10 @@ def check_key(key: str, name: str = "key") -> None:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise ValueError when no key can begin like this. An empty prefix, and a slash at the end, are allowed."""
+    """Raise ValueError when no key can begin like this.
+
+    An empty prefix, and a slash at the end, are allowed.
+    """
     if len(prefix) > MAX_KEY or not _PREFIX.fullmatch(prefix):
         raise ValueError(f"prefix = {prefix!r}: must be the beginning of a key")
 
@@ -38,7 +41,10 @@ def check_value(value: bytes) -> None:
 
 
 def check_ttl(ttl: float | None) -> int:
-    """Return `ttl` in whole milliseconds, at least 1; 0 for a value that never expires. Raises ValueError."""
+    """Return `ttl` in whole milliseconds, at least 1, or 0 for None.
+
+    Raises ValueError.
+    """
     if ttl is None:
         return 0
     if not 0 < ttl <= MAX_TTL:

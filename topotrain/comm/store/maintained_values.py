@@ -1,4 +1,4 @@
-"""Values that a process maintains in a store: they are written again when missing, as after the store was wiped.
+"""Values of a process that are written again when the store has lost them.
 
 * A value is written again only where there is none, so a value that another process has written since then stays.
 * A store that is away is asked again at the next look.
@@ -17,7 +17,10 @@ _CLOSING_S = 1.0  # for a check that is under way; its store may be away
 
 
 class MaintainedValues:
-    """The values that one process maintains in `store` until `close`; several threads may use it."""
+    """The values that one process maintains in `store` until `close`.
+
+    Several threads may use it.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""The table of a store whose values are in the memory of one process.
+"""The table of a store that has its values in the memory of one process.
 
 Lifetimes are measured by the monotonic clock, so setting the clock changes none. The next write removes expired values.
 """
@@ -44,14 +44,20 @@ class MemoryTable:
             return self._present(key)
 
     def set(self, key: str, value: bytes, life: int, once: bytes) -> bool:
-        """Write a value that expires after `life` milliseconds (0: never). Raises StoreError when the store is full."""
+        """Write a value that expires after `life` milliseconds (0: never).
+
+        Raises StoreError when the store is full.
+        """
         with self._lock:
             if once not in self._done:
                 self._write(key, value, life)
             return self._remember(once, True)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, life: int, once: bytes) -> bool:
-        """Write the value if the present one is `expected`. Raises StoreError when the store is full."""
+        """Write the value if the present one is `expected`.
+
+        Raises StoreError when the store is full.
+        """
         with self._lock:
             if once in self._done:
                 return self._done[once]
@@ -74,7 +80,10 @@ class MemoryTable:
 
     @contextmanager
     def watching(self, key: str, wake: Wake) -> Iterator[None]:
-        """Within the context, call `wake` after each write to the key, on the writer's thread: it must not wait."""
+        """Call `wake` after each write to the key, as long as the context lasts.
+
+        It runs on the writer's thread, so it must not wait.
+        """
         with self._lock:
             self._watchers.setdefault(key, []).append(wake)
         try:
@@ -108,7 +117,10 @@ class MemoryTable:
             wake()
 
     def _note(self, until: float, key: str) -> None:
-        """Remember an expiry; drop those of values that were written again, once they are the majority."""
+        """Remember an expiry.
+
+        Those of values that were written again are dropped once they are the majority.
+        """
         if len(self._ends) > 2 * len(self._entries) + 64:
             self._ends = [(entry.until, name) for name, entry in self._entries.items() if entry.until < float("inf")]
             heapq.heapify(self._ends)

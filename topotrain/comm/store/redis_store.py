@@ -49,7 +49,9 @@ return answer
 
 
 class RedisStore:
-    """A `Store` at redis://[user:password@]host[:port][/db], or rediss:// with TLS; connects at its first use.
+    """A `Store` on a Redis server, at redis:// or rediss:// (TLS).
+
+    The URL is redis://[user:password@]host[:port][/db]. It connects at its first use.
 
     With TLS the server must have a certificate for its name, signed by `ca` (a file) or by an authority that this
     system trusts. Errors name host and port, never the password.
@@ -96,7 +98,10 @@ class RedisStore:
         self._write(key, "any", b"", "put", value, ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: no value); return whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         return self._write(key, "none" if expected is None else "same", expected or b"", "put", value, ttl)
 
     def delete(self, key: str) -> None:
@@ -112,7 +117,10 @@ class RedisStore:
         return sorted(name.decode()[len(_SPACE) :] for name in found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         until = time.monotonic() + timeout
         value = self.get(key)
         if value is not None and value != known:
@@ -133,7 +141,10 @@ class RedisStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
 
     def close(self) -> None:
-        """Close the store: idle connections now, others after their operation; a `watch` ends with StoreError."""
+        """Close idle connections now, and others after their operation.
+
+        A `watch` of another thread ends with StoreError.
+        """
         with self._lock:
             self._closed = True
         self._hang_up()

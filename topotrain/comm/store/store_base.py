@@ -10,7 +10,9 @@ from topotrain.comm.store.key_validation import check_key, check_prefix
 
 
 class Store(Protocol):
-    """Values under keys. A key is parts of [a-z0-9_.-] joined by "/", none beginning with a dot.
+    """Values under keys.
+
+    A key is parts of [a-z0-9_.-] joined by "/", none beginning with a dot.
 
     A value is at most 1 MiB. `ttl` is in seconds: the value expires after that, unless it was written again. None: it
     stays. Several threads may use a store. Every operation may raise StoreError, and ValueError for an invalid key,
@@ -26,7 +28,10 @@ class Store(Protocol):
         ...
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: no value); return whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -34,15 +39,23 @@ class Store(Protocol):
         ...
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Return all keys with a value that begin with `prefix`, sorted. Not a snapshot: others write meanwhile."""
+        """Return all keys with a value that begin with `prefix`, sorted.
+
+        It is not a snapshot: other processes write meanwhile.
+        """
         ...
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         ...
 
     def close(self) -> None:
-        """Release what the store holds open; operations of other threads end, a `watch` with StoreError.
+        """Release what the store holds open; operations of other threads end.
+
+        A `watch` of another thread ends with StoreError.
 
         Every later operation raises StoreError, or still works where nothing is held open.
         """
@@ -50,7 +63,7 @@ class Store(Protocol):
 
 
 class PrefixStore:
-    """A store whose keys all lie under `prefix` of another store.
+    """A view of a store: all its keys lie under `prefix` of another store.
 
     owner: closing the view closes the other store, too.
 
@@ -98,5 +111,8 @@ class PrefixStore:
 
 
 def within(store: Store, prefix: str) -> Store:
-    """Return the part of a store under `prefix`, a key, as a store. Closing it leaves the whole store open."""
+    """Return the part of a store under `prefix`, a key, as a store.
+
+    Closing it leaves the whole store open.
+    """
     return PrefixStore(store, prefix)

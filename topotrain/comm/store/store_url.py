@@ -25,7 +25,10 @@ QUERY = {"rediss": frozenset({"ca", "job"})}
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """The parts of a store's URL. port: 0 where none is given. job: "" for the whole store. text: without password."""
+    """The parts of a store's URL.
+
+    port: 0 where none is given. job: "" for the whole store. text: without password.
+    """
 
     scheme: str
     text: str
@@ -101,12 +104,15 @@ def _is_database(path: str) -> bool:
 
 
 def _showable(url: str) -> bool:
-    """Whether an error of the parser, which may quote any part of the URL, can be shown."""
+    """Whether an error of the parser, which may quote any part, can be shown."""
     return "@" not in url
 
 
 def _shown(url: str) -> str:
-    """Return the URL with its password replaced; works on characters alone, because the URL may be invalid."""
+    """Return the URL with its password replaced.
+
+    Only its characters are looked at, because the URL may be invalid.
+    """
     scheme, found, rest = url.partition("://")
     at = rest.rfind("@")
     if not found or at < 0:

@@ -45,7 +45,8 @@ class TcpStore:
     """A `Store` at tcp://host:port; connects at its first use.
 
     secret: 32 bytes, those of the server. patience: seconds for which an operation retries while the server cannot be
-    reached; then it raises StoreError. A wrong secret is refused at once.
+    reached. After that it raises StoreError. A wrong secret is refused at once.
+
     Raises:
         ValueError: the secret does not have 32 bytes.
     """
@@ -74,7 +75,10 @@ class TcpStore:
         self._ask(StoreRequest(Op.SET, key, value, life=check_ttl(ttl)))
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: no value); return whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         check_key(key)
         check_value(value)
         if expected is not None:
@@ -92,7 +96,10 @@ class TcpStore:
         return self._ask(StoreRequest(Op.KEYS, prefix)).body.decode().split()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait for a value other than `known` and return it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         check_key(key)
         if known is not None:
             check_value(known)
@@ -103,7 +110,10 @@ class TcpStore:
         return reply.body
 
     def close(self) -> None:
-        """Close the connections; an operation of another thread ends with StoreError, and closes its own."""
+        """Close the connections.
+
+        An operation of another thread ends with StoreError, and closes its own.
+        """
         with self._lock:
             self._closed = True
             for sock in self._busy:
@@ -112,7 +122,10 @@ class TcpStore:
         self._hang_up()
 
     def _ask(self, request: StoreRequest, wait: float = 0.0, until: float | None = None) -> Reply:
-        """Send the request until there is a reply. `wait`, `until`: of a watch. Raises StoreError."""
+        """Send the request until there is a reply.
+
+        `wait`, `until`: of a watch. Raises StoreError.
+        """
         lost_at, pause = None, _FIRST_PAUSE
         while True:
             if until is not None:

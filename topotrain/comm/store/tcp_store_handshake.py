@@ -1,4 +1,4 @@
-"""Connect a store server and its clients: addresses, sockets, and the proof that both know the secret.
+"""Connect a store server and its clients, with proof that both know the secret.
 
 * Before the handshake of the transports (security) has succeeded, only fixed-size fields are read, and none is trusted.
 * The key of the handshake is derived from the secret for stores alone.
@@ -26,12 +26,18 @@ _IDLE, _EVERY, _TRIES = 15, 5, 3  # keepalive: seconds of silence before the fir
 
 
 def identity(secret: bytes) -> Identity:
-    """Return the identity that both sides of a store prove. Raises ValueError for a secret of a wrong length."""
+    """Return the identity that both sides of a store prove.
+
+    Raises ValueError for a secret of a wrong length.
+    """
     return Identity(_NAME, job_key(secret, "store"), 0, 0, "")
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Return the first address of a host. Raises OSError when its name is not found, StoreError when it is invalid."""
+    """Return the first address of a host.
+
+    Raises OSError when its name is not found, StoreError when it is invalid.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:
@@ -50,7 +56,10 @@ def shown(host: str, port: int) -> str:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set a connected socket up: small frames leave at once, and the death of a silent peer is noticed."""
+    """Set a connected socket up.
+
+    Small frames leave at once, and the death of a silent peer is noticed.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
@@ -59,7 +68,10 @@ def prepare(sock: socket.socket) -> None:
 
 
 def bound(family: socket.AddressFamily, address: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens at the address. Raises OSError, and then leaves none open."""
+    """Return a socket that listens at the address.
+
+    Raises OSError, and then leaves none open.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -72,7 +84,7 @@ def bound(family: socket.AddressFamily, address: str, port: int, backlog: int) -
 
 
 def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certificate | None":
-    """Return the certificate of a server at this address; None where only this machine can reach it.
+    """Return a server's certificate, or None where only this machine can reach it.
 
     Raises:
         StoreError: the address means all addresses at once (clients could not know whether to expect TLS), or other
@@ -94,7 +106,10 @@ def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certi
 
 
 def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | None") -> HandshakeSocket:
-    """Take a client's handshake; return the socket to talk to it. Raises TransportError, OSError."""
+    """Take a client's handshake; return the socket to talk to it.
+
+    Raises TransportError, OSError.
+    """
     prepare(sock)
     line: HandshakeSocket = sock
     binding = b""
@@ -111,7 +126,10 @@ def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | No
 
 
 def go_in(sock: socket.socket, proof: Identity) -> HandshakeSocket:
-    """Introduce this client to the server at the other end; return the socket. Raises TransportError, OSError."""
+    """Introduce this client to the server; return the socket to talk to it.
+
+    Raises TransportError, OSError.
+    """
     prepare(sock)
     if is_loopback(str(sock.getpeername()[0])):
         dial(sock, proof, CLIENT, SERVER)

@@ -22,7 +22,7 @@ _MAGIC = b"tS"
 
 
 class MalformedFrame(Exception):
-    """The other side does not keep to the protocol, or closed the connection in the middle of a frame."""
+    """A frame that breaks the protocol, or ends in the middle."""
 
 
 class Op(IntEnum):
@@ -37,7 +37,10 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The outcome of a request: a value, no value (or not the expected one), timed out, refused."""
+    """The outcome of a request.
+
+    YES: a value, or done. NO: no value, or not the expected one. TIMEOUT: of a watch. REFUSED: an error.
+    """
 
     YES = 1
     NO = 2
@@ -64,7 +67,10 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply; `body` is the value, the keys joined by newlines, or the text of a refusal."""
+    """One reply.
+
+    body: the value, the keys joined by newlines, or the text of a refusal.
+    """
 
     status: Status
     body: bytes = b""
@@ -80,7 +86,9 @@ def send_request(sock: HandshakeSocket, request: StoreRequest) -> None:
 
 
 def receive_request(sock: HandshakeSocket, seconds: float) -> StoreRequest | None:
-    """Return the next request, or None when the client has closed; `seconds` are for all but its first byte.
+    """Return the next request, or None when the client has closed.
+
+    seconds: for all but its first byte.
 
     Raises:
         OSError, MalformedFrame.
@@ -109,7 +117,10 @@ def send_reply(sock: HandshakeSocket, reply: Reply) -> None:
 
 
 def receive_reply(sock: HandshakeSocket) -> Reply:
-    """Return the next reply. Raises OSError (also when the socket's own timeout is over), MalformedFrame."""
+    """Return the next reply.
+
+    Raises OSError (also when the socket's own timeout is over), MalformedFrame.
+    """
     magic, status, size = _REPLY.unpack(_exactly(sock, _REPLY.size))
     if magic != _MAGIC or status not in tuple(Status) or size > MAX_REPLY:
         raise MalformedFrame("not a reply")

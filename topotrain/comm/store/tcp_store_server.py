@@ -48,11 +48,13 @@ _CLOSING = 5.0  # seconds for threads to end
 class TcpServer:
     """A store server, which serves from its construction until `close`.
 
-    host: an address of this machine; port: 0 for any that is free. url: where others reach it.
+    host: an address of this machine. port: 0 for any that is free. url: where others reach it.
 
     Raises:
-        StoreError: the address cannot be served at; `AddressInUse` and `AddressElsewhere` say why, `StoreError` the
-        rest. ValueError: the secret does not have 32 bytes.
+        AddressInUse: the port is taken.
+        AddressElsewhere: the address belongs to another machine.
+        StoreError: the address cannot be served at for another reason.
+        ValueError: the secret does not have 32 bytes.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
@@ -132,7 +134,10 @@ class TcpServer:
             send_reply(sock, reply)
 
     def _watch(self, sock: HandshakeSocket, request: StoreRequest) -> Reply:
-        """Wait for the value. Raises MalformedFrame when the client closes or sends meanwhile."""
+        """Wait for the value.
+
+        Raises MalformedFrame when the client closes or sends meanwhile.
+        """
         until = time.monotonic() + request.seconds
         bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:

@@ -1,4 +1,4 @@
-"""A topotrain store as a `torch.distributed.Store`, and redis:// as an `init_method`.
+"""A topotrain store as a torch.distributed store, and redis:// as an init_method.
 
 The interface is torch's, the guarantees are those of `Store`: everything that decides is a compare-and-set. Any key of
 torch is mapped to a valid key of a store, and no two keys are mapped to the same one.
@@ -28,13 +28,18 @@ _ALIVE: list["TorchStore"] = []
 
 
 def encode(key: str) -> str:
-    """Encode a key of torch as a key of a store; different ones stay different (by SHA-256 where they are long)."""
+    """Encode a key of torch as a key of a store.
+
+    Different keys stay different (by SHA-256 where they are long).
+    """
     text = "k" + re.sub(r"[^a-z0-9.-]", lambda found: "".join(f"_{byte:02x}" for byte in found[0].encode()), key)
     return text if len(text) <= LONGEST else "s" + hashlib.sha256(key.encode()).hexdigest()[:40]
 
 
 class TorchStore(TorchStoreBase):
-    """A `torch.distributed.Store` that keeps everything in `store`, under the keys that begin with `prefix`.
+    """A `torch.distributed.Store` that keeps everything in `store`.
+
+    Its keys begin with `prefix` there.
 
     `timeout` and `set_timeout` are torch's (300 seconds at first). Every wait for a key takes at most that long.
 
@@ -72,7 +77,7 @@ class TorchStore(TorchStoreBase):
         return self._await(key, time.monotonic() + self.timeout.total_seconds())
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number that is kept as decimal digits (0 at first) and return the sum. Atomic."""
+        """Add to a number kept as decimal digits (0 at first); return the sum. Atomic."""
         whole, pause = self._key(key), _FIRST_PAUSE
         with _telling():
             while True:
@@ -98,7 +103,9 @@ class TorchStore(TorchStoreBase):
             self._await(key, until)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write the desired value if the expected one is there, or nothing is there and "" is expected.
+        """Write the desired value if the present one is the expected one.
+
+        "" is expected where nothing is there.
 
         Return the value afterwards, or the expected one if there is none.
         """
@@ -168,7 +175,9 @@ class TorchStore(TorchStoreBase):
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: object
 ) -> Iterator[tuple[TorchStore, int, int]]:
-    """Yield the store of this start, the rank and the world size, for `init_process_group(init_method="redis://…")`.
+    """Yield the store of this start, the rank and the world size.
+
+    It serves `init_process_group(init_method="redis://…")`.
 
     torch puts rank and world_size into the URL's query when they are given as arguments.
 
@@ -197,7 +206,10 @@ def rendezvous(
 
 
 def _sweep(store: Store) -> None:
-    """Delete the values when rank 0 ends, as they would vanish with a store that torch served there."""
+    """Delete the values when rank 0 ends.
+
+    They would also vanish with a store that torch served there.
+    """
     with suppress(StoreError):
         for key in store.keys(""):
             store.delete(key)

@@ -1,4 +1,4 @@
-"""`torchrun --rdzv-backend=redis`: torch's own elastic rendezvous, with its state on a Redis server.
+"""torch's elastic rendezvous over Redis (`torchrun --rdzv-backend=redis`).
 
 torch decides which agents belong to a round (DynamicRendezvousHandler). This module only keeps the state, and replaces
 it by compare-and-set. The value itself serves as the fencing token, so an agent that has seen an older one is refused.
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the factory that torchrun finds under the entry point `torchrun.handlers`."""
+    """Return the factory that torchrun finds as entry point `torchrun.handlers`."""
     return create
 
 
@@ -77,7 +77,9 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def address(endpoint: str) -> str:
-    """Return the URL of an endpoint: HOST[:PORT][/DB], redis://…, rediss://…, or empty for TOPOTRAIN_RENDEZVOUS.
+    """Return the URL of an endpoint.
+
+    An endpoint is HOST[:PORT][/DB], redis://…, rediss://…, or empty for TOPOTRAIN_RENDEZVOUS.
 
     Raises:
         ValueError: another kind of URL, or nothing at all.
@@ -112,7 +114,10 @@ class _Handler(DynamicRendezvousHandler):
 
 
 class StoreBackend(RendezvousBackend):
-    """The state of one rendezvous, as a value of a `Store` that expires `ttl` seconds after its last write."""
+    """The state of one rendezvous, as a value of a `Store`.
+
+    It expires `ttl` seconds after its last write.
+    """
 
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
@@ -145,7 +150,10 @@ class StoreBackend(RendezvousBackend):
         return self._pair()
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state of `token` (None: no state yet); return the state after that, and whether it is ours."""
+        """Replace the state of `token` (None: no state yet).
+
+        Returns the state after that, its token, and whether it is the new one.
+        """
         seen = token if isinstance(token, bytes) else None
         value = (seen[:_NAME] if seen else secrets.token_hex(_NAME // 2).encode()) + state
         try:
@@ -161,7 +169,10 @@ class StoreBackend(RendezvousBackend):
 
 
 class _RoundStore(TorchStore):
-    """The store that agents share in a round, under the name of the state; torch adds the number of the round."""
+    """The store that agents share in a round, under the name of the state.
+
+    torch adds the number of the round to each key.
+    """
 
     def __init__(self, store: Store, backend: StoreBackend) -> None:
         super().__init__(store, ttl=DAY)

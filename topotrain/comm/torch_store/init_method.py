@@ -1,4 +1,4 @@
-"""Register redis:// as an `init_method` of torch.distributed, without importing torch.
+"""Register redis:// as an init_method of torch.distributed, without importing it.
 
 `import topotrain` imports nothing of torch, and changes nothing else of it. Where torch is imported already, two names
 are added to its table at once. Else a finder waits for the one module that has the table, and then removes itself.
@@ -18,7 +18,7 @@ _TABLE = "torch.distributed.rendezvous"
 
 
 def announce() -> None:
-    """Register redis:// and rediss:// for `init_process_group`, now or when torch is imported."""
+    """Register redis:// and rediss:// with torch, now or when it is imported."""
     module = sys.modules.get(_TABLE)
     if module is not None and hasattr(module, "register_rendezvous_handler"):
         _register(module)

@@ -1,4 +1,4 @@
-"""The contract of every transport: endpoints, their addresses, and how a message gets from one to another.
+"""The contract of every transport between endpoints.
 
 An `Endpoint` has an `Address`. A `Transport` attaches endpoints and carries messages between them.
 
@@ -20,11 +20,17 @@ if TYPE_CHECKING:  # a program that only needs the handshake (a store, the comma
 
 
 class TransportError(Exception):
-    """A connection could not be opened, or a peer was refused; the text is for the user."""
+    """A connection that cannot be opened, or a peer that is refused.
+
+    The text is for the user.
+    """
 
 
 class Refused(TransportError):
-    """The peer at the other end refused this side: `code` is VERSION, JOB, CONFIG, AUTH, FENCED or FULL."""
+    """A refusal by the peer at the other end.
+
+    `code` is VERSION, JOB, CONFIG, AUTH, FENCED or FULL.
+    """
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{code}: {text}")
@@ -33,18 +39,24 @@ class Refused(TransportError):
 
 
 class PeerUnreachable(TransportError):
-    """No process answers at an address, as far as the system can tell; it may not be listening yet."""
+    """No process answers at an address, as far as the system can tell.
+
+    It may not be listening yet.
+    """
 
 
 class ConnectionLost(TransportError):
-    """The connection to a peer has ended, or broke while it was made: the peer's process has probably ended."""
+    """A connection that has ended, or broke while it was made.
+
+    The peer's process has probably ended.
+    """
 
 
 class Endpoint(Protocol):
     """The receiver of the messages to one address."""
 
     def place(self, sender: Address, message: "Message", viewable: bool) -> "torch.Tensor | None":
-        """Return the tensor that is to receive the body of this message, whose fields have arrived already.
+        """Return the tensor that is to receive the body of this message.
 
         The tensor is 1-D and contiguous, and its size in bytes is the one of the schema: a payload of another size is
         refused before a byte of it is read. With `viewable` the transport can share the sender's memory instead: None
@@ -53,11 +65,17 @@ class Endpoint(Protocol):
         ...
 
     def handle(self, sender: Address, message: "Message") -> None:
-        """Process a message. A body that came as a view is 1-D uint8, one that was placed is the placed tensor."""
+        """Process a message.
+
+        A body that came as a view is 1-D uint8, one that was placed is the placed tensor.
+        """
         ...
 
     def lost(self, peer: Address, reason: str) -> None:
-        """Note the end of the connection to a peer. Called once per connection, also when the peer closed it."""
+        """Note the end of the connection to a peer.
+
+        Called once per connection, also when the peer closed it.
+        """
         ...
 
 
@@ -69,11 +87,16 @@ class Transport(Protocol):
         ...
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
-        """Connect an attached endpoint to a peer. Raises TransportError (Refused when the peer refused)."""
+        """Connect an attached endpoint to a peer.
+
+        Raises TransportError (Refused when the peer refused).
+        """
         ...
 
     def send(self, me: Address, to: Address, message: "Message", wait: bool = False) -> None:
-        """Queue a message. Raises TransportError when there is no connection to the peer (any more).
+        """Queue a message.
+
+        Raises TransportError when there is no connection to the peer (any more).
 
         It does not wait for the peer, unless `wait` says that it may. Then a message with a body waits until the bytes
         queued for this peer are few enough (`frame_writer.LIMIT`). That is for a worker's script, which produces as
@@ -87,5 +110,8 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End all connections; queued messages are sent first, as far as the peers take them."""
+        """End all connections.
+
+        Queued messages are sent first, as far as the peers take them.
+        """
         ...

@@ -1,4 +1,4 @@
-"""One connection over a socket: frames out, frames in, and no length believed before it is checked.
+"""One connection over a socket: frames out, frames in, all lengths checked.
 
 * The fields of a message ("meta") are at most 64 KiB and typed.
 * Its payload is at most 64 MiB, must have exactly the size of the tensor that the receiver names for it, and is
@@ -42,7 +42,7 @@ _MAX_REASON = 1000  # bytes
 
 
 class SharedRegion(Protocol):
-    """A piece of shared memory: its number in this process, its file descriptor and its size in bytes."""
+    """A piece of shared memory: its number in this process, descriptor and bytes."""
 
     @property
     def id(self) -> int: ...
@@ -56,16 +56,21 @@ class SharedRegions(Protocol):
     """The shared memory of this process, and the regions of peers that it has mapped."""
 
     def find(self, tensor: torch.Tensor) -> tuple[SharedRegion, int] | None:
-        """Return the region that contains the tensor and the tensor's byte offset in it, or None."""
+        """Return the region that contains the tensor, and its byte offset, or None."""
         ...
 
     def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """Map a peer's region (and close `fd`): 1-D uint8. Raises ProtocolError when it is not what it claims."""
+        """Map a peer's region as 1-D uint8, and close `fd`.
+
+        Raises ProtocolError when the region is not what the peer claims.
+        """
         ...
 
 
 class Connection:
-    """One connection to one peer. `start` or `run` it once; from then on its reader calls the endpoint.
+    """One connection to one peer.
+
+    `start` or `run` it once; from then on its reader calls the endpoint.
 
     `send` does not copy a body: the body must not change until the peer has read it, as the class of the message says.
     `greeting` is sent before every frame. `ended` is called once, after the endpoint's `lost`.
@@ -113,7 +118,9 @@ class Connection:
         return self._out.queued
 
     def send(self, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, a body waits for space in the queue (see `transport.Transport.send`).
+        """Queue a message.
+
+        With `wait`, a body waits for space in the queue (see `Transport.send`).
 
         Raises:
             ConnectionLost: the connection has ended or is ending, perhaps while this waited.
@@ -167,7 +174,10 @@ class Connection:
             self._out.put([memoryview(head), tail] if size else [memoryview(head)], fds)
 
     def beat(self) -> None:
-        """Send an empty frame for the other host to acknowledge, unless something else waits to be sent."""
+        """Send an empty frame for the other host to acknowledge.
+
+        Nothing is sent while something else waits to be sent.
+        """
         with self._out.lock:
             if self._out.empty and not self._closing:
                 self._frame_out(CONTROL, BEAT, b"")
@@ -195,7 +205,10 @@ class Connection:
         return self._sock.fileno()
 
     def turn(self) -> bool:
-        """Process the frames that have come, on the calling thread; False at the end, after which `end` is called."""
+        """Process the frames that have come, on the calling thread.
+
+        Returns False at the end, after which `end` must be called.
+        """
         return self._read(lambda: self._intake.pending)
 
     def _after_frame(self) -> bool:
@@ -286,7 +299,10 @@ class Connection:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End on purpose: refuse new messages, send the queued ones and BYE; the peer then closes."""
+        """End on purpose: refuse new messages, send the queued ones and BYE.
+
+        The peer then closes.
+        """
         with self._out.lock:
             if not self._closing:
                 self._ours, self._lingering = "closed on this side", True
@@ -302,7 +318,10 @@ class Connection:
             self._out.cut()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the connection; True when it is over (or when the caller is its own reader)."""
+        """Wait for the end of the connection; return whether it is over.
+
+        True also when the caller is the connection's own reader.
+        """
         if self._reader is threading.current_thread():
             return True
         until = time.monotonic() + seconds
@@ -313,7 +332,10 @@ class Connection:
         return True
 
     def _turn_away(self, reason: str) -> None:
-        """End the connection for an error of the peer; send the reason if the socket takes it at once."""
+        """End the connection for an error of the peer.
+
+        The reason is sent if the socket takes it at once.
+        """
         with self._out.lock:
             self._ours = self._ours or reason
             if self._out.empty and not self._closing:
@@ -342,7 +364,10 @@ class Connection:
 
 
 def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.Tensor:
-    """Return `target` if it fits a payload of `size` bytes. Raises ProtocolError otherwise."""
+    """Return `target` if it fits a payload of `size` bytes.
+
+    Raises ProtocolError otherwise.
+    """
     name = type(message).__name__
     if target is None:
         raise ProtocolError(f"{name} came with a payload of {size} bytes that has no place here")

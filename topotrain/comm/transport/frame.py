@@ -25,7 +25,10 @@ _FLAGS = (0, BODY, REFERENCE, CONTROL)
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame; lengths in bytes, `number` counts the frames of one direction from 1."""
+    """The fixed part of a frame.
+
+    Lengths are in bytes; `number` counts the frames of one direction from 1.
+    """
 
     flags: int
     kind: int
@@ -41,7 +44,10 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes) -> "Header":
-        """Read a header. Raises ProtocolError for anything that `pack` would not have written."""
+        """Read a header.
+
+        Raises ProtocolError for anything that `pack` would not have written.
+        """
         magic, version, *numbers = _HEADER.unpack_from(raw)
         if magic != MAGIC:
             raise ProtocolError("these bytes are not a frame")

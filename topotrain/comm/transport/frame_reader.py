@@ -1,4 +1,6 @@
-"""The reading end of a stream: small parts through a small buffer, payloads directly into their final place.
+"""The reading end of a stream.
+
+Small parts go through a small buffer, payloads directly into their final place.
 
 Reading ahead never goes beyond READ_AHEAD bytes. So a header and the fields after it cost one system call, and at most
 these few bytes of a payload are copied a second time.
@@ -21,7 +23,10 @@ class EndOfStream(Exception):
 
 
 class FrameReader:
-    """Reads a socket; with `with_fds` it also receives file descriptors, which `pop_fd` returns in order."""
+    """Reads a socket, and with `with_fds` also file descriptors.
+
+    `pop_fd` returns the descriptors in order.
+    """
 
     def __init__(self, sock: Channel, with_fds: bool) -> None:
         self._sock = sock
@@ -31,7 +36,7 @@ class FrameReader:
         self._at = self._end = 0
 
     def header(self, size: int) -> bytes | None:
-        """Return the next `size` bytes, or None when the stream ends here, between two frames."""
+        """Return the next `size` bytes, or None when the stream ends between frames."""
         if self._at == self._end and not self._more():
             return None
         return self.take(size)

@@ -1,10 +1,12 @@
-"""The writing end of a stream: bytes that the kernel does not take at once wait here, uncopied, for a writer thread.
+"""The writing end of a stream.
+
+Bytes that the kernel does not take at once wait here, uncopied, for a writer thread.
 
 `put` never blocks. The caller holds `lock` around it, so that frames leave in the order of their numbers.
 
 At most LIMIT bytes may wait here. Two kinds of callers keep to that:
 
-* A thread on whose reading no process depends (a worker's script) calls `wait_for_room` first.
+* A thread that may stop reading without blocking any process (a worker's script) calls `wait_for_room` first.
 * A side that only answers (a server, to a worker) takes no new request from a peer that does not read its answers: its
   reader calls `wait_until_taken` before it reads on.
 
@@ -29,12 +31,18 @@ OVERHEAD = 1 << 10  # bytes; a waiting frame occupies about that in Python's obj
 
 
 class ReaderThread(threading.Thread):
-    """A thread on which a transport reads; code that it calls never waits for a writer."""
+    """A thread on which a transport reads.
+
+    Code that it calls never waits for a writer.
+    """
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bytes on their way out; views shrink as the kernel takes them. `fds` go with the first byte."""
+    """Bytes to be sent.
+
+    The views shrink as the kernel takes them. `fds` go with the first byte.
+    """
 
     views: list[memoryview]
     fds: tuple[int, ...] = ()
@@ -42,7 +50,9 @@ class _Chunk:
 
 
 class FrameWriter:
-    """The queue of one socket. `broken` gets an error; the socket is then shut down, so its reader sees the end.
+    """The queue of one socket.
+
+    `broken` gets an error; the socket is then shut down, so its reader sees the end.
 
     `greeting` goes out before everything else, at the first `greet` or `put`.
     """
@@ -80,7 +90,9 @@ class FrameWriter:
             self._call_writer()
 
     def wait_for_room(self, nbytes: int) -> None:
-        """Wait until a frame of `nbytes` keeps to LIMIT, or the queue is empty, or the end has come.
+        """Wait until a frame of `nbytes` keeps to LIMIT.
+
+        An empty queue, or the end, also ends the wait.
 
         The lock is held by the caller, but released while waiting. On a reader thread this returns at once.
         """
@@ -112,7 +124,10 @@ class FrameWriter:
         self._room.notify_all()
 
     def drain(self) -> None:
-        """After `finish`: wait until the peer has taken the queue, or the socket goes down, at most LINGER seconds."""
+        """After `finish`: wait until the queue is sent, at most LINGER seconds.
+
+        A socket that goes down ends the wait, too.
+        """
         if self._writer is not None:
             self._writer.join(LINGER)
 
@@ -130,7 +145,10 @@ class FrameWriter:
             self._sock.shutdown(how)
 
     def _push(self, chunk: _Chunk) -> bool:
-        """Give the kernel what it takes at once; True when that was all. A broken socket discards everything."""
+        """Give the kernel the bytes that it takes at once; True when that was all.
+
+        A broken socket discards everything.
+        """
         try:
             return self._give(chunk, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -1,10 +1,10 @@
-"""Read connections on the thread that waits, in a process without a thread to spare for it.
+"""Read connections on the thread that waits, without threads for reading.
 
 Between two turns nothing is read. Messages that come by then wait in the sockets, which hold a few hundred of the small
 frames of the shared-memory transport. A peer that sends more waits in its own writer thread.
 
-This is for a worker whose process also runs a server. With reader threads, the Python code of the script and that of
-the server would compete for the interpreter all the time.
+This is for a worker in a process that also runs a server. With reader threads, the script and the server would compete
+for the interpreter all the time.
 """
 
 import selectors
@@ -25,7 +25,10 @@ class InlineConnection(Protocol):
 
 
 class InlineReader:
-    """Connections that are read by the thread that calls `turn`, until `release` gives each a thread of its own."""
+    """Connections that are read by the thread that calls `turn`.
+
+    After `release` each is read on a thread of its own.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()

@@ -101,7 +101,10 @@ class InProcessTransport:
             self._ways.setdefault(ends, _Way(ends))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Queue a message; never waits, because bodies are not copied. Raises TransportError without a connection."""
+        """Queue a message; never waits, because bodies are not copied.
+
+        Raises ConnectionLost when there is no connection.
+        """
         with self._lock:
             way = self._ways.get(frozenset((me, to)))
             if way is None:
@@ -111,12 +114,18 @@ class InProcessTransport:
             house.queue.put(lambda: self._deliver(way, house, me, message))
 
     def traffic(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far: payloads, and a header for each message, though none is framed."""
+        """Return the bytes sent and received so far.
+
+        These are payloads, and a header for each message, though nothing is framed.
+        """
         with self._lock:
             return self._sent, self._received
 
     def detach(self, me: Address) -> None:
-        """Remove an endpoint as if its process had died: peers are notified, its unhandled messages are lost."""
+        """Remove an endpoint as if its process had died.
+
+        Its peers are notified, and its unhandled messages are lost.
+        """
         with self._lock:
             house = self._houses[me]
             house.open = False
@@ -127,7 +136,10 @@ class InProcessTransport:
         _join(house, LINGER)
 
     def close(self) -> None:
-        """End all connections, after the queued messages were handled (within LINGER seconds)."""
+        """End all connections, after the queued messages were handled.
+
+        That takes at most LINGER seconds.
+        """
         with self._lock:
             if self._closed:
                 return

@@ -18,7 +18,9 @@ AGAIN_S = 0.05
 
 
 def between_frames() -> Callable[[], None]:
-    """Make Ctrl-C wait for the frame that is being sent; return a function that restores the old handler.
+    """Make Ctrl-C wait for the frame that is being sent.
+
+    Returns a function that restores the old handler.
 
     Nothing changes outside the main thread, and where the script has a handler of its own.
     """
@@ -52,7 +54,10 @@ def _once_more(connection: Connection, number: int) -> None:
 
 
 def sender(frame: FrameType | None) -> Connection | None:
-    """Return the connection whose frame the code is sending; None also while it waits for space in the queue."""
+    """Return the connection that is sending a frame in this code, or None.
+
+    A connection that waits for space in its queue is not sending yet.
+    """
     while frame is not None:
         if frame.f_code is FrameWriter.wait_for_room.__code__:
             return None

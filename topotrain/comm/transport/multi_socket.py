@@ -1,4 +1,6 @@
-"""Several sockets as one stream, for links on which one connection's window or losses are the limit.
+"""Several sockets as one stream.
+
+This is for links on which one connection's window or losses are the limit.
 
 The stream is cut into stripes of STRIPE bytes, and stripe number n travels on lane n mod k. Both ends count the bytes,
 so nothing is added to the stream, and it is read in order whatever the lanes do. One thread writes and one reads, as
@@ -21,7 +23,7 @@ STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has
 
 
 class Channel(Protocol):
-    """The socket calls that the frames of a connection need; they are those of `socket.socket`."""
+    """The calls of `socket.socket` that the frames of a connection need."""
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int: ...
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int: ...
@@ -35,7 +37,7 @@ class Channel(Protocol):
 
 
 class HandshakeSocket(Channel, Protocol):
-    """The socket calls that a handshake needs besides; they are those of `socket.socket`, too."""
+    """The calls of `socket.socket` that a handshake needs besides."""
 
     def sendall(self, data: Any, flags: int = 0, /) -> None: ...
     def send(self, data: Any, flags: int = 0, /) -> int: ...
@@ -43,7 +45,7 @@ class HandshakeSocket(Channel, Protocol):
 
 
 class _Place:
-    """The position of one direction: on which lane, and how much of the stripe is left."""
+    """The position of one direction: its lane, and the rest of the stripe."""
 
     def __init__(self, lanes: int, left: int) -> None:
         self._lanes, self.lane, self.left = lanes, 0, left
@@ -67,7 +69,10 @@ class MultiSocketChannel:
         self._out, self._in = _Place(len(lanes), STRIPE + ahead), _Place(len(lanes), STRIPE)
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
-        """Send from the buffers, as a socket does; return how many bytes. Descriptors cannot travel."""
+        """Send from the buffers, as a socket does; return how many bytes.
+
+        Descriptors cannot travel.
+        """
         if ancdata:
             raise ValueError("a bundle of sockets carries no descriptors")
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -88,7 +93,7 @@ class MultiSocketChannel:
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive as a socket does: the bytes that are there, or with MSG_WAITALL all of them; 0 at the end."""
+        """Receive as a socket does, with MSG_WAITALL the whole buffer; 0 at the end."""
         target = memoryview(buffer).cast("B")[: nbytes or None]
         got = 0
         while got < len(target):
@@ -119,7 +124,7 @@ class MultiSocketChannel:
             lane.settimeout(value)
 
     def fileno(self) -> int:
-        """Raise ValueError: no selector can wait for several descriptors as if they were one."""
+        """Raise ValueError: no selector can wait for several descriptors as one."""
         raise ValueError("a bundle of sockets has no descriptor of its own; read it on a thread")
 
     def close(self) -> None:
@@ -156,7 +161,10 @@ class PendingSockets:
         self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
 
     def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
-        """Keep a lane; close those of an earlier attempt of the dialer. Raises TransportError once closed."""
+        """Keep a lane; close those of an earlier attempt of the dialer.
+
+        Raises TransportError once closed.
+        """
         with self._lock:
             if self._closed:
                 raise TransportError("this transport is closed")
@@ -170,7 +178,10 @@ class PendingSockets:
             self._parked[way] = (bundle, lanes)
 
     def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
-        """Return lanes 1 to count - 1 of a bundle. Raises TransportError when they are not all there."""
+        """Return lanes 1 to count - 1 of a bundle.
+
+        Raises TransportError when they are not all there.
+        """
         with self._lock:
             known, lanes = self._parked.pop(way, (b"", {}))
         if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):

@@ -1,4 +1,6 @@
-"""Notice that the host at the other end cannot be reached: power, a cable, or the network in one direction failed.
+"""Notice that the host at the other end cannot be reached.
+
+Its power, a cable, or the network in one direction may have failed.
 
 The other host's kernel is probed, and any acknowledgement of it counts as life. It acknowledges while its processes
 compute, hold Python's lock for minutes, do not read, or are stopped. Whether those processes do their work is watched
@@ -64,7 +66,10 @@ class WatchedConnection(Protocol):
 
 
 def signs(line: WatchedSocket) -> KernelSignals:
-    """Read the state of a connection from the kernel. Raises OSError for a closed socket."""
+    """Read the state of a connection from the kernel.
+
+    Raises OSError for a closed socket.
+    """
     raw = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
@@ -72,7 +77,9 @@ def signs(line: WatchedSocket) -> KernelSignals:
 
 
 class SilenceTimer:
-    """How long one host has been silent, as far as this process was looking; gets the time as an argument.
+    """How long one host has been silent, as far as this process was looking.
+
+    It has no clock: `look` gets the time.
 
     lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `look` is given.
     """
@@ -95,12 +102,12 @@ class SilenceTimer:
 
 
 def beat_s(lease_s: float) -> float:
-    """Return the seconds between two looks, and between two beats of an idle connection."""
+    """Return the seconds between two looks, and between beats when idle."""
     return lease_s / _BEATS
 
 
 class KeepaliveWatch:
-    """Watches the connections of one process, on a thread of its own, until it is closed.
+    """Watches the connections of one process, on its own thread, until closed.
 
     lease_s: seconds of silence after which a connection is cut, so that its reader sees its end.
     """

@@ -1,4 +1,6 @@
-"""Shared memory on one host: frames over a Unix socket, payloads as references to memory that both sides map.
+"""Shared memory on one host.
+
+Frames go over a Unix socket, payloads as references to memory that both sides map.
 
 * A payload that lies in a region of the sender's `ProcessMemory` is never copied: the receiver sees the same bytes.
 * A region is a memfd. It has no name, and is freed with its last user, also after SIGKILL.
@@ -37,7 +39,10 @@ _UCRED = struct.Struct("3i")
 
 
 class OwnRegion:
-    """One memfd of this process, mapped: `bytes` is all of it, `tensor` gives parts with a storage of their own."""
+    """One memfd of this process, mapped.
+
+    `bytes` is all of it, `tensor` gives parts with a storage of their own.
+    """
 
     def __init__(self, number: int, fd: int, nbytes: int) -> None:
         self.id, self.fd, self.nbytes = number, fd, nbytes
@@ -47,14 +52,17 @@ class OwnRegion:
         weakref.finalize(self, os.close, fd)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `numel` elements from byte `offset` on, 1-D, with their own storage (torch.save writes only these)."""
+        """Return `numel` elements from byte `offset` on, 1-D.
+
+        They have a storage of their own, so torch.save writes only these.
+        """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
 class ProcessMemory:
-    """The shared memory of one process: it makes regions, finds tensors in them, and maps those of peers.
+    """The shared memory of one process, and the regions of peers that it maps.
 
     Memory is allocated once, and kept until every tensor over it and this object are gone.
     """
@@ -82,7 +90,9 @@ class ProcessMemory:
             return self._arena.tensor(offset, numel, dtype)
 
     def adopt(self, fd: int, nbytes: int) -> OwnRegion:
-        """Map a memfd made by `unsized_memfd` that several processes share; the first one gives it its size.
+        """Map a memfd made by `unsized_memfd` that several processes share.
+
+        The first process gives it its size.
 
         The descriptor stays the caller's. All must pass the same `nbytes`.
 
@@ -105,7 +115,7 @@ class ProcessMemory:
             return self._add(own, nbytes)
 
     def find(self, tensor: torch.Tensor) -> tuple[OwnRegion, int] | None:
-        """Return this process's region that contains the tensor and the tensor's byte offset in it, or None."""
+        """Return the own region that contains the tensor, and its byte offset, or None."""
         address = tensor.data_ptr()
         bases, regions = self._sorted
         at = bisect_right(bases, address) - 1
@@ -114,7 +124,10 @@ class ProcessMemory:
         return regions[at], address - bases[at]
 
     def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """Map a peer's region as 1-D uint8; closes `fd`. Connections of one process share one mapping."""
+        """Map a peer's region as 1-D uint8; close `fd`.
+
+        Connections of one process share one mapping.
+        """
         try:
             info = os.fstat(fd)
             sealed = stat.S_ISREG(info.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -156,17 +169,25 @@ class ProcessMemory:
 
 
 def unsized_memfd() -> int:
-    """Return a memfd of size 0 for `ProcessMemory.adopt`; a supervisor passes it to the processes that share it."""
+    """Return a memfd of size 0 for `ProcessMemory.adopt`.
+
+    A supervisor passes it to the processes that share it.
+    """
     return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def socket_directory() -> str:
-    """Make a 0700 directory with a path short enough for Unix sockets; the caller removes it."""
+    """Make a 0700 directory for Unix sockets; the caller removes it.
+
+    Its path is short enough for a socket's address.
+    """
     return tempfile.mkdtemp(prefix="tt-")
 
 
 class SharedMemoryTransport(SocketTransport):
-    """The transport inside a host; its socket is in `directory`, which only this user may enter (made if missing).
+    """The transport inside a host.
+
+    Its socket is in `directory`, which only this user may enter (made if missing).
 
     Raises:
         TransportError: the directory is open to others, or its path is too long for a Unix socket.

@@ -1,4 +1,6 @@
-"""The common part of transports over sockets: one listener per process, handshakes, and the table of connections.
+"""The common part of transports over sockets.
+
+It has one listener per process, the handshakes, and the table of connections.
 
 * An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline, at most
   MAX_STRANGERS at once (further ones are refused with FULL), and a failed one leaves nothing behind.
@@ -43,7 +45,9 @@ _HEARING = DEADLINE  # seconds that a caller has for the handshake, before it ha
 
 
 class SocketTransport:
-    """A `Transport` over stream sockets. Subclasses listen, reach a peer, and choose which peers to accept.
+    """A `Transport` over stream sockets.
+
+    Subclasses listen, reach a peer, and choose which peers to accept.
 
     patience: seconds for which `connect` retries when the peer is FULL, or too slow in the handshake.
     pump: reads the connections; without it each is read on a thread of its own.
@@ -89,19 +93,22 @@ class SocketTransport:
         raise NotImplementedError
 
     def _inspect(self, sock: socket.socket) -> None:
-        """Prepare a connected socket; raise TransportError when the system forbids its peer."""
+        """Prepare a connected socket.
+
+        Raises TransportError when the system's data forbids its peer.
+        """
 
     def _secure(
         self, sock: socket.socket, seconds: float, url: SplitResult | None = None
     ) -> tuple[HandshakeSocket, bytes]:
-        """Return the socket to use instead of a connected one, and the binding that the proofs cover.
+        """Return the socket to use instead of `sock`, and the binding of the proofs.
 
         url: the URL that was dialed; None on the side that accepted. Raises TransportError.
         """
         return sock, b""
 
     def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
-        """Return the channel through which to talk to a proven peer; it may take over the one given."""
+        """Return the channel to a proven peer; it may take over the one given."""
         return line
 
     def _guard(self, connection: Connection, roads: list[Channel]) -> None:
@@ -124,7 +131,7 @@ class SocketTransport:
             return self._url
 
     def connect(self, me: Address, peer: Address, url: str, anew: bool = False) -> None:
-        """Connect an attached endpoint to a peer; nothing happens when there is a connection already.
+        """Connect an attached endpoint to a peer, unless they are connected.
 
         anew: replace the present connection, which is known to be dead.
         """
@@ -145,7 +152,10 @@ class SocketTransport:
             pause = min(2 * pause, 0.5)
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, a body waits for space. Raises ConnectionLost when there is no connection."""
+        """Queue a message; with `wait`, a body waits for space.
+
+        Raises ConnectionLost when there is no connection.
+        """
         connection = self._ways.get((me, to))
         if connection is None:
             raise ConnectionLost(f"no connection from {me} to {to}")
@@ -169,12 +179,17 @@ class SocketTransport:
             connection.shut()
 
     def refusals(self) -> dict[str, int]:
-        """Return how often dialers were refused here, by code, with "STRANGER" for no valid handshake."""
+        """Return how often dialers were refused here, by code.
+
+        "STRANGER" counts dialers without a valid handshake.
+        """
         with self._lock:
             return dict(self._refused)
 
     def close(self) -> None:
-        """End all connections; queued messages are sent first, as far as the peers take them within LINGER seconds.
+        """End all connections; queued messages are sent first.
+
+        That takes at most LINGER seconds, if the peers take them.
 
         Endpoints are notified of each connection's end (`lost`) while this runs.
         """
@@ -307,7 +322,9 @@ class SocketTransport:
     def _enter(
         self, lines: list[HandshakeSocket], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
     ) -> Connection:
-        """Put a connection to a proven peer into the table; everything sent from now on follows the greeting.
+        """Put a connection to a proven peer into the table.
+
+        Everything sent from now on follows the greeting.
 
         With `caller`, the accepted socket, this side accepted, and only lane 0 is given: the others are parked.
         """

@@ -27,7 +27,9 @@ _LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no lookup
 
 
 class TcpTransport(SocketTransport):
-    """The transport over TCP; its listener takes the first free port from `start_port` on (0: any).
+    """The transport over TCP.
+
+    Its listener takes the first free port from `start_port` on (0: any).
 
     With a `network`, the traffic after the handshake goes through its links.
 
@@ -144,7 +146,10 @@ class TcpTransport(SocketTransport):
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A literal address of this machine to listen at; `loopback`: no other machine reaches it."""
+    """A literal address of this machine to listen at.
+
+    loopback: no other machine reaches it.
+    """
 
     family: socket.AddressFamily
     address: str
@@ -155,7 +160,7 @@ class ListenAddress:
 
 
 def home(host: str) -> ListenAddress:
-    """Return the local address that a host name stands for; of several, the first that this machine has.
+    """Return the local address of a host name; of several, the first usable one.
 
     Raises:
         TransportError: it is not an address of this machine, or stands for all of its interfaces.
@@ -177,7 +182,10 @@ def home(host: str) -> ListenAddress:
 
 
 def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an address that means the same on every machine, IPv4 as such; None for one with an interface."""
+    """Return an address that means the same on every machine, IPv4 as such.
+
+    None for one that names an interface, too.
+    """
     try:
         address = ipaddress.ip_address(literal)
     except ValueError:
@@ -197,13 +205,19 @@ def _is_here(family: socket.AddressFamily, address: str) -> bool:
 
 
 def _loopback(host: str) -> bool:
-    """Whether this is a literal loopback address; names do not count, because their meaning may change at any time."""
+    """Whether this is a literal loopback address.
+
+    Names do not count, because their meaning may change at any time.
+    """
     address = _plain(_LOCALHOST.get(host, host))
     return address is not None and address.is_loopback
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set a connected TCP socket up: no waiting for more bytes, and a fast congestion control on loopback."""
+    """Set a connected TCP socket up.
+
+    It does not wait for more bytes, and on loopback its congestion control is a fast one.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not _loopback(str(sock.getsockname()[0])):
         return

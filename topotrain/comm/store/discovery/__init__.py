@@ -1,1 +1,1 @@
-"""Identify processes: environments of launchers, generations, ranks, registered jobs."""
+"""Identify processes: launchers' environments, generations, ranks, jobs."""

@@ -1,4 +1,4 @@
-"""env://: find the store that this process's environment names, and serve it where this process should.
+"""Find, and where needed serve, the store that the environment names (env://).
 
 TOPOTRAIN_RENDEZVOUS, a URL, comes first. Else MASTER_ADDR and MASTER_PORT, as most launchers set them, name a tcp://
 store of topotrain. Under torchrun (TORCHELASTIC_USE_AGENT_STORE) torch's own store has that port. It then holds one
@@ -37,7 +37,10 @@ Open = Callable[[str, bytes | None, float, Mapping[str, str]], Store]
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """The values of MASTER_ADDR and MASTER_PORT; torch: the port is that of torch's own store, of this attempt."""
+    """The values of MASTER_ADDR and MASTER_PORT.
+
+    torch: the port is that of torch's own store, of this attempt.
+    """
 
     host: str
     port: int
@@ -140,7 +143,7 @@ def _is_local(master: MasterAddress) -> bool:
 
 
 def _told(master: MasterAddress, secret: bytes, patience: float) -> Store:
-    """Open the store whose URL torch's store holds, once it answers."""
+    """Open the store at the URL that torch's store holds, once it answers."""
     store, until = _torch_store(master), time.monotonic() + MEETING_S
     while True:
         text = _ask(master, lambda: store.get(_key(master))).decode()

@@ -1,4 +1,6 @@
-"""Give every start of the same job its own prefix in a store, because a store outlives the jobs that use it.
+"""Give every start of the same job its own prefix in a store.
+
+A store outlives the jobs that use it.
 
 * Rank 0 decides. Each rank writes a number that no other process has.
 * Rank 0 proposes a prefix (the "room" of the records) together with the numbers that it has read.
@@ -17,10 +19,12 @@ _ROUND = "round"
 
 
 def join(store: Store, rank: int, size: int, timeout: float) -> str:
-    """Wait until all `size` ranks are there; return the name of their prefix, which no other start has.
+    """Wait until all `size` ranks are there; return the name of their prefix.
+
+    No other start has the same prefix.
 
     Raises:
-        TimeoutError: they were not all there after `timeout` seconds; names one that is missing.
+        TimeoutError: they were not all there after `timeout` seconds. The text names one that is missing.
         StoreError: the store cannot be used.
     """
     until = time.monotonic() + timeout
@@ -49,7 +53,10 @@ def _heard(store: Store, rank: int, until: float, known: bytes | None = None) ->
 
 
 def _agrees(store: Store, rank: int, said: bytes, name: str, until: float) -> bool:
-    """Whether the rank agrees to the prefix; False when it was restarted and has another number now."""
+    """Whether the rank agrees to the prefix.
+
+    False when it was restarted and has another number now.
+    """
     number = _read(said)["number"]
     while True:
         heard = _read(said)

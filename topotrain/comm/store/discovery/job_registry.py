@@ -50,7 +50,10 @@ class JobRecord:
 
 
 class Registry:
-    """The jobs of a store (the whole one, not a view of one job). Every method may raise StoreError."""
+    """The jobs of a store (the whole one, not a view of one job).
+
+    Every method may raise StoreError.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -88,13 +91,16 @@ class Registry:
         return self._read(id, self._raw(id))
 
     def beat(self, id: str, ttl: float = BEAT_TTL) -> None:
-        """Renew the heartbeat for `ttl` seconds. Raises UnknownJob when the record is gone."""
+        """Renew the heartbeat for `ttl` seconds.
+
+        Raises UnknownJob when the record is gone.
+        """
         raw = self._raw(id)
         self._store.compare_and_set(_key(id), raw, raw, KEEP)  # if it loses against a change, that has renewed it
         self._store.set(_alive(id), repr(time.time()).encode(), ttl)
 
     def keep(self, record: JobRecord, ttl: float = BEAT_TTL) -> None:
-        """Renew the heartbeat as `beat`; register the job again if its record is gone, as after a wiped store."""
+        """Renew the heartbeat as `beat`; register the job again if its record is gone."""
         if self._store.get(_key(record.id)) is None:
             self._store.set(_alive(record.id), repr(time.time()).encode(), ttl)  # before the record, as in `add`
             self._store.compare_and_set(_key(record.id), None, _dumped(record), KEEP)
@@ -112,7 +118,10 @@ class Registry:
         self._store.delete(_alive(id))
 
     def stop(self, id: str) -> JobRecord:
-        """Ask a job to end, if it has not; return its record before that. Raises UnknownJob."""
+        """Ask a job to end, if it has not; return its record before that.
+
+        Raises UnknownJob.
+        """
         record = self.view(id)
         if record.state not in ENDED:
             self._store.set(stop_key(id), b"stop", KEEP)
@@ -141,7 +150,10 @@ class Registry:
 
 
 def stop_key(id: str) -> str:
-    """Return the key that a job watches for a request to end; within `jobs/ID` it is `stop`."""
+    """Return the key that a job watches for a request to end.
+
+    Within `jobs/ID` it is `stop`.
+    """
     return f"jobs/{id}/stop"
 
 

@@ -1,4 +1,4 @@
-"""Claim ranks among processes that are started by hand: one process per rank, for as long as it runs.
+"""Claim ranks among processes that are started by hand, one process per rank.
 
 * A process renews its claim every BEAT_S seconds. A claim that is not renewed expires after LIFE_S seconds.
 * A process counts as alive only when it was seen to renew its claim. So the claim of a dead process is never mistaken
@@ -46,7 +46,10 @@ class RankClaim:
         self._thread.start()
 
     def others(self) -> dict[int, str]:
-        """Return the texts of the processes that were seen to renew since the first look, by rank."""
+        """Return the texts of the processes that have renewed their claims, by rank.
+
+        A process counts once it was seen to renew since the first look.
+        """
         found = {}
         for key in self._store.keys("seats/"):
             number = int(key.rpartition("/")[2])
@@ -94,7 +97,10 @@ class RankClaim:
 
 
 class PollingStore(PrefixStore):
-    """A part of a store whose `watch` looks at the other claims every `BEAT_S` seconds, and may raise for them."""
+    """A part of a store that watches the other claims while it waits.
+
+    `watch` calls `look` every `BEAT_S` seconds, which may raise.
+    """
 
     def __init__(self, store: Store, prefix: str, seat: RankClaim) -> None:
         super().__init__(store, prefix)

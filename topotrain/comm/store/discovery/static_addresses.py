@@ -1,4 +1,4 @@
-"""A read-only store for jobs whose servers' addresses are configured beforehand.
+"""A read-only store for jobs with servers at configured addresses.
 
 Each process that is started by hand has its own list of the servers' addresses. So a lookup needs no other process.
 Writing is an error, unless the value is the one in the list.
@@ -16,7 +16,9 @@ _ACCEPTED = "must be HOST:PORT, such as 10.0.0.1:7164 or [::1]:7164"
 
 
 class StaticStore:
-    """A `Store` that holds the URL of server K of group G under `server/G/K` and `door/G/K`.
+    """A `Store` of fixed URLs: server K of group G is at `server/G/K`.
+
+    `door/G/K` holds the same URL.
 
     Args:
         addresses: HOST:PORT of every server, group by group. A name is looked up when it is asked for.
@@ -36,7 +38,10 @@ class StaticStore:
         self._parts = [split_address(address) for address in addresses]
 
     def place(self, group: int, index: int) -> tuple[str, int]:
-        """Return the numeric address and the port of a server. Raises StoreError, also for an unknown name."""
+        """Return the numeric address and the port of a server.
+
+        Raises StoreError, also for an unknown name.
+        """
         number = group * self.shards + index
         if index >= self.shards or number >= len(self._parts):
             raise StoreError(f"server {group}/{index} is not among {', '.join(self.addresses)}")
@@ -44,7 +49,10 @@ class StaticStore:
         return numeric(host), port
 
     def get(self, key: str) -> bytes | None:
-        """Return the URL under one of the two kinds of key. Raises StoreError for any other."""
+        """Return the URL under one of the two kinds of key.
+
+        Raises StoreError for any other.
+        """
         check_key(key)
         found = _KEY.fullmatch(key)
         if found is None:
@@ -73,7 +81,10 @@ class StaticStore:
         raise StoreError(f"{key}: a list of addresses cannot be written")
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Raise StoreError: the servers' numbers follow from the layout, so nothing needs to search for them."""
+        """Raise StoreError: a list of addresses cannot be searched.
+
+        The servers' numbers follow from the layout, so no process needs to search.
+        """
         raise StoreError("a list of addresses cannot be searched")
 
     def close(self) -> None:
@@ -92,7 +103,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def numeric(host: str) -> str:
-    """Return the address of a host: itself if it is an address, else its name's first one. Raises StoreError."""
+    """Return a host's numeric address; of a name, the first one.
+
+    Raises StoreError.
+    """
     if host == "localhost":
         return "127.0.0.1"
     try:
@@ -106,7 +120,10 @@ def numeric(host: str) -> str:
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a numeric address; an address that other machines can reach is encrypted (tls://)."""
+    """Return the URL of a numeric address.
+
+    An address that other machines can reach is encrypted (tls://).
+    """
     scheme = "tcp" if ipaddress.ip_address(host).is_loopback else "tls"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
