@@ -161,7 +161,7 @@ class TlsChannel:
         except ssl.SSLError as error:
             # A listener without a free thread refuses in plain text, before there is any TLS.
             if not self._tls.server_side and self._read[: len(MAGIC)] == MAGIC:
-                raise Refused("FULL", "the other side has no room for a connection now") from error
+                raise Refused("FULL", "the other side cannot take a connection now") from error
             raise NotOurProtocol(f"the other side does not speak TLS 1.3 as we do ({error.reason})") from error
         except OSError as error:
             raise HandshakeAborted(f"the connection broke in the TLS handshake: {error}") from error
