@@ -429,7 +429,7 @@ def test_a_link_in_short(text: str, link: Link) -> None:
         ("delay=5mbit", "'delay=5mbit' is no part of a link"),
         ("speed=5mbit", "'speed=5mbit' is no part of a link"),
         ("-5ms", "'-5ms' is no part of a link"),
-        ("1mbit,2mbit", "bandwidth is named twice"),
+        ("1mbit,2mbit", "bandwidth is given twice"),
         ("0mbit", "cluster.link.bandwidth = 0.0: must be a number > 0"),
         ("loss=1", "cluster.link.loss = 1.0: must be a number >= 0 and < 1"),
     ],

@@ -151,7 +151,7 @@ def test_list_view_and_stop(registry, url, told, monkeypatch):
     code, out, _ = told("jobs", "view", "early", "--json")
     assert json.loads(out) == registry.view("early").as_data()
     assert [job["id"] for job in json.loads(told("jobs", "list", "--json")[1])] == ["late-1", "early"]
-    assert told("jobs", "stop", "early") == (0, "early is told to stop\n", "")
+    assert told("jobs", "stop", "early") == (0, "early is asked to stop\n", "")
     assert open_store(url).get("jobs/early/stop") == b"stop"
     assert told("jobs", "stop", "late-1") == (0, "late-1 has ended already: failed\n", "")
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_served_is_code_2(told, monkeypatch):
         served.close()
         for url in ("redis://127.0.0.1", "tcp://127.0.0.1:1?job=x", "file:///x"):
             code, _, err = told("store", url)
-            assert code == 2 and "must be tcp://ADDRESS:PORT: only such a store is served by us" in err
+            assert code == 2 and "must be tcp://ADDRESS:PORT: only such a store can be served" in err
         code, _, err = told("store", "tcp://0.0.0.0:29400")
         assert code == 2 and "name one address" in err
     finally:

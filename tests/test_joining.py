@@ -403,7 +403,7 @@ def test_a_plan_tells_of_homes():
     assert data["homes"] == {"p0": 1}
     assert data["imbalance"] == pytest.approx(2 * 640 / 704 - 1)
     assert (
-        "2 tensors, kept whole, 1 where the script wants them"
+        "2 tensors, kept whole, 1 placed by the script"
         in plan(job, PlannedSchema(tuple(parameters((640, 1), (64, -1))))).explain()
     )
 
