@@ -247,7 +247,7 @@ def test_flags_say_who_is_where():
     both = Flags(num_of_gradient_servers=3, async_sgd=True)
     assert both.job().cluster.nworker_groups == 3
     assert len({terms_of(f).words for f in (flags, both, Flags(num_of_gradient_servers=3))}) == 3
-    with pytest.raises(ConfigError, match="are on this machine: say which with --host"):
+    with pytest.raises(ConfigError, match="are on this machine: choose one with --host"):
         Flags(pservers="127.0.0.1,127.0.0.2").servers_here()
     with pytest.raises(ConfigError, match="must be one of the pservers"):
         Flags(host="127.0.0.3").servers_here()

@@ -299,8 +299,8 @@ def test_shards_that_were_told_different_numbers_say_so(handler: Handler):
     pair = [Shard(handler, 0, 2), Shard(handler, 1, 3)]
     said = [str(shard.ended()) for shard in pair]
     assert said == [
-        "ConfigError: num_shards = 2: must be the same in all processes, and shard 1 says 3",
-        "ConfigError: num_shards = 3: must be the same in all processes, and shard 0 says 2",
+        "ConfigError: num_shards = 2: must be the same in all processes, and shard 1 has 3",
+        "ConfigError: num_shards = 3: must be the same in all processes, and shard 0 has 2",
     ]
 
 

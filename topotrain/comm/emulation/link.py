@@ -38,7 +38,7 @@ _PIECE_S = 0.0015  # a piece takes the link for about this long: short for fairn
 _LEAST_PIECE, _LARGEST_PIECE = PACKET, 1 << 18
 _UNPAID = 1 << 26  # bytes under way at most where no bandwidth bounds them
 _AHEAD_S = 0.005  # a sender wakes so long before the link is free, as an adapter's queue keeps it busy
-_LINGER_S = 2.0  # given to what is under way at the end of a connection
+_LINGER_S = 2.0  # for bytes that are under way at the end of a connection
 _TIME = struct.Struct("d")
 
 
@@ -171,7 +171,7 @@ class ShapedSocket(socket.socket):
         self._under_way = PiecesInFlight()
         self._last = False  # nothing more will be sent
         self._over = threading.Event()  # the sender must not sleep any longer
-        self._cut = threading.Event()  # nor what is under way
+        self._cut = threading.Event()  # bytes under way must not wait any longer either
         self._error: OSError | None = None
         self._carrier = threading.Thread(target=self._carry, name="link", daemon=True)
         self._carrier.start()

@@ -32,7 +32,7 @@ from topotrain.config.topology import Address, Role
 
 TOKEN_BYTES = 32
 MAX_LANES = 16
-VERSIONS = (1, 1)  # lowest and highest version of handshake and frames that we speak
+VERSIONS = (1, 1)  # lowest and highest supported version of handshake and frames
 CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL", "TWICE")
 DEADLINE = 2.0  # seconds for a whole handshake
 BUDGET = 512  # bytes each way for a whole handshake

@@ -98,7 +98,7 @@ class Transport(Protocol):
 
         Raises TransportError when there is no connection to the peer (any more).
 
-        It does not wait for the peer, unless `wait` says that it may. Then a message with a body waits until the bytes
+        It does not wait for the peer, unless `wait` is true. Then a message with a body waits until the bytes
         queued for this peer are few enough (`frame_writer.LIMIT`). That is for a worker's script, which produces as
         fast as it can. The script must hold no lock that its own `handle` takes. On a reader thread `wait` has no
         effect.

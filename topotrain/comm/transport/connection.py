@@ -72,7 +72,7 @@ class Connection:
 
     `start` or `run` it once; from then on its reader calls the endpoint.
 
-    `send` does not copy a body: the body must not change until the peer has read it, as the class of the message says.
+    `send` does not copy a body: the body must not change until the peer has read it (see the class of the message).
     `greeting` is sent before every frame. `ended` is called once, after the endpoint's `lost`.
     """
 

@@ -100,7 +100,7 @@ class Net:
         here = process.current()
         if self._meets is not None:
             return 1.0 / self._meets.num_shards
-        # Under a launcher the job's own `reduce` says whether gradients are added up or averaged.
+        # Under a launcher the job's own `reduce` decides whether gradients are summed or averaged.
         sums = here is not None and here.place.job.reduce is Reduce.kSum
         return 1.0 / here.place.topology.workers_per_group if here is not None and sums else 1.0
 

@@ -174,7 +174,7 @@ class _Lobby(PollingStore):
     def look(self, others: dict[int, str]) -> None:
         for number, says in sorted(others.items()):
             if says != str(self._size):
-                why = f"must be the same in all processes, and shard {number} says {says}"
+                why = f"must be the same in all processes, and shard {number} has {says}"
                 raise ConfigError("num_shards", self._size, why)
         self.missing = [number for number in self.missing if number not in others]
         if self.missing:

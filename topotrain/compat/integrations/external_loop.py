@@ -99,7 +99,7 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
         raise ConfigError("shard", Shard.kLease.value, accepted)
     refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
     if here.resumed is not None or here.place.identity.incarnation:
-        accepted = "must not happen here: the library's loop has a state of its own, and would begin anew"
+        accepted = "must not happen here: the library's loop has a state of its own, and would start from the beginning"
         raise ConfigError("restart", str(here.me), accepted)
     here.emit(Unrepeatable(str(here.me), "the loop is another library's, and its state cannot be restored", job=True))
     here.counted = counted

@@ -89,7 +89,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
         if not isinstance(loader, DataLoader):
             raise ConfigError("train_dataloaders", type(loader).__name__, "must be a torch.utils.data.DataLoader")
         if not self.optimizers:
-            accepted = "is not known yet in configure_optimizers: say Trainer(max_steps=...)"
+            accepted = "is not known yet in configure_optimizers: give Trainer(max_steps=...)"
             raise ConfigError("trainer.estimated_stepping_batches", None, accepted)
         if len(self.optimizers) > 1:
             raise ConfigError("configure_optimizers", f"{len(self.optimizers)} optimizers", "must return one")

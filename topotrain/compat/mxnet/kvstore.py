@@ -257,7 +257,9 @@ class KVStore:
                 "kv.set_optimizer", type(optimizer).__name__, "must be tt.kvstore.SGD(lr=0.1), or a torch.optim object"
             )
         if not isinstance(rescale_grad, int | float) or not math.isfinite(rescale_grad):
-            raise ConfigError("kv.set_optimizer rescale_grad", rescale_grad, "must be a number, 1 / kv.num_workers say")
+            raise ConfigError(
+                "kv.set_optimizer rescale_grad", rescale_grad, "must be a number, such as 1 / kv.num_workers"
+            )
         text = rule_text(optimizer)
         for kept in self._keys.values():
             check_rule(kept.spec, text, self._kept.import_module)  # refuses here what servers would refuse

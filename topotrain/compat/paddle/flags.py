@@ -134,7 +134,7 @@ class Flags:
         mine = [host for host in self.hosts if _is_here(host)]
         if len(mine) != 1:
             found = "none of them is" if not mine else f"{' and '.join(mine)} are"
-            raise ConfigError("pservers", self.pservers, f"{found} on this machine: say which with --host")
+            raise ConfigError("pservers", self.pservers, f"{found} on this machine: choose one with --host")
         return mine[0]
 
 

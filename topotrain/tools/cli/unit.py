@@ -218,7 +218,7 @@ def _tell(
 def _story(ended: "NodeResult") -> str:
     """Return the first cause and its place.
 
-    Unit 0 and the unit of the cause tell the whole story, the others one line.
+    It is complete for unit 0 and the unit of the cause, and one line for the others.
     """
     end = ended.end
     if end.failed is None:

@@ -88,7 +88,7 @@ class Session:
             told, _ = self._ask({"do": "open"})
             self._cluster = TaskCluster(told["workers"], told["servers"], told["task"])
 
-    # --- what the script says ------------------------------------------------------------------------------------
+    # --- the interface for scripts -------------------------------------------------------------------------------
 
     def run(self, fetch: "nn.Module | TrainOp", *args: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
         """Compute on the cluster, and wait for the result.

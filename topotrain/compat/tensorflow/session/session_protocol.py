@@ -83,7 +83,7 @@ class SessionConnection:
                 raise SessionClosed("it does not keep to the protocol of sessions")
             words, forms = _opened(read_json(bytes(self._exactly(size))))
             if sum(form.nbytes for form in forms) != body:
-                raise SessionClosed("its tensors have other sizes than it says")
+                raise SessionClosed("its tensors have other sizes than its header gives")
             return words, [self._tensor(form) for form in forms]
         except (OSError, ConfigError) as error:
             raise SessionClosed(str(error)) from error

@@ -61,7 +61,7 @@ class SessionRendezvous:
         """Check the data of another task. Raises ConfigError."""
         kinds = {"name": str, "store": str, "workers": int, "servers": int, "first": int}
         if not isinstance(data, dict) or {name: type(value) for name, value in data.items()} != kinds:
-            raise ConfigError("session", None, "must say where its processes meet")
+            raise ConfigError("session", None, "must have name, store, workers, servers and first")
         meet = SessionRendezvous(**data)
         if not _NAME.fullmatch(meet.name) or not meet.store.startswith("tcp://") or not 0 <= meet.first < meet.workers:
             raise ConfigError("session", None, "must have a name, the URL of a tcp:// store and a first worker")
