@@ -64,6 +64,7 @@ def whole_or_zero(least: int, most: int) -> Rule:
     """Return the rule for 0, or a whole number within these bounds."""
 
     def check(path: str, value: Any) -> int:
+        # False and 0.0 equal 0, but are not whole numbers.
         if value != 0 or isinstance(value, bool | float):
             with_bounds = whole(least, most)
             try:
@@ -184,6 +185,7 @@ class Checked:
         prefix = self.PATH + "." if self.PATH else ""
         for f in fields(self):  # type: ignore[arg-type]
             kind: Any = f.type
+            # The dataclass is frozen; only a rule may replace a value here.
             object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
         for row in self.TABLE:
             if row.refused(self):

@@ -28,6 +28,7 @@ class Rhythm:
         """
         if not self.freq or step < max(1, self.after):
             return 0
+        # The first time is step `after` itself; step 0 does not count.
         return (step - self.after) // self.freq + (self.after > 0)
 
 

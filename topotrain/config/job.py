@@ -603,6 +603,7 @@ class Job(Checked):
         All processes of one job must agree on it.
         """
         blocks: tuple[Any, ...] = (self, self.cluster)
+        # Newer fields at their default, see _NEWER.
         unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}
         text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -192,6 +192,7 @@ def _put(message: Any, field: Any, values: Sequence[Any]) -> None:
 def _slot(message: Any, field: Any) -> Any:
     """Return the inner message for a value of `field`, present even if empty."""
     slot = getattr(message, field.name).add() if repeated(field) else getattr(message, field.name)
+    # Makes a block without fields present, too.
     slot.SetInParent()
     return slot
 
@@ -258,6 +259,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
     the errors of the real parser still point at the user's text.
     """
     lines = [0] + [m.end() for m in re.finditer("\n", text)]
+    # Blocks that job.proto declares without fields, such as neuralnet.
     read_over = {f.name for f in top.fields if f.message_type is not None and not f.message_type.fields}
     stack: list[tuple[str, re.Match[str]]] = []
     places: _Places = {}
@@ -278,6 +280,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
             continue
         if match.lastgroup == "quote":
             raise wrong(match, f"a text that is opened by {token} and not closed on its line")
+        # A name after a colon is a value, not a field.
         if match.lastgroup == "name" and last != ":":
             name = token
             places.setdefault(".".join([*(outer for outer, _ in stack), name]), at(match))
@@ -298,6 +301,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
     if stack:
         block, opened = stack[-1]
         raise wrong(opened, f"unbalanced braces: the {opened.group()} of {block or 'this block'} is never closed")
+    # Line breaks stay, so that places of later fields stay right.
     for start, end in blanks:
         text = text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
     return text, places, divided
@@ -390,6 +394,7 @@ def _fill(message: Any, data: Any, path: str) -> None:
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
             raise _unknown(inner, str(name), message.DESCRIPTOR)
+        # YAML gives None for a field without a value.
         if value is None:
             continue
         many = repeated(field)
@@ -427,6 +432,7 @@ def _scalar(field: Any, value: Any, path: str) -> Any:
     kind, accepted = kinds.get(field.type, (int, "a whole number"))
     if field.type == field.TYPE_DOUBLE and isinstance(value, str):
         value = _number(value)  # YAML 1.1 reads 1e-3, without a point, as a text
+    # To isinstance a bool is an int, too.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(path, value, f"must be {accepted}")
     return value

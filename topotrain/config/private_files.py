@@ -62,6 +62,7 @@ def open_file(path: Path | str, flags: int) -> int:
     OSError, also for a path that is not a regular file.
     """
     try:
+        # Without O_NONBLOCK a named pipe would block here.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, FILE_MODE)
     except OSError as error:
         if error.errno == ENXIO:  # a socket, or a named pipe that nothing reads
@@ -70,6 +71,7 @@ def open_file(path: Path | str, flags: int) -> int:
     try:
         info = os.fstat(fd)
         _check_kind(path, info)
+        # Only opening must not wait, reading and writing may.
         os.set_blocking(fd, True)
         if flags & os.O_CREAT and stat.S_IMODE(info.st_mode) != FILE_MODE:
             with suppress(PermissionError):  # another user's, or a file system without modes

@@ -66,6 +66,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         for what, numbers in (("shape", self.shape), ("stride", self.stride)):
+            # `type`, because isinstance would accept True and False as numbers.
             if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in numbers):
                 raise SchemaError(f"parameter {self.name!r}: {what} = {numbers}: must be whole numbers >= 0")
         if len(self.shape) != len(self.stride):
@@ -354,6 +355,7 @@ def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
     Both bounds and all cuts are multiples of ALIGN.
     """
     units = (hi - lo) // ALIGN
+    # Whole numbers only, so every process gets the same cuts.
     return tuple(pairwise(lo + ALIGN * (units * k // parts) for k in range(parts + 1)))
 
 
@@ -368,9 +370,11 @@ def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
     for parameter, size in zip(parameters, sizes, strict=True):
         if parameter.home >= 0:
             fixed[parameter.home] += size
+    # Equal loads are ordered by shard, so every process chooses alike.
     loads = [(load, shard) for shard, load in enumerate(fixed)]
     heapq.heapify(loads)
     free = [index for index, parameter in enumerate(parameters) if parameter.home < 0]
+    # The index breaks ties, so every process has the same order.
     for index in sorted(free, key=lambda i: (-sizes[i], i)):
         load, homes[index] = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], homes[index]))
@@ -427,6 +431,7 @@ def _segments(
 ) -> list[Segment]:
     """Return the segments of one shard in one space, with ids from `first` on."""
     found: list[Segment] = []
+    # The last parameter that begins at or before `lo`.
     at = max(0, bisect_right(placed, lo, key=lambda place: place[0]) - 1)
     while at < len(placed) and placed[at][0] < hi:
         begin, end, parameter = placed[at]

@@ -142,6 +142,7 @@ class Topology:
         Raises ValueError if there is no group `g`.
         """
         _check("worker group", g, self.worker_groups)
+        # Consecutive worker groups share a server group.
         return g * self.server_groups // self.worker_groups
 
     def worker_groups_of(self, sg: int) -> tuple[int, ...]:
@@ -214,6 +215,7 @@ class Topology:
         """
         _check("unit", rank, len(self.units))
         found, new = {rank}, [rank]
+        # Until no further unit is tied to one that restarts.
         while new:
             unit = self.units[new.pop()]
             groups = {worker.group for worker in unit.workers}
@@ -399,6 +401,7 @@ def _worker_unit(cluster: Cluster, g: int, i: int) -> int:
 
 def _server_unit(cluster: Cluster, g: int, k: int) -> int:
     if cluster.nserver_groups == 0:
+        # An implicit server is in the unit of its first worker.
         return _worker_unit(cluster, g, 0)
     first = _unit_counts(cluster)[0] if cluster.server_worker_separate else 0
     return first + (g * cluster.nservers_per_group + k) // cluster.nservers_per_procs

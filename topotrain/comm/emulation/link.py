@@ -116,6 +116,7 @@ class EmulatedRoute:
         """Return the rounds of retransmission, and the packets sent again in all."""
         rounds = again = 0
         left = math.ceil(nbytes / PACKET) if self._link.loss else 0
+        # Each round sends the lost packets again, of which some are lost again.
         while left := sum(self._dice.random() < self._link.loss for _ in range(left)):
             rounds += 1
             again += left

@@ -147,6 +147,7 @@ def dial(
     version, incarnation, generation, _ = _CHALLENGE.unpack(challenge)
     if not talk.proven(_key(identity, "answer", wanted)):
         raise Refused("AUTH", f"{wanted} could not prove that it belongs to job {identity.job_id!r}")
+    # Only now: the numbers of an unproven peer are not looked at.
     if not VERSIONS[0] <= version <= VERSIONS[1]:
         raise Refused("VERSION", f"{wanted} wants protocol version {version}, we speak {_versions(*VERSIONS)}")
     if generation < identity.generation:
@@ -208,6 +209,7 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
     digest = talk.receive(_KIND_PROOF, _DIGEST_BYTES, _MAC_BYTES).rstrip(b"\0")
     if not talk.proven(_key(identity, "dial", dialer)):
         raise Refused("AUTH", f"{dialer} could not prove that it belongs to this job")
+    # Only after the proof: a stranger must not learn whether configs match.
     if not hmac.compare_digest(digest, identity.digest.encode()):
         ours = identity.digest
         raise Refused(

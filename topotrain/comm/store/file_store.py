@@ -89,6 +89,7 @@ class FileStore:
         It also removes the files of expired values.
         """
         check_prefix(prefix)
+        # File names have _SLASH where keys have a slash.
         beginning = prefix.replace("/", _SLASH)
         try:
             names = [name for name in os.listdir(self._directory) if name.startswith(beginning)]

@@ -106,6 +106,7 @@ class MemoryTable:
             if gone in self._entries and self._entries[gone].until <= now:
                 self._drop(gone)
         old = self._entries.get(key)
+        # A new key counts with its own length, too.
         grown = len(value) - (len(old.value) if old else -len(key))
         if self._total + grown > MAX_TOTAL:
             raise StoreError(f"the store is full: {MAX_TOTAL >> 20} MiB")

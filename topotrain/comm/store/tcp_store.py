@@ -137,6 +137,7 @@ class TcpStore:
                 self._give_up_on(error)
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
+                # Patience counts from the first loss; a watch also ends at its own time.
                 end = min(lost_at + self._patience, until if until is not None else now + self._patience)
                 if now + pause > end:
                     tried = f" (tried for {now - lost_at:.0f} s)" if now - lost_at >= 1 else ""

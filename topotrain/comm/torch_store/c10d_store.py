@@ -88,6 +88,7 @@ class TorchStore(TorchStoreBase):
                     raise distributed.DistStoreError(f"add({key!r}): its value {seen!r} is not a number") from None
                 if self._store.compare_and_set(whole, seen, str(total).encode(), self._ttl):
                     return total
+                # Others count, too: without jitter all would collide again.
                 time.sleep(spread(pause, 0, 1))
                 pause = min(2 * pause, _LAST_PAUSE)
 

@@ -168,6 +168,7 @@ class Connection:
         """Send or queue one frame; the writer is locked."""
         self._number_out += 1
         head = Header(flags, kind, len(meta), size, self.generation, self._number_out).pack() + meta
+        # Small tails are joined for one system call; a body is never copied.
         if isinstance(tail, bytes):
             self._out.put([memoryview(head + tail)], fds)
         else:

@@ -83,6 +83,7 @@ class FrameWriter:
     def put(self, views: list[memoryview], fds: tuple[int, ...] = ()) -> None:
         """Send or queue bytes, with descriptors at the first of them; the lock is held."""
         chunk = _Chunk(views, fds)
+        # Behind a queue nothing may be pushed: it would overtake the queued frames.
         if self._queue or not self._push(chunk):
             chunk.cost = sum(map(len, chunk.views)) + OVERHEAD
             self.queued += chunk.cost
@@ -160,6 +161,7 @@ class FrameWriter:
     def _give(self, chunk: _Chunk, flags: int) -> bool:
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", chunk.fds))] if chunk.fds else []
         taken = self._sock.sendmsg(chunk.views, extra, flags | socket.MSG_NOSIGNAL)
+        # The kernel sends descriptors with the first byte, so they must not be sent again.
         chunk.fds = ()
         while chunk.views and taken >= len(chunk.views[0]):
             taken -= len(chunk.views.pop(0))

@@ -87,6 +87,7 @@ class MultiSocketChannel:
                 raise
             self._out.move(count)
             sent += count
+            # The lane is full; the next lane must wait for this stripe.
             if count < sum(map(len, head)) and flags & socket.MSG_DONTWAIT:
                 break
             views = _without(views, count)

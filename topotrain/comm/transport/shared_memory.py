@@ -118,6 +118,7 @@ class ProcessMemory:
         """Return the own region that contains the tensor, and its byte offset, or None."""
         address = tensor.data_ptr()
         bases, regions = self._sorted
+        # The last region that begins at or before the tensor.
         at = bisect_right(bases, address) - 1
         if not address or at < 0 or address + tensor.nbytes > bases[at] + regions[at].nbytes:
             return None

@@ -251,6 +251,7 @@ def _repeated(source: Iterable[Any]) -> Iterator[Any]:
         for batch in source:
             count += 1
             yield batch
+        # An exhausted iterator, which cannot be iterated again.
         if count == before:
             why = "has no more batches; return something that can be iterated again, such as a DataLoader"
             raise ConfigError("input_builder_fun", f"{count} batches", why)

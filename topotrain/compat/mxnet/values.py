@@ -61,6 +61,7 @@ def pairs(key: Any, value: Any, lists: bool = False) -> list[tuple[Key, Any]]:
 
 
 def _check_key(key: Any) -> None:
+    # To isinstance a bool is an int, too.
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise ConfigError("kv key", key, "must be a text or a whole number, or a list of them")
 

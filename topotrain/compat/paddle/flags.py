@@ -184,6 +184,7 @@ def _one(name: str, value: str | None, rest: list[str]) -> tuple[str, str]:
     """Return a flag with its value, which may be the next word."""
     known = {f.name: f.type for f in fields(Flags)}
     switch = known.get(name) in (bool, "bool")
+    # Gflags writes --nouse_gpu for --use_gpu=false.
     off = name.removeprefix("no")
     if name not in known and known.get(off) in (bool, "bool") and value is None:
         return off, "false"

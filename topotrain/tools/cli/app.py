@@ -160,6 +160,7 @@ def _program_at(words: Sequence[str]) -> int | None:
         elif word == "--":
             return None
         elif word.startswith("-"):
+            # The next word is then the value of this option.
             skip = word in VALUED
         else:
             positionals += 1

@@ -101,6 +101,7 @@ class SessionConnection:
         return torch.frombuffer(self._exactly(form.nbytes), dtype=dtype).view(form.sizes)
 
     def _exactly(self, size: int) -> bytearray:
+        # Grows with the bytes that come, so an announced size allocates nothing.
         came = bytearray()
         while len(came) < size:
             part = self._line.recv(min(size - len(came), _PIECE))
