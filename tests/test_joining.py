@@ -368,7 +368,7 @@ def test_no_ps_task_and_wrong_ones():
         tt.train.replica_device_setter(ps_tasks=2, ps_strategy="by size")
     with pytest.raises(ConfigError, match=r"a place by its name is tt\.device\('/job:ps/task:0'\)"):
         tt.train.device("/job:ps/task:0").__enter__()
-    with pytest.raises(ConfigError, match=r"tt\.train\.device = 3: must be what [^;]*$"), tt.train.device(3):
+    with pytest.raises(ConfigError, match=r"tt\.train\.device = 3: must be the result of [^;]*$"), tt.train.device(3):
         pass
     with pytest.raises(ConfigError, match="num_tasks = 0"):
         tt.train.RoundRobinStrategy(0)

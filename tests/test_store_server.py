@@ -156,7 +156,7 @@ def test_a_server_that_answers_nonsense_is_told(store, monkeypatch, words):
         theirs.sendall(words)
         monkeypatch.setattr(store, "_connect", lambda: ours)
         store._patience = 0.0
-        with pytest.raises(StoreError, match="cannot be reached: no reply"):
+        with pytest.raises(StoreError, match="cannot be reached: not a reply"):
             store.get("k")
 
 

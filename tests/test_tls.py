@@ -547,9 +547,9 @@ FAR, NEAR = "10.203.7.1", "10.203.7.2"
 LISTENING = """
 import sys
 from wire_town import *
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.core.protocol import Values
-wire, here = TcpWire(identity(), host=sys.argv[1]), Recorder()
+wire, here = TcpTransport(identity(), host=sys.argv[1]), Recorder()
 print(wire.attach(SERVER, here), flush=True)
 body = here.next().body
 wire.send(SERVER, WORKER, Values(0, body.numel(), 0, body=body * 2))
@@ -560,24 +560,24 @@ wire.close()
 CALLING = """
 import json, socket, sys
 from wire_town import *
-from topotrain.comm.transport import WireError
+from topotrain.comm.transport import TransportError
 from topotrain.comm.security.handshake import dial
-from topotrain.comm.transport.tcp import TcpWire
+from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.core.protocol import Values
 host, url = sys.argv[1], sys.stdin.readline().strip()
 port = int(url.rpartition(":")[2])
 said = []
 for attempt in (
     lambda: dial(socket.create_connection((url[6:].partition(":")[0], port)), identity(), WORKER, SERVER, WAIT),
-    lambda: TcpWire(identity(token=bytes(32)), host=host),
-    lambda: TcpWire(identity(), host="0.0.0.0"),
+    lambda: TcpTransport(identity(token=bytes(32)), host=host),
+    lambda: TcpTransport(identity(), host="0.0.0.0"),
 ):
     try:
         attempt()
         said.append("came in")
-    except WireError as error:
+    except TransportError as error:
         said.append(str(error))
-wire, here = TcpWire(identity(), host=host), Recorder()
+wire, here = TcpTransport(identity(), host=host), Recorder()
 said.append(wire.attach(WORKER, here))
 wire.connect(WORKER, SERVER, url)
 body = torch.arange(1e6)

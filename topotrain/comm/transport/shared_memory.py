@@ -64,7 +64,7 @@ class OwnRegion:
 class ProcessMemory:
     """The shared memory of one process, and the regions of peers that it maps.
 
-    Memory is allocated once, and kept until every tensor over it and this object are gone.
+    Memory is never reused: it is kept until every tensor over it and this object are gone.
     """
 
     def __init__(self) -> None:

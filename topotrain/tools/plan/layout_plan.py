@@ -52,7 +52,7 @@ class ProcessEstimate:
     * on a server one buffer per contributing worker, because sums are made in rank order, and one for the mean that
       workers see under kVisible, plus two copies where server groups synchronize.
 
-    `second` is the memory of the replica in this process of another server. While a new replica is filled, both ends
+    `second` is the memory of another server's replica in this process. While a new replica is filled, both ends
     hold values and state of that server once more.
     """
 
