@@ -107,7 +107,7 @@ def test_a_config_mismatch_names_both():
 
 def test_the_wanted_must_live_there():
     said, _, _ = meet(identity(), identity(), wanted=Address(Role.SERVER, 3, 1))
-    assert (said.code, said.text) == ("JOB", "server 3/1 does not live here")
+    assert (said.code, said.text) == ("JOB", "server 3/1 is not in this process")
 
 
 def test_a_later_version_without_ours_is_refused(monkeypatch):

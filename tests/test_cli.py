@@ -131,8 +131,8 @@ def test_options_of_ours_behind_the_script_are_named(
     monkeypatch.setattr(typer.Typer, "__call__", lambda self, **given: None)
     _, _, err = ask(*argv.split())
     goes = "go" if "," in names else "goes"
-    assert err.startswith(f"topotrain: warning: {names} behind train.py {goes} to the script, and no Python file")
-    assert err.endswith(f"options of `topotrain {command}` stand before train.py\n")
+    assert err.startswith(f"topotrain: warning: {names} after train.py {goes} to the script, and no Python file")
+    assert err.endswith(f"options of `topotrain {command}` must be given before train.py\n")
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_who_was_heard_on_a_road_is_answered_there(place):
     home.send(SERVER, WORKER, m.Applied(0, 0, 0, False, 0.0))
     assert worker.wait(1)[0][0] == SERVER
     assert home.traffic()[0] > 0 and guest.traffic()[1] > 0
-    with pytest.raises(TransportError, match=r"no way from server 0/0 to worker 0/1"):
+    with pytest.raises(TransportError, match=r"no connection from server 0/0 to worker 0/1"):
         home.send(SERVER, Address(Role.WORKER, 0, 1), m.Fetch(1))
     guest.close()
     home.close()

@@ -74,7 +74,7 @@ def test_errors_name_field_value_and_what_would_be_accepted() -> None:
         (lambda: Job(microbatches=0), "microbatches = 0: must be a whole number >= 1"),
         (
             lambda: Job(**SPLIT, cluster=RING),  # type: ignore[arg-type]
-            "cluster.algorithm = kRing: must be kAuto, straight to each home, where one model is split",
+            "cluster.algorithm = kRing: must be kAuto, straight to each server, where one model is split",
         ),
     ],
 )

@@ -88,12 +88,12 @@ def test_stop_is_seen_by_the_job(registry, url):
 
 @pytest.mark.parametrize("id", ["nobody", "../x", "A", ""])
 def test_an_unknown_id_names_the_known_ones(registry, id):
-    with pytest.raises(UnknownJob, match="there are none"):
+    with pytest.raises(UnknownJob, match="no job is registered"):
         registry.view(id)
     registry.add(EARLY)
     registry.add(LATE)
     for call in (registry.view, registry.beat, registry.stop, lambda id: registry.end(id, "done")):
-        with pytest.raises(UnknownJob, match="there are: late-1, early"):
+        with pytest.raises(UnknownJob, match="known jobs: late-1, early"):
             call(id)
 
 
@@ -106,15 +106,15 @@ def test_what_is_no_job_is_refused(registry, url):
     good = {"id": "x", "name": "", "state": "running", "started": 1, "units": 1, "hosts": []}
     for change in ({"id": "y"}, {"state": "odd"}, {"units": "1"}, {"hosts": None}, {"started": None}):
         open_store(url).set("registry/x", json.dumps({**good, **change, "later": 1}).encode())
-        with pytest.raises(StoreError, match="registry/x in the store is no record of a job"):
+        with pytest.raises(StoreError, match="registry/x in the store is not a record of a job"):
             registry.view("x")
     for raw in (b"", b"[]", b"\xff", b"null"):
         open_store(url).set("registry/x", raw)
-        with pytest.raises(StoreError, match="no record"):
+        with pytest.raises(StoreError, match="not a record"):
             registry.list()
     open_store(url).set("registry/x", json.dumps({**good, "later": 1}).encode())  # of a later version
     open_store(url).set("alive/x", b"now")
-    with pytest.raises(StoreError, match="alive/x in the store is no time"):
+    with pytest.raises(StoreError, match="alive/x in the store is not a time"):
         registry.view("x")
 
 
@@ -151,7 +151,7 @@ def test_list_view_and_stop(registry, url, told, monkeypatch):
     code, out, _ = told("jobs", "view", "early", "--json")
     assert json.loads(out) == registry.view("early").as_data()
     assert [job["id"] for job in json.loads(told("jobs", "list", "--json")[1])] == ["late-1", "early"]
-    assert told("jobs", "stop", "early") == (0, "early is told to stop\n", "")
+    assert told("jobs", "stop", "early") == (0, "early is asked to stop\n", "")
     assert open_store(url).get("jobs/early/stop") == b"stop"
     assert told("jobs", "stop", "late-1") == (0, "late-1 has ended already: failed\n", "")
 
@@ -160,7 +160,7 @@ def test_what_the_user_gave_wrongly_is_told_with_code_2(registry, url, told, mon
     registry.add(EARLY)
     for words in (("view", "no"), ("stop", "no")):
         code, out, err = told("jobs", *words, "--rendezvous", url)
-        assert (code, out, err) == (2, "", "topotrain: error: no job 'no', there are: early\n")
+        assert (code, out, err) == (2, "", "topotrain: error: no job 'no', known jobs: early\n")
     code, _, err = told("jobs", "list")
     assert code == 2 and "give --rendezvous URL or set TOPOTRAIN_RENDEZVOUS" in err
     code, _, err = told("jobs", "list", "--rendezvous", "what://x")
@@ -213,7 +213,7 @@ def test_what_cannot_be_served_is_code_2(told, monkeypatch):
         served.close()
         for url in ("redis://127.0.0.1", "tcp://127.0.0.1:1?job=x", "file:///x"):
             code, _, err = told("store", url)
-            assert code == 2 and "must be tcp://ADDRESS:PORT: only such a store is served by us" in err
+            assert code == 2 and "must be tcp://ADDRESS:PORT: only such a store can be served" in err
         code, _, err = told("store", "tcp://0.0.0.0:29400")
         assert code == 2 and "name one address" in err
     finally:

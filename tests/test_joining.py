@@ -247,7 +247,7 @@ def test_flags_say_who_is_where():
     both = Flags(num_of_gradient_servers=3, async_sgd=True)
     assert both.job().cluster.nworker_groups == 3
     assert len({terms_of(f).words for f in (flags, both, Flags(num_of_gradient_servers=3))}) == 3
-    with pytest.raises(ConfigError, match="are on this machine: say which with --host"):
+    with pytest.raises(ConfigError, match="are on this machine: choose one with --host"):
         Flags(pservers="127.0.0.1,127.0.0.2").servers_here()
     with pytest.raises(ConfigError, match="must be one of the pservers"):
         Flags(host="127.0.0.3").servers_here()
@@ -368,7 +368,7 @@ def test_no_ps_task_and_wrong_ones():
         tt.train.replica_device_setter(ps_tasks=2, ps_strategy="by size")
     with pytest.raises(ConfigError, match=r"a place by its name is tt\.device\('/job:ps/task:0'\)"):
         tt.train.device("/job:ps/task:0").__enter__()
-    with pytest.raises(ConfigError, match=r"tt\.train\.device = 3: must be what [^;]*$"), tt.train.device(3):
+    with pytest.raises(ConfigError, match=r"tt\.train\.device = 3: must be the result of [^;]*$"), tt.train.device(3):
         pass
     with pytest.raises(ConfigError, match="num_tasks = 0"):
         tt.train.RoundRobinStrategy(0)
@@ -403,7 +403,7 @@ def test_a_plan_tells_of_homes():
     assert data["homes"] == {"p0": 1}
     assert data["imbalance"] == pytest.approx(2 * 640 / 704 - 1)
     assert (
-        "2 tensors, kept whole, 1 where the script wants them"
+        "2 tensors, kept whole, 1 placed by the script"
         in plan(job, PlannedSchema(tuple(parameters((640, 1), (64, -1))))).explain()
     )
 

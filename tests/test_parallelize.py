@@ -158,7 +158,7 @@ MEET = {"kv_handler": STORE, "shard_id": 0, "num_shards": 2, "engine": "GLOO", "
         ({"rendezvous": {**MEET, "engine": "MPI"}}, "must be GLOO or NCCL"),
         ({"rendezvous": {**MEET, "engine": "NCCL"}}, "needs an NVIDIA GPU|needs cpu_device=False"),
         ({"rendezvous": {**MEET, "kv_handler": "store_handler"}}, "must be a FileStoreHandler"),
-        ({"rendezvous": {**MEET, "kv_handle": STORE}}, "its words are kv_handler, shard_id"),
+        ({"rendezvous": {**MEET, "kv_handle": STORE}}, "its keys must be among kv_handler, shard_id"),
         ({"rendezvous": {**MEET, "exit_nets": ["net"]}}, "list of functions"),
         ({"rendezvous": {**MEET, "transport": "ibverbs"}}, 'must be "tcp"'),
         ({"rendezvous": {**MEET, "interface": "nosuch0"}}, "here are lo"),
@@ -170,7 +170,7 @@ MEET = {"kv_handler": STORE, "shard_id": 0, "num_shards": 2, "engine": "GLOO", "
         ({"model": "resnet"}, "must be a torch.nn.Module"),
         ({"barrier_net_timeout_sec": "long"}, "must be a number of seconds above 0"),
         ({"workspace": 5}, "workspace = 5: must be the path"),
-        ({"net_type": "dag"}, "is no word of Parallelize"),
+        ({"net_type": "dag"}, "is not an argument of Parallelize"),
         ({"input_builder_fun": None}, "must be a function"),
         ({"input_builder_fun": lambda model: 7}, "must return batches"),
         ({"optimizer_builder_fun": lambda model: None}, "must return a torch.optim optimizer"),
@@ -184,7 +184,7 @@ def test_wrong_words_are_refused(given: dict[str, object], said: str):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="must be True where there is no NVIDIA GPU"):
+    with pytest.raises(ConfigError, match="must be True without an NVIDIA GPU"):
         net(cpu_device=False)
 
 
@@ -212,11 +212,11 @@ def test_wrong_answers_of_functions_are_refused():
         (lambda: dpm.RedisStoreHandler(None, 6379), "RedisStoreHandler host: must be a text"),
         (lambda: dpm.RedisStoreHandler("localhost", 6379, 5), "RedisStoreHandler prefix = 5: must be a text"),
         (lambda: dpm.RedisStoreHandler("localhost", password=7531), "password = 'int': must be a text"),
-        (lambda: dpm.RunInitNet(5), "RunInitNet net = 'int': must be what Parallelize returned"),
-        (lambda: dpm.RunNet(build()), "RunNet net = 'Linear': must be what Parallelize returned"),
+        (lambda: dpm.RunInitNet(5), "RunInitNet net = 'int': must be the net that Parallelize returned"),
+        (lambda: dpm.RunNet(build()), "RunNet net = 'Linear': must be the net that Parallelize returned"),
         (lambda: dpm.FinalizeAfterCheckpoint(None), "FinalizeAfterCheckpoint net = 'NoneType'"),
         (lambda: dpm.GetLearningRateBlobNames(5), "GetLearningRateBlobNames net = 'int'"),
-        (lambda: dpm.FetchBlob(5, "accuracy"), "FetchBlob net = 'int': must be what Parallelize returned"),
+        (lambda: dpm.FetchBlob(5, "accuracy"), "FetchBlob net = 'int': must be the net that Parallelize returned"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -299,8 +299,8 @@ def test_shards_that_were_told_different_numbers_say_so(handler: Handler):
     pair = [Shard(handler, 0, 2), Shard(handler, 1, 3)]
     said = [str(shard.ended()) for shard in pair]
     assert said == [
-        "ConfigError: num_shards = 2: must be the same in all processes, and shard 1 says 3",
-        "ConfigError: num_shards = 3: must be the same in all processes, and shard 0 says 2",
+        "ConfigError: num_shards = 2: must be the same in all processes, and shard 1 has 3",
+        "ConfigError: num_shards = 3: must be the same in all processes, and shard 0 has 2",
     ]
 
 

@@ -91,7 +91,7 @@ def test_silence_is_hung_up_on_and_does_not_keep_others_out(port, store):
 
 
 def test_a_wrong_secret_is_refused_at_once_on_both_sides(port):
-    with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than we have"):
+    with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than this process"):
         TcpStore("127.0.0.1", port, OTHER, patience=1000).get("k")
 
 
@@ -156,7 +156,7 @@ def test_a_server_that_answers_nonsense_is_told(store, monkeypatch, words):
         theirs.sendall(words)
         monkeypatch.setattr(store, "_connect", lambda: ours)
         store._patience = 0.0
-        with pytest.raises(StoreError, match="cannot be reached: no reply"):
+        with pytest.raises(StoreError, match="cannot be reached: not a reply"):
             store.get("k")
 
 
@@ -308,7 +308,7 @@ def test_host_store_serves_once_and_only_here():
     served = host_store(url + "?job=x", SECRET)
     assert served is not None and served.url == url
     assert host_store(url, SECRET) is None  # a store of ours is there
-    with pytest.raises(StoreError, match=r"what listens there is no store of ours: .*another secret"):
+    with pytest.raises(StoreError, match=r"what listens there is not a topotrain store: .*another secret"):
         host_store(url, OTHER)
     served.close()
     assert host_store("file:///tmp/x", SECRET) is None
@@ -333,7 +333,7 @@ def test_a_port_that_somebody_else_has_is_told():
         port = somebody.getsockname()[1]
         with pytest.raises(StoreError, match=f"store tcp://127.0.0.1:{port}: Address already in use"):
             serve_store("127.0.0.1", port, SECRET)
-        with pytest.raises(StoreError, match=r"what listens there is no store of ours: .*too slow"):
+        with pytest.raises(StoreError, match=r"what listens there is not a topotrain store: .*too slow"):
             host_store(f"tcp://127.0.0.1:{port}", SECRET)
 
 

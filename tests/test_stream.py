@@ -80,7 +80,7 @@ def header_with(**changes: int) -> bytes:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (b"HTTP/1.1 400 Bad Request\r\n" + b"\0" * 20, "no frame"),
+        (b"HTTP/1.1 400 Bad Request\r\n" + b"\0" * 20, "not a frame"),
         (header_with()[:-1] + b"\0", "checksum"),
         (header_with(flags=8), "unknown frame flags 0x8"),
         (header_with(flags=BODY | REFERENCE), "unknown frame flags 0x3"),

@@ -159,7 +159,7 @@ def test_a_cluster_alone_and_an_empty_text_are_jobs(tmp_path: Path) -> None:
     path.write_text('program: "a.py" args: "1" cluster { nserver_groups: 0 nworker_groups: 2 }')
     job, told = load_with_warnings(path)
     assert (job.program, job.args) == ("a.py", ("1",))
-    assert ["never meet" in line for line in told] == [True]
+    assert ["never exchange values" in line for line in told] == [True]
     given = load(path, ["cluster.nserver_groups=1"], "b.py", ["2", "3"])
     assert (given.program, given.args, given.cluster.nserver_groups) == ("b.py", ("2", "3"), 1)
 
@@ -280,8 +280,8 @@ def test_yaml_gives_the_same_job_and_errors_with_a_place(tmp_path: Path) -> None
     for wrong, error in [
         ("cluster:\n  nworker_group: 2\n", "job.yaml:2:3: cluster.nworker_group: ClusterProto has no such field"),
         ("cluster:\n  nworker_groups: 0\n", "job.yaml:2:3: cluster.nworker_groups = 0: must be"),
-        ("seed: 1\nseed: 2\n", "job.yaml:2:1: seed: stands here twice"),
-        ("cluster: [\n", "no YAML:"),
+        ("seed: 1\nseed: 2\n", "job.yaml:2:1: seed: is given twice"),
+        ("cluster: [\n", "not valid YAML:"),
         ("- 1\n", "must be a mapping"),
     ]:
         path.write_text(wrong)
@@ -303,7 +303,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must end in \.conf, \.yaml or \.yml"):
         load(tmp_path / "job.json")
     (tmp_path / "job.conf").write_bytes(b"name: '\xff'")
-    with pytest.raises(ConfigError, match="no UTF-8 text, from byte 7 on"):
+    with pytest.raises(ConfigError, match="must be UTF-8 text, and is not from byte 7 on"):
         load(tmp_path / "job.conf")
 
 

@@ -130,7 +130,7 @@ def test_a_payload_without_its_place_ends_the_connection(town, placing, reason, 
     assert reason in pair.server.end()
     assert reason in pair.worker.end()
     for send in (pair.to_server, pair.to_worker):
-        with pytest.raises(TransportError, match="no way from"):
+        with pytest.raises(TransportError, match="no connection from"):
             send(Fetch(round=1))
     pair.worker_wire.connect(WORKER, SERVER, pair.url)  # the road itself goes on
     pair.to_server(Fetch(round=2))
@@ -152,7 +152,7 @@ def test_the_death_of_a_peer_is_seen_once(town):
     pair.worker.next()
     town.die(pair.worker_wire, WORKER)
     assert pair.server.ends.get(timeout=WAIT)[0] == WORKER
-    with pytest.raises(TransportError, match="no way from server 0/0 to worker 0/1"):
+    with pytest.raises(TransportError, match="no connection from server 0/0 to worker 0/1"):
         pair.to_worker(Fetch(round=2))
     town.close()
     assert pair.server.ends.empty()
@@ -258,7 +258,7 @@ def test_a_peer_that_does_not_live_there(town):
         pair.worker_wire.connect(stranger, SERVER, pair.url)
     with pytest.raises(TransportError, match="attached already"):
         pair.worker_wire.attach(WORKER, Recorder())
-    with pytest.raises(TransportError, match="no way from worker 0/1 to server 7/7"):
+    with pytest.raises(TransportError, match="no connection from worker 0/1 to server 7/7"):
         pair.worker_wire.send(WORKER, stranger, Fetch(round=1))
 
 
@@ -351,7 +351,7 @@ def test_a_restarted_peer_replaces_its_older_self_and_never_the_other_way_round(
 @sockets
 def test_addresses_of_another_road_are_refused(town):
     pair = Pair(town)
-    with pytest.raises(TransportError, match="this road takes"):
+    with pytest.raises(TransportError, match="this transport takes"):
         pair.worker_wire.connect(WORKER, Address(Role.SERVER, 1, 1), "http://127.0.0.1:80")
 
 

@@ -153,7 +153,7 @@ def test_two_hosts_all_reduce_over_tls(shop: Shop, jobs: list[Job], town: Town, 
             job.start(0)
             code, _, err = job.start(1, token=OTHER).end()  # a stranger
             assert code == 1
-            assert "another secret than we have" in err
+            assert "another secret than this process" in err
             job.start(1)
             job.end_well()
     finally:

@@ -1,4 +1,4 @@
-"""The roads of one process: which there are, who lives at them, and which of them leads to whom."""
+"""Choose which of a process's transports leads to which peer."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,21 +26,24 @@ from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
 _LOOK_S, _GLANCE_S = 2.0, 0.5
-_NOT_HERE = ("JOB", "FULL")  # the codes of refusals by somebody else, or by one who may have room later
-_ROADS = {"tls": "tcp"}  # the road that takes a scheme of another name
+_NOT_HERE = ("JOB", "FULL")  # codes of refusals by another process, or by one that may accept a connection later
+_ROADS = {"tls": "tcp"}  # the transport that takes a scheme of another name
 
 
 def spoken(moves: int) -> str:
-    """Under which kind a server is published that has moved so often from one process to another."""
+    """Return the kind under which a server is published after `moves` moves.
+
+    A move is one from one process to another.
+    """
     return f"server-{moves}" if moves else "server"
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectTimeouts:
-    """How long a process looks for another one before it gives up.
+    """How long a process looks for a peer before it gives up.
 
-    again: an address may be known before anybody answers there, so whoever does not answer is called again and again;
-    then `waiting` is told whom we wait for, and why it failed the last time.
+    again: retry a peer that does not answer, because its address may be known before it listens. Before each retry
+    `waiting` gets the peer and the reason of the last failure.
     """
 
     seconds: float = 60.0
@@ -50,7 +53,7 @@ class ConnectTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Where a process belongs: its job, its layout, and how it finds and convinces the others."""
+    """The identity of a process: its job, its layout, its store and its addresses."""
 
     job: Job
     topology: Topology
@@ -64,25 +67,25 @@ class RouterConfig:
 
     @property
     def shared(self) -> bool:
-        """The roads show memory."""
+        """Whether the transports can share memory."""
         return self.job.cluster.road is not Road.kTcp
 
     @staticmethod
     def of(
         job: Job, store: Store, token: bytes, sockets: Path, incarnation: int, hosts: Sequence[int], host: str
     ) -> "RouterConfig":
-        """A process of a job whose units stand on these hosts."""
+        """Return the configuration of a process of a job with its units on these hosts."""
         identity = Identity(job.name, token, incarnation, 0, job.digest())
         return RouterConfig(job, layout(job.cluster, hosts), identity, store, sockets, host)
 
 
 class Router:
-    """The roads of one process, and which of them leads to whom.
+    """The transports of one process, and which of them leads to which peer.
 
     Args:
         place: the process.
-        shared: memory that the shared-memory road can show.
-        pump: reads the connections of a process without threads for it; its peers all stand on this host.
+        shared: memory that the shared-memory transport can share.
+        pump: reads the connections of a process without threads for it; its peers all run on this host.
     """
 
     def __init__(self, place: RouterConfig, shared: ProcessMemory, pump: InlineReader | None = None) -> None:
@@ -113,8 +116,12 @@ class Router:
         self._ways: dict[tuple[Address, Address], Transport] = {}
 
     def attach(self, me: Address, resident: Endpoint, dial_only: bool = False, inside: bool = True) -> tuple[str, ...]:
-        """Let a resident in; returns the URLs at which others reach it. inside: those of this process, too."""
-        # Who only calls others needs the one road that leads to all of them; a link, or another host, makes two of it.
+        """Attach an endpoint; return the URLs at which others reach it.
+
+        inside: endpoints of this process can reach it, too.
+        """
+        # An endpoint that only dials needs the one transport that leads to all peers; with an emulated link, or with a
+        # second host, there are two of them.
         near = self._topology.cluster.link is None and len(set(self._topology.hosts)) < 2
         names = self._order[:1] if dial_only and near else self._order
         urls = [self._wires[n].attach(me, _Port(self, n, me, resident)) for n in names if n in self._wires]
@@ -123,11 +130,17 @@ class Router:
         return tuple(urls)
 
     def publish(self, kind: str, me: Address, urls: Sequence[str]) -> None:
-        """Tell others of the job where a resident is, also those that ask after the store was wiped."""
+        """Publish the URLs of an endpoint, and keep them in the store.
+
+        They are written again after the store was wiped.
+        """
         self._published.set(f"{kind}/{me.group}/{me.index}", "\n".join(urls).encode())
 
     def connect(self, me: Address, peer: Address, kind: str, anew: bool = False) -> None:
-        """Open the way to a server that was, or will be, published under `kind`; `anew`: instead of an earlier one."""
+        """Connect to a server that was, or will be, published under `kind`.
+
+        anew: replace an earlier connection.
+        """
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
             try:
@@ -139,15 +152,21 @@ class Router:
                 if time.monotonic() + pause > until:
                     raise TransportError(f"{peer} was not there within {self._meeting.seconds:g} s: {error}") from error
                 self._meeting.waiting(peer, str(error))
-            time.sleep(spread(pause))  # else all would knock at the same moment
+            time.sleep(spread(pause))  # without jitter all processes would retry at the same moment
             pause = min(2 * pause, _LAST_PAUSE_S)
 
     def follow(self, me: Address, peer: Address, moves: int) -> int:
-        """Open the way to a server with a second copy, in whichever process it speaks; returns how often it has moved.
+        """Connect to a replicated server where it runs now; return its moves.
 
-        moves: how often it had at least. Where a process is published may be where it has died, and another one is
-        published then. Where it has not moved and answers, only the way has ended, and what was under way is lost.
-        Raises Broken for that, WireError if nobody answers for as long as processes look for each other.
+        A process may have died at the address where it is published. Then its successor is published. If the server has
+        not moved and answers, only the connection has ended, and the messages under way are lost.
+
+        Args:
+            moves: how often the server had moved at least.
+
+        Raises:
+            ConnectionLost: the server has not moved, and answers.
+            TransportError: no process answers for as long as processes look for each other.
         """
         until, pause = time.monotonic() + self._meeting.seconds, _FIRST_PAUSE_S
         while True:
@@ -162,7 +181,7 @@ class Router:
             time.sleep(spread(pause))
             pause = min(2 * pause, _GLANCE_S)
             if moves and not self._is_published(peer, moves) and self._answers(me, peer, moves - 1):
-                raise ConnectionLost("it lives, but the way to it has ended")
+                raise ConnectionLost("the server is alive, but the connection to it has ended")
             if self._is_published(peer, moves + 1):
                 moves += 1
 
@@ -170,7 +189,7 @@ class Router:
         return self._store.get(f"{spoken(moves)}/{peer.group}/{peer.index}") is not None
 
     def _answers(self, me: Address, peer: Address, moves: int) -> bool:
-        """Whether the process is there from which a server has moved, as it seemed."""
+        """Whether the process answers from which the server seemed to have moved."""
         try:
             self._connect(me, peer, spoken(moves), _GLANCE_S, anew=True)
         except (TransportError, TimeoutError):
@@ -193,59 +212,68 @@ class Router:
         self.found(me, peer, name)
 
     def admit(self, decide: Callable[[Peer, bool], None]) -> None:
-        """Let `decide` refuse whoever calls over TCP, see `SocketTransport.admit`."""
+        """Let `decide` refuse peers that connect over TCP, see `SocketTransport.admit`."""
         if self._tcp is not None:
             self._tcp.admit = decide
 
     def connect_inside(self, me: Address, peer: Address) -> None:
-        """Open the way to a resident of this process."""
+        """Connect two endpoints of this process."""
         self._local.connect(me, peer, "local:")
         self.found(me, peer, "local")
         self.found(peer, me, "local")
 
     def found(self, me: Address, peer: Address, name: str) -> None:
-        """This road leads to that peer."""
+        """Note that this transport leads to that peer."""
         self._ways[(me, peer)] = self._wires[name]
 
     def parted(self, me: Address, peer: Address, name: str) -> None:
-        """The way to that peer on this road has ended."""
+        """Note that the connection to that peer on this transport has ended."""
         if self._ways.get((me, peer)) is self._wires[name]:
             del self._ways[(me, peer)]
 
     def leads(self, me: Address, peer: Address) -> bool:
-        """Whether it is known which road leads there."""
+        """Whether it is known which transport leads there."""
         return (me, peer) in self._ways
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Send on the road that leads there; `wait` as in `Transport.send`. Raises WireError if none does."""
+        """Send on the transport that leads there; `wait` as in `Transport.send`.
+
+        Raises TransportError if no transport leads there.
+        """
         wire = self._ways.get((me, to))
         if wire is not None:
             wire.send(me, to, message, wait)
             return
         for name, candidate in self._wires.items():
-            # The peer opened the way and has not spoken yet.
+            # The peer opened the connection and has not sent anything yet.
             with suppress(TransportError):
                 candidate.send(me, to, message, wait)
                 self.found(me, to, name)
                 return
-        raise ConnectionLost(f"no way from {me} to {to}")
+        raise ConnectionLost(f"no connection from {me} to {to}")
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of messages out and in, over the roads that leave the process."""
+        """Return the bytes sent and received over transports that leave the process."""
         counts = [wire.traffic() for name, wire in self._wires.items() if name != "local"]
         return sum(out for out, _ in counts), sum(inward for _, inward in counts)
 
     def turn(self, seconds: float) -> None:
-        """With a pump: handle what has come; wait at most so long if nothing has."""
+        """Handle the messages that have come (needs a pump).
+
+        It waits at most `seconds` if there are none.
+        """
         assert self._pump is not None
         self._pump.turn(seconds)
 
     def deliver(self) -> None:
-        """With a pump: handle what residents of this process have said to each other."""
+        """Handle messages between endpoints of this process (needs a pump)."""
         self._local.deliver()
 
     def release(self, me: Address) -> None:
-        """With a pump: read on threads from now on; the ways of one resident, who needs them no more, end."""
+        """Read on threads from now on (needs a pump).
+
+        The connections of `me`, which needs them no more, end.
+        """
         assert self._pump is not None
         self._pump.release()
         self._local.release()
@@ -259,7 +287,7 @@ class Router:
 
 
 def _may_change(error: Exception) -> bool:
-    """Whether a call that failed like this may go well later."""
+    """Whether a connection that failed like this may succeed later."""
     if isinstance(error, Refused):
         return error.code == "FULL"
     return isinstance(error, PeerUnreachable | NotOurProtocol)
@@ -274,7 +302,10 @@ def _network(place: RouterConfig) -> EmulatedNetwork | None:
 
 
 class _Port:
-    """A resident as one road sees it: whoever is heard there can be answered there."""
+    """An endpoint as one transport sees it.
+
+    Replies to a sender take the transport on which its message came.
+    """
 
     def __init__(self, roads: Router, name: str, me: Address, resident: Endpoint) -> None:
         self._roads, self._name, self._me, self._resident = roads, name, me, resident
@@ -290,6 +321,6 @@ class _Port:
         self._resident.handle(sender, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        self._known.discard(peer)  # who comes again may come from elsewhere
+        self._known.discard(peer)  # a peer that reconnects may come over another transport
         self._roads.parted(self._me, peer, self._name)
         self._resident.lost(peer, reason)

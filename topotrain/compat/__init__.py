@@ -1,1 +1,1 @@
-"""The same job through the interfaces of other systems."""
+"""The interfaces of other systems, for the same job."""

@@ -1,1 +1,1 @@
-"""What a job is: its fields, the job file, validation, the cluster topology and how parameters are sharded."""
+"""The description of a job: job file, checks, cluster topology and sharding."""

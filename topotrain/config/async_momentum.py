@@ -1,10 +1,12 @@
-"""Worker groups that do not wait for each other, and the optimizer's momentum: how much is too much, and what helps.
+"""Compute how much momentum is too much for asynchronous worker groups.
 
-Rule: arithmetic and words only. With M such groups the values move, in expectation, as if the optimizer had a momentum
-of 1 - 1/M, without it having any (Mitliagkas et al., Asynchrony begets Momentum, 2016). The momentum of the
-optimizer comes on top: the change of a step is (1 - 1/M) + m times the change before it, to first order. What one
-process has tuned is that sum, so the optimizer gets m - (1 - 1/M) of it (Hadjis et al., Omnivore, 2016); and since no
-total momentum reaches 1, nothing above 1/M can be right.
+This module has arithmetic and messages only.
+
+With M worker groups that do not wait for each other the values move, in expectation, as if the optimizer had a momentum
+of 1 - 1/M, without it having any (Mitliagkas et al., Asynchrony begets Momentum, 2016). The momentum of the optimizer
+comes on top: the change of a step is (1 - 1/M) + m times the change before it, to first order. Tuning
+momentum on one process tunes that sum, so the optimizer gets m - (1 - 1/M) of it (Hadjis et al., Omnivore, 2016).
+And since no total momentum may reach 1, nothing above 1/M can be right.
 """
 
 import json
@@ -21,24 +23,25 @@ _BOUNDED = ("Muon",)  # its momentum is turned into a step of a fixed length
 
 
 def groups_apart(topology: Topology) -> int:
-    """How many worker groups change the same values without waiting for each other; 1: none does."""
+    """Return how many worker groups change the same values without waiting."""
     return 1 if topology.implicit else topology.worker_groups
 
 
 def implicit_momentum(groups: int) -> float:
-    """The momentum that so many groups have without any in the optimizer."""
+    """Return the momentum that so many groups have without any in the optimizer."""
     return 1.0 - 1.0 / groups
 
 
 def most_momentum(groups: int) -> float:
-    """What the optimizer's momentum may at most be, for the sum of both to stay below 1."""
+    """Return the largest momentum of an optimizer that keeps the sum below 1."""
     return 1.0 / groups
 
 
 def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
-    """The largest momentum of an optimizer's parameter groups; 0 where the class has none.
+    """Return the largest momentum of an optimizer's parameter groups.
 
-    Adam and its kin have none: however large their averages are, a step is about as long as the learning rate.
+    It is 0 where the class has no momentum. Adam and its variants have none: however large their averages are, a step
+    is about as long as the learning rate.
     """
     if name.rpartition(".")[2] in _BOUNDED:
         return 0.0
@@ -47,12 +50,12 @@ def momentum_of(name: str, groups: Iterable[Mapping[str, Any]]) -> float:
 
 
 def momentum_in(name: str, hyper: bytes) -> float:
-    """The same of hyper-parameters as they travel."""
+    """Return the same for hyper-parameters as they travel in messages."""
     return momentum_of(name, json.loads(hyper)) if hyper else 0.0
 
 
 def warning(job: Job, topology: Topology, momentum: float) -> str:
-    """What a user should know before such a job starts; "": nothing."""
+    """Return the warning to show before such a job starts, or ""."""
     groups = groups_apart(topology)
     if job.correction is not Correction.kNone or groups == 1 or momentum <= most_momentum(groups):
         return ""
@@ -65,7 +68,7 @@ def warning(job: Job, topology: Topology, momentum: float) -> str:
 
 
 def explanation(topology: Topology, momentum: float) -> str:
-    """What to try where such a job has gone wrong; "": its groups wait for each other, and that is not why."""
+    """Return a hint for a job that has diverged, or "" if its groups wait."""
     groups = groups_apart(topology)
     if groups == 1:
         return ""
@@ -83,26 +86,26 @@ def _remedies(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Corrector:
-    """What the job's `correction` makes of an update. The default leaves all as it is.
+    """The effect of the job's `correction` on an update; the default has none.
 
-    less_momentum: this is taken from the optimizer's. by_staleness: the learning rate is divided by the number of
-    updates that the values had, since the group read them (Zhang et al., Staleness-aware Async-SGD, 2016).
+    less_momentum: subtracted from the optimizer's momentum. by_staleness: the learning rate is divided by the number of
+    updates that the values had since the group read them (Zhang et al., Staleness-aware Async-SGD, 2016).
     """
 
     less_momentum: float = 0.0
     by_staleness: bool = False
 
     def momentum(self, momentum: float) -> float:
-        """What is left of the optimizer's momentum."""
+        """Return the corrected momentum."""
         return max(0.0, momentum - self.less_momentum)
 
     def rate(self, staleness: int) -> float:
-        """What the learning rate of a step is multiplied with."""
+        """Return the factor of the learning rate of a step."""
         return 1.0 / max(1, staleness) if self.by_staleness else 1.0
 
 
 def corrector(job: Job, groups: int) -> Corrector:
-    """The job's, for so many groups."""
+    """Return the job's corrector, for so many groups."""
     if job.correction is Correction.kMomentum:
         return Corrector(less_momentum=implicit_momentum(groups))
     return Corrector(by_staleness=job.correction is Correction.kRate)

@@ -1,7 +1,7 @@
-"""What a setting may be: the error for one that cannot be, rules for single values, and the check of a whole block.
+"""Check settings: the error, rules for single values, and checks of whole blocks.
 
-Rule: a rule takes a field's path and value and returns the value as the job keeps it, or raises ConfigError. Nothing
-here knows a field; `job.py` says which rule is whose.
+A rule takes a field's path and value. It returns the value as the job keeps it, or raises ConfigError. This module
+knows no field: `job.py` assigns the rules.
 """
 
 import math
@@ -18,7 +18,7 @@ INT64 = 2**63 - 1
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be: the field's path, its value (None: none), what would be accepted, and the place."""
+    """An invalid setting: path of the field, value (or None), accepted values, place."""
 
     def __init__(self, field: str, value: object, accepted: str, where: str = "") -> None:
         super().__init__(field, value, accepted, where)
@@ -33,7 +33,7 @@ class ConfigError(ValueError):
         return f"{place}{name}: {self.accepted}" if name else f"{place}{self.accepted}"
 
     def at(self, where: str) -> "ConfigError":
-        """The same error, told with a place such as "job.conf:3:5"."""
+        """Return the same error with a place such as "job.conf:3:5"."""
         return ConfigError(self.field, self.value, self.accepted, where)
 
 
@@ -49,7 +49,7 @@ Rule = Callable[[str, Any], Any]  # (path, value) -> the value to keep; raises C
 
 
 def whole(least: int, most: int = INT32) -> Rule:
-    """A whole number within these bounds, both included."""
+    """Return the rule for a whole number within these bounds, both included."""
     accepted = f"must be a whole number >= {least}" if most >= INT32 else f"must be a whole number, {least} to {most}"
 
     def check(path: str, value: Any) -> int:
@@ -61,9 +61,10 @@ def whole(least: int, most: int = INT32) -> Rule:
 
 
 def whole_or_zero(least: int, most: int) -> Rule:
-    """0, or a whole number within these bounds."""
+    """Return the rule for 0, or a whole number within these bounds."""
 
     def check(path: str, value: Any) -> int:
+        # False and 0.0 equal 0, but are not whole numbers.
         if value != 0 or isinstance(value, bool | float):
             with_bounds = whole(least, most)
             try:
@@ -76,7 +77,10 @@ def whole_or_zero(least: int, most: int) -> Rule:
 
 
 def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
-    """A finite number of which `holds` is true; `accepted` says that in words."""
+    """Return the rule for a finite number for which `holds` is true.
+
+    accepted: the condition in words.
+    """
 
     def check(path: str, value: Any) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isfinite(value) and holds(value)):
@@ -87,7 +91,7 @@ def number(accepted: str, holds: Callable[[float], bool]) -> Rule:
 
 
 def one_of(kind: type[Enum]) -> Rule:
-    """A member of an enum, or its name."""
+    """Return the rule for a member of an enum, or its name."""
     names = ", ".join(str(member.value) for member in kind)
 
     def check(path: str, value: Any) -> Enum:
@@ -120,7 +124,7 @@ def _many(rule: Rule) -> Rule:
 
 
 def pattern(path: str, value: Any) -> str:
-    """A regular expression."""
+    """Check a regular expression."""
     try:
         re.compile(value)
     except (re.error, TypeError) as error:
@@ -129,7 +133,7 @@ def pattern(path: str, value: Any) -> str:
 
 
 def filled(path: str, value: Any) -> str:
-    """A text that is not empty."""
+    """Check a text that is not empty."""
     if not isinstance(value, str) or not value:
         raise ConfigError(path, value, "must be a text that is not empty")
     return value
@@ -137,7 +141,7 @@ def filled(path: str, value: Any) -> str:
 
 @cache
 def rule_of(kind: Any) -> Rule:
-    """The check of a field's type: what Annotated carries, or what the type itself says."""
+    """Return the check of a field's type: that of Annotated, or of the type itself."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return cast(Rule, inner[1])
@@ -153,8 +157,8 @@ def rule_of(kind: Any) -> Rule:
 class Combination:
     """Fields of one block that exclude each other.
 
-    field: the path of the one that is complained about. refused: whether a block has the combination, looking at that
-    block and those inside it. accepted: what would be accepted. inside: the path of that block; None: the field's own.
+    field: the path of the field that the error names. refused: whether a block has the combination, looking at that
+    block and those inside it. accepted: the accepted values. inside: the path of that block; None: the field's own.
     """
 
     field: str
@@ -168,7 +172,10 @@ class Combination:
 
 
 class Checked:
-    """Applies each field's rule (which may turn a list into a tuple, a name into an enum), then the class's table."""
+    """A block that applies each field's rule, then the table of its class.
+
+    A rule may turn a list into a tuple, and a name into an enum.
+    """
 
     __slots__ = ()
     PATH: ClassVar[str]
@@ -178,6 +185,7 @@ class Checked:
         prefix = self.PATH + "." if self.PATH else ""
         for f in fields(self):  # type: ignore[arg-type]
             kind: Any = f.type
+            # The dataclass is frozen; only a rule may replace a value here.
             object.__setattr__(self, f.name, rule_of(kind)(prefix + f.name.rstrip("_"), getattr(self, f.name)))
         for row in self.TABLE:
             if row.refused(self):

@@ -1,4 +1,4 @@
-"""When a job does what it does every so many steps: "every `freq` steps from step `after` on"."""
+"""Schedules of periodic work: "every `freq` steps from step `after` on"."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Rhythm:
 
     @staticmethod
     def of(job: Job, what: str) -> "Rhythm":
-        """What the job says about "disp", "test", "validate" or "checkpoint"."""
+        """Return the job's "disp", "test", "validate" or "checkpoint" schedule."""
         return Rhythm(getattr(job, f"{what}_freq"), getattr(job, f"{what}_after"))
 
     def due(self, step: int) -> bool:
@@ -22,12 +22,16 @@ class Rhythm:
         return self.freq > 0 and step >= self.after and (step - self.after) % self.freq == 0
 
     def passed(self, step: int) -> int:
-        """How often it was time from step 1 up to this one: who was busy then sees that something is to be done."""
+        """Return how often it was time from step 1 up to this one.
+
+        A worker that was busy at one of these steps sees from the count that the work is still to be done.
+        """
         if not self.freq or step < max(1, self.after):
             return 0
+        # The first time is step `after` itself; step 0 does not count.
         return (step - self.after) // self.freq + (self.after > 0)
 
 
 def wants_snapshots(job: Job) -> bool:
-    """Whether the user wants any, by time or by steps."""
+    """Whether the user wants snapshots, by time or by steps."""
     return job.snapshot_s > 0 or job.checkpoint_freq > 0

@@ -1,8 +1,9 @@
-"""A job in the words of SINGA's configuration: frozen dataclasses, checked once, when they are made.
+"""A job in SINGA's configuration fields: frozen dataclasses, checked when made.
 
-Rule: a field is named as in `job.proto` (`import` is `import_` here, a Python keyword), has the same default, and its
-type carries its check; what fields forbid together stands in one table, COMBINATIONS. Whoever holds a `Job` need not
-check it again. Whether the counts of a cluster divide each other is the layout's question (topology.py).
+* A field has the name (`import` is `import_` here, a Python keyword) and the default that it has in `job.proto`.
+* The type of a field carries its check.
+* Combinations of fields that are refused are in one table, COMBINATIONS.
+* A `Job` needs no further check, except that the counts of a cluster fit together (topology.py).
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from enum import Enum
 from typing import Annotated, Any
 
 from topotrain.config.field_checks import INT64, Checked, Combination, filled, number, pattern, whole, whole_or_zero
-from topotrain.config.field_checks import ConfigError as ConfigError  # whoever reads or makes a job needs it
+from topotrain.config.field_checks import ConfigError as ConfigError  # a module that reads or makes a job needs it
 
 
 class UpdaterType(str, Enum):
@@ -155,25 +156,25 @@ SliceBytes = Annotated[int, whole_or_zero(4096, 1 << 26)]
 
 
 def _shares_values(c: "Cluster") -> bool:
-    """Some worker groups use the same parameter values in memory (`Topology.sharing` says which)."""
+    """Whether worker groups share parameter values in memory (see `Topology.sharing`)."""
     return c.share_memory and c.nworkers_per_procs > c.nworkers_per_group and 0 < c.nserver_groups < c.nworker_groups
 
 
 def all_reduces(c: "Cluster") -> bool:
-    """One group of workers, each with a server of the same group beside it: what collectives can run."""
+    """Whether one worker group has a server beside each worker, as collectives need."""
     counts = (c.nworkers_per_group, c.nworkers_per_procs) == (c.nservers_per_group, c.nservers_per_procs)
     return c.nworker_groups == c.nserver_groups == 1 and counts and not c.server_worker_separate
 
 
 def _one_unit(c: "Cluster") -> bool:
-    """All workers and all servers live in one unit."""
+    """Whether all workers and all servers run in one unit."""
     workers = c.nworkers_per_procs >= c.nworker_groups * c.nworkers_per_group
     servers = c.nservers_per_procs >= c.nserver_groups * c.nservers_per_group
     return workers and servers and not (c.server_worker_separate and c.nserver_groups)
 
 
 def _apart(c: "Cluster") -> int:
-    """How many worker groups change the same values, each at its own pace."""
+    """Return how many worker groups change the same values, each at its own pace."""
     return c.nworker_groups if c.nserver_groups else 1
 
 
@@ -187,7 +188,10 @@ def _refused_where_split(field: str, refused: Callable[["Job"], object], accepte
 
 
 def _refused_with_backup(field: str, refused: Callable[[Any], object], accepted: str) -> Combination:
-    """backup: servers decide step by step whose gradients count, which nobody may have seen or used before."""
+    """Refuse a field with backup workers.
+
+    Servers decide step by step which gradients count, so no process may have seen or used them before that.
+    """
     inside = "cluster" if field.startswith("cluster.") else ""
     count: Callable[[Any], int] = (lambda c: c.backup) if inside else (lambda j: j.cluster.backup)
     return Combination(field, lambda b: count(b) and refused(b), f"{accepted} with cluster.backup above 0", inside)
@@ -204,8 +208,8 @@ _BESIDE = (
 _UNSHARED = "needs share_memory: false, since worker groups of one unit use the same server group"
 
 # Every combination that is refused and that the conf alone shows, also of values that are not available yet. How often
-# a step runs backward (`kOnArrival`: once) and whether a GradScaler has a hand in it (`kOnArrival`, `kHidden`: no)
-# shows only in a running script.
+# a step runs backward (`kOnArrival`: once) and whether it uses a GradScaler (`kOnArrival`, `kHidden`: no) shows only in
+# a running script.
 COMBINATIONS = (
     Combination(
         "apply", lambda j: j.apply is Apply.kOnArrival and j.grads is not Grads.kHidden, "needs grads: kHidden"
@@ -253,7 +257,7 @@ COMBINATIONS = (
     Combination(
         "cluster.engine",
         lambda c: c.engine in _FOREIGN and c.link is not None,
-        "must be kAuto or kOwn with a link: torch.distributed knows nothing of a network that is pretended",
+        "must be kAuto or kOwn with a link: torch.distributed cannot be sent over an emulated network",
     ),
     Combination("cluster.algorithm", lambda c: c.algorithm is not Algorithm.kAuto and not all_reduces(c), _BESIDE),
     Combination(
@@ -272,7 +276,7 @@ COMBINATIONS = (
     Combination(
         "cluster.road",
         lambda c: c.road is Road.kShm and c.link is not None and not _one_unit(c),
-        "must be kAuto or kTcp with a link: units are hosts of their own then, and share no memory",
+        "must be kAuto or kTcp with a link: each unit is then a host of its own, and units share no memory",
     ),
     Combination("updater.clip_low", lambda u: u.clip_low > u.clip_high, "must not be above clip_high"),
     Combination(f"{_FIXED_STEP}.step", lambda c: not c.step, "needs at least one step"),
@@ -291,7 +295,7 @@ COMBINATIONS = (
     Combination(
         "cluster.backup",
         lambda c: c.backup and c.backup >= c.nworkers_per_group,
-        "must be less than nworkers_per_group: somebody has to contribute to a step",
+        "must be less than nworkers_per_group: at least one worker has to contribute to a step",
     ),
     Combination(
         "cluster.backup",
@@ -334,13 +338,13 @@ COMBINATIONS = (
     _refused_where_split(
         "cluster.algorithm",
         lambda j: j.cluster.algorithm is not Algorithm.kAuto,
-        "must be kAuto, straight to each home,",
+        "must be kAuto, straight to each server,",
     ),
 )
 
 
 def _rows(block: str) -> tuple[Combination, ...]:
-    """What the blocks of this path refuse."""
+    """Return the combinations that the blocks of this path refuse."""
     return tuple(row for row in COMBINATIONS if row.block == block)
 
 
@@ -429,7 +433,10 @@ class LRGen(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Param(Checked):
-    """Scales for the parameters whose name the regular expression `match` is found in; the first such block counts."""
+    """Scales for the parameters with a name that matches; the first such block counts.
+
+    match: a regular expression, searched for in the name.
+    """
 
     PATH = "updater.param"
     lr_scale: NotNegative = 1.0
@@ -461,9 +468,10 @@ class Updater(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Partition(Checked):
-    """How the modules are split whose name the regular expression `match` is found in; the first such block counts.
+    """The split of the modules with a name that matches; the first such block counts.
 
-    partition_dim: 0 samples, 1 features, -1 the whole module on one worker of the group: `location`, or any.
+    match: a regular expression, searched for in the name. partition_dim: 0 samples, 1 features, -1 the whole module on
+    one worker of the group: `location`, or any.
     """
 
     PATH = "partition"
@@ -475,7 +483,10 @@ class Partition(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Link(Checked):
-    """A network that is pretended between the units: Mbit/s each way per unit, milliseconds one way, share lost."""
+    """An emulated network between the units.
+
+    bandwidth: Mbit/s in each direction of a unit. delay, jitter: milliseconds one way. loss: share of packets.
+    """
 
     PATH = "cluster.link"
     bandwidth: Positive | None = None
@@ -486,7 +497,7 @@ class Link(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Cluster(Checked):
-    """Where workers and servers stand. Counts are counts; `poll_time` is in milliseconds."""
+    """The placement of workers and servers; `poll_time` is in milliseconds."""
 
     PATH = "cluster"
     TABLE = _rows(PATH)
@@ -524,7 +535,10 @@ class Cluster(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Job(Checked):
-    """One training job: `Job(cluster=Cluster(nworkers_per_group=3))` is what a file with that block gives."""
+    """One training job.
+
+    `Job(cluster=Cluster(nworkers_per_group=3))` equals the job of a file with that block.
+    """
 
     PATH = ""
     TABLE = _rows(PATH)
@@ -572,23 +586,30 @@ class Job(Checked):
 
     @property
     def splits(self) -> bool:
-        """Each worker group is to share one model among its workers. A script may ask for it, too, by what it tags."""
+        """Whether each worker group shares one model among its workers.
+
+        A script may also ask for it, by the parts of the model that it tags.
+        """
         return bool(self.partition) or self.placement is Placement.kAuto
 
     @property
     def workspace(self) -> str:
-        """The folder of everything the job writes: `cluster.workspace`, or one named after the job."""
+        """The folder of the job's files: `cluster.workspace`, or one with the job's name."""
         return self.cluster.workspace or f"./workspace/{self.name.replace('/', '_')}"
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the fields that decide results; processes of one job must agree on it."""
+        """Return the SHA-256 (hex) of the fields that decide results.
+
+        All processes of one job must agree on it.
+        """
         blocks: tuple[Any, ...] = (self, self.cluster)
+        # Newer fields at their default, see _NEWER.
         unset = {f.name for b in blocks for f in fields(b) if f.name in _NEWER and getattr(b, f.name) == f.default}
         text = json.dumps(_plain(self, _NO_RESULT | unset), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-# What a process may be told differently without another result: places, names, display, and what only the script reads.
+# Fields in which processes may differ without another result: places, names, display, and fields for the script only.
 _NO_RESULT = frozenset(
     [
         "name",
@@ -615,7 +636,7 @@ _NO_RESULT = frozenset(
 )
 
 
-# Fields that count only where they are set: jobs without them keep the digest that they had before there were any.
+# Fields that count only where they are set: jobs without them keep the digest from before the fields existed.
 _NEWER = frozenset(["partition", "placement", "microbatches", "schedule", "nonfinite", "backup", "correction"])
 
 

@@ -1,7 +1,7 @@
-"""A file or a dict <-> `Job`.
+"""Convert between a job file or a dict and a `Job`.
 
-Rule: every spelling of a job - protobuf text format, YAML, a dict, an override - becomes a message of `job.proto`
-(proto_schema.py) first. So all of them accept and refuse the same.
+Every form of a job (protobuf text format, YAML, a dict, an override) first becomes a message of `job.proto`
+(proto_schema.py). So all of them accept and refuse the same.
 """
 
 import bisect
@@ -29,14 +29,17 @@ _NET = "neuralnet"
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a reader knows of a file besides the message: where fields stand, and which layers SINGA would divide."""
+    """The result of a reader besides the message.
+
+    places: of fields. divided: the layers that SINGA would divide.
+    """
 
     places: _Places
     divided: tuple[DividedLayer, ...]
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), program: str | None = None, args: Sequence[str] = ()) -> Job:
-    """The job of a .conf (protobuf text format), .yaml or .yml file.
+    """Load the job of a .conf (protobuf text format), .yaml or .yml file.
 
     `overrides` are "cluster.nworker_groups=3" and the like; `program`, if given, replaces the file's program and args.
     Raises ConfigError, with the place as "file:line:column" where there is one.
@@ -47,7 +50,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), program: str | None = 
 def load_with_warnings(
     path: str | Path, overrides: Sequence[str] = (), program: str | None = None, args: Sequence[str] = ()
 ) -> tuple[Job, list[str]]:
-    """As `load`, and what the user should be told: fields that play no part here, groups that never meet."""
+    """Load a job, and return warnings for the user with it.
+
+    They name fields that have no effect here, and groups that never exchange values.
+    """
     readers = {".conf": _read_text, ".yaml": _read_yaml, ".yml": _read_yaml}
     reader = readers.get(Path(path).suffix)
     if reader is None:
@@ -57,23 +63,29 @@ def load_with_warnings(
     except OSError as error:
         raise ConfigError("job file", str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError("job file", str(path), f"is no UTF-8 text, from byte {error.start} on") from None
+        raise ConfigError("job file", str(path), f"must be UTF-8 text, and is not from byte {error.start} on") from None
     job, told = _job(text, str(path), reader, overrides)
     return (job if program is None else replace(job, program=program, args=tuple(args))), told
 
 
 def loads(text: str, source: str = "<string>", overrides: Sequence[str] = ()) -> Job:
-    """The job of a protobuf text. `source` is what errors call it."""
+    """Return the job of a protobuf text; errors name `source` as its place."""
     return _job(text, source, _read_text, overrides)[0]
 
 
 def from_dict(data: Mapping[str, Any]) -> Job:
-    """The job of nested mappings and lists with the fields of job.proto; enum values are their names."""
+    """Return the job of nested mappings with the fields of job.proto.
+
+    Enum values are given by their names.
+    """
     return _job(data, "", _read_dict, ())[0]
 
 
 def dumps(job: Job) -> str:
-    """The job as protobuf text, without the fields that have their default; loads(dumps(job)) == job."""
+    """Return the job as protobuf text, without the fields that have their default.
+
+    loads(dumps(job)) == job.
+    """
     message = new("JobProto")
     _to_message(job, message)
     return str(text_format.MessageToString(message, as_utf8=True))
@@ -95,19 +107,19 @@ def _job(
 
 def _warnings(job: Job, source: str, unused: Sequence[str], divided: tuple[DividedLayer, ...]) -> Iterator[str]:
     if unused:
-        yield f"{source}: {', '.join(unused)} play no part here: the model is the program's PyTorch module"
+        yield f"{source}: {', '.join(unused)} have no effect here: the model is the program's PyTorch module"
     workers = job.cluster.nworkers_per_group
     if divided and workers > 1 and not job.splits:
         yield f"{source}: {warning(divided, workers)}"
     if job.cluster.nserver_groups == 0 and job.cluster.nworker_groups > 1:
         yield (
-            f"{source}: nserver_groups = 0 leaves {job.cluster.nworker_groups} worker groups that never meet; "
-            "only group 0 is saved"
+            f"{source}: nserver_groups = 0 leaves {job.cluster.nworker_groups} worker groups that never exchange "
+            "values; only group 0 is saved"
         )
 
 
 def _find(places: _Places, path: str) -> tuple[int, int] | None:
-    """Where a field stands, or the block that it is missing from."""
+    """Return the place of a field, or of the block that it is missing from."""
     path = re.sub(r"\[\d+\]", "", path)
     while path and path not in places:
         path = path.rpartition(".")[0]
@@ -178,8 +190,9 @@ def _put(message: Any, field: Any, values: Sequence[Any]) -> None:
 
 
 def _slot(message: Any, field: Any) -> Any:
-    """The message inside `message` that a value of `field` goes to; present from now on, also when left empty."""
+    """Return the inner message for a value of `field`, present even if empty."""
     slot = getattr(message, field.name).add() if repeated(field) else getattr(message, field.name)
+    # Makes a block without fields present, too.
     slot.SetInParent()
     return slot
 
@@ -240,11 +253,13 @@ def _read_text(text: str, source: str, message: Any) -> _Read:
 
 
 def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[DividedLayer, ...]]:
-    """Check braces, find where fields stand, and blank the insides of blocks that SINGA describes and job.proto not.
+    """Check braces, find the places of fields, and blank the inside of skipped blocks.
 
-    Blanks keep every line and column, so that the errors of the real parser still point at the user's text.
+    A block is skipped if SINGA describes its fields and job.proto does not. Blanks keep every line and column, so that
+    the errors of the real parser still point at the user's text.
     """
     lines = [0] + [m.end() for m in re.finditer("\n", text)]
+    # Blocks that job.proto declares without fields, such as neuralnet.
     read_over = {f.name for f in top.fields if f.message_type is not None and not f.message_type.fields}
     stack: list[tuple[str, re.Match[str]]] = []
     places: _Places = {}
@@ -265,6 +280,7 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
             continue
         if match.lastgroup == "quote":
             raise wrong(match, f"a text that is opened by {token} and not closed on its line")
+        # A name after a colon is a value, not a field.
         if match.lastgroup == "name" and last != ":":
             name = token
             places.setdefault(".".join([*(outer for outer, _ in stack), name]), at(match))
@@ -285,13 +301,14 @@ def _scan(text: str, source: str, top: Any) -> tuple[str, _Places, tuple[Divided
     if stack:
         block, opened = stack[-1]
         raise wrong(opened, f"unbalanced braces: the {opened.group()} of {block or 'this block'} is never closed")
+    # Line breaks stay, so that places of later fields stay right.
     for start, end in blanks:
         text = text[:start] + re.sub(r"[^\n]", " ", text[start:end]) + text[end:]
     return text, places, divided
 
 
 def _override(message: Any, override: str) -> str:
-    """Set what "path=value" says, and return the path."""
+    """Apply an override "path=value", and return the path."""
     path, equals, value = override.partition("=")
     where = f"override {override!r}"
     path = path.strip()
@@ -346,7 +363,7 @@ def _read_yaml(text: str, source: str, message: Any) -> _Read:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = None if mark is None else (mark.line + 1, mark.column + 1)
-        raise ConfigError("", None, f"no YAML: {error.problem}", _place(source, at)) from None
+        raise ConfigError("", None, f"not valid YAML: {error.problem}", _place(source, at)) from None
     except ConfigError as error:
         raise error.at(_place(source, _find(places, error.field))) from None
     return _Read(places, read.divided)
@@ -364,7 +381,7 @@ def _yaml_places(node: Any, path: str, places: _Places) -> None:
         inner = _join(path, str(key.value))
         places[inner] = (key.start_mark.line + 1, key.start_mark.column + 1)
         if inner in seen:
-            raise ConfigError(inner, None, "stands here twice")
+            raise ConfigError(inner, None, "is given twice")
         seen.add(inner)
         _yaml_places(value, inner, places)
 
@@ -377,6 +394,7 @@ def _fill(message: Any, data: Any, path: str) -> None:
         field = message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
             raise _unknown(inner, str(name), message.DESCRIPTOR)
+        # YAML gives None for a field without a value.
         if value is None:
             continue
         many = repeated(field)
@@ -385,7 +403,7 @@ def _fill(message: Any, data: Any, path: str) -> None:
                 _set(message, field, item, inner)
             else:
                 slot = _slot(message, field)
-                if slot.DESCRIPTOR.fields:  # else: a block that is read over
+                if slot.DESCRIPTOR.fields:  # else: a block that is skipped
                     _fill(slot, item, inner)
 
 
@@ -414,6 +432,7 @@ def _scalar(field: Any, value: Any, path: str) -> Any:
     kind, accepted = kinds.get(field.type, (int, "a whole number"))
     if field.type == field.TYPE_DOUBLE and isinstance(value, str):
         value = _number(value)  # YAML 1.1 reads 1e-3, without a point, as a text
+    # To isinstance a bool is an int, too.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(path, value, f"must be {accepted}")
     return value

@@ -1,8 +1,8 @@
-"""Files and folders for this user alone, and files that are opened without ever waiting.
+"""Files and folders for this user alone; files are opened without waiting.
 
-Rule: what topotrain makes has mode 0600 (a file) or 0700 (a folder) before its first byte is written, whatever the
-umask is. A file whose name another process can take is opened without blocking, and used only if it is a regular file:
-a named pipe in its place would make the reader wait for ever.
+* A file that topotrain makes has mode 0600 before its first byte is written, and a folder 0700, whatever the umask is.
+* A file with a name that another process could take is opened without blocking, and used only if it is a regular file.
+  A named pipe in its place would make the reader wait for ever.
 """
 
 import os
@@ -24,7 +24,10 @@ _KINDS = (
 
 
 def make_folder(path: Path | str) -> None:
-    """Make a folder for this user alone, with the parents that it lacks; one that is there keeps its mode."""
+    """Make a folder for this user alone, with missing parents.
+
+    An existing folder keeps its mode.
+    """
     path = Path(path)
     if path.is_dir():
         return
@@ -41,7 +44,10 @@ def make_folder(path: Path | str) -> None:
 
 
 def close_folder(path: Path | str) -> None:
-    """As `make_folder`; a folder that is there, and is no link to another place, is closed to other users."""
+    """Make a folder as `make_folder`, and close an existing one to other users.
+
+    A symbolic link is left as it is.
+    """
     make_folder(path)
     info = os.lstat(path)
     if stat.S_ISDIR(info.st_mode) and info.st_mode & 0o077:
@@ -50,12 +56,13 @@ def close_folder(path: Path | str) -> None:
 
 
 def open_file(path: Path | str, flags: int) -> int:
-    """A descriptor of a regular file, made for this user alone if `flags` have O_CREAT; never waits.
+    """Return a descriptor of a regular file; never waits.
 
-    A file that is there is closed to other users where it is opened to be written. Raises OSError, also for a path
-    that is no regular file.
+    With O_CREAT in `flags` the file is made for this user alone, and an existing file is closed to other users. Raises
+    OSError, also for a path that is not a regular file.
     """
     try:
+        # Without O_NONBLOCK a named pipe would block here.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, FILE_MODE)
     except OSError as error:
         if error.errno == ENXIO:  # a socket, or a named pipe that nothing reads
@@ -64,6 +71,7 @@ def open_file(path: Path | str, flags: int) -> int:
     try:
         info = os.fstat(fd)
         _check_kind(path, info)
+        # Only opening must not wait, reading and writing may.
         os.set_blocking(fd, True)
         if flags & os.O_CREAT and stat.S_IMODE(info.st_mode) != FILE_MODE:
             with suppress(PermissionError):  # another user's, or a file system without modes
@@ -84,35 +92,41 @@ def _check_kind(path: Path | str, info: os.stat_result) -> None:
 
 
 def open_for_reading(path: Path | str) -> int:
-    """A descriptor of a regular file, to be read. Raises OSError as `open_file`."""
+    """Return a regular file's descriptor for reading. Raises OSError as `open_file`."""
     return open_file(path, os.O_RDONLY)
 
 
 def create_text(path: Path | str) -> TextIO:
-    """An empty text file for this user alone; one that is there is emptied. Raises OSError as `open_file`."""
+    """Make or empty a text file for this user alone. Raises OSError as `open_file`."""
     return os.fdopen(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8")
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """The whole content of a file for this user alone. Raises OSError as `open_file`."""
+    """Write a whole file for this user alone. Raises OSError as `open_file`."""
     with create_text(path) as file:
         file.write(text)
 
 
 def read_bytes(path: Path | str, most: int = -1) -> bytes:
-    """The content of a regular file; of a longer one than `most` its first bytes. Raises OSError as `open_file`."""
+    """Return the content of a regular file, at most its first `most` bytes.
+
+    Raises OSError as `open_file`.
+    """
     with os.fdopen(open_for_reading(path), "rb") as file:
         return file.read(most)
 
 
 def read_text(path: Path | str) -> str:
-    """The content of a regular file as UTF-8. Raises OSError as `open_file`, UnicodeDecodeError."""
+    """Return the content of a regular file as UTF-8.
+
+    Raises OSError as `open_file`, UnicodeDecodeError.
+    """
     with os.fdopen(open_for_reading(path), "r", encoding="utf-8") as file:
         return file.read()
 
 
 def write_at(fd: int, data: bytes | memoryview, at: int) -> None:
-    """Write all of it at this place of a file. Raises OSError."""
+    """Write all the data at this offset of a file. Raises OSError."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest[:_CHUNK_BYTES], at)

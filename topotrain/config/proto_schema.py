@@ -1,7 +1,7 @@
-"""job.proto -> protobuf descriptors, read when a job is first read.
+"""Make protobuf descriptors from job.proto, when a job is first read.
 
-Rule: `job.proto` is the single source of names, numbers and types. There is no generated module to go stale, and the
-descriptor pool is private: no clash with another library's.
+`job.proto` is the single source of names, numbers and types. There is no generated module to go stale. The descriptor
+pool is private, so it cannot clash with another library's.
 """
 
 import re
@@ -26,7 +26,10 @@ _LABELS = {"optional": _Field.LABEL_OPTIONAL, "required": _Field.LABEL_REQUIRED,
 
 
 def read_proto(text: str) -> descriptor_pb2.FileDescriptorProto:
-    """The descriptor of a proto2 text of the kind job.proto is: messages, nested enums, fields with a default."""
+    """Return the descriptor of a proto2 text.
+
+    It may use what job.proto uses: messages, nested enums, and fields with a default.
+    """
     tokens = [word for word in _WORD.findall(text) if not word.startswith("//")]
     file = descriptor_pb2.FileDescriptorProto(name=FILE.name, syntax="proto2")
     while tokens:
@@ -93,18 +96,18 @@ def _read_message(tokens: list[str], message: descriptor_pb2.DescriptorProto) ->
 
 @cache
 def pool() -> descriptor_pool.DescriptorPool:
-    """The descriptors of job.proto and of nothing else."""
+    """Return the descriptors of job.proto alone."""
     made = descriptor_pool.DescriptorPool()
     made.Add(read_proto(FILE.read_text(encoding="utf-8")))
     return made
 
 
 def new(name: str) -> Any:
-    """An empty message; typed Any, since its class is made here and now."""
+    """Return an empty message; typed Any, because its class is made at run time."""
     return message_factory.GetMessageClass(pool().FindMessageTypeByName(f"topotrain.{name}"))()
 
 
 def repeated(field: Any) -> bool:
-    """Whether a field (its descriptor) may stand several times."""
-    # protobuf renamed this in 2025 and warns about the old way.
+    """Whether a field (its descriptor) is repeated."""
+    # protobuf renamed this in 2025 and warns about the old attribute.
     return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)

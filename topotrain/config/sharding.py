@@ -1,12 +1,14 @@
-"""Which server is home to which element: parameters -> flat spaces -> slices -> segments -> buckets and pieces.
+"""Map parameters to servers: flat spaces, slices, segments, buckets and pieces.
 
-Rule: a pure function of schema and counts, so every process computes the same map and only its digest travels. A cut
-falls on a multiple of ALIGN elements from a parameter's start, and a kernel works on one segment: only then does a
-vectorized update of a slice give the bits of the update of the whole tensor. Frozen parameters have homes too, since
-a script may thaw them later; an empty parameter has no element and therefore no segment.
+* The map is a pure function of schema and counts. So every process computes the same map, and only its digest travels.
+* A cut falls on a multiple of ALIGN elements from a parameter's start, and a kernel works on one segment. Only then
+does
+  a vectorized update of a slice give the bits of the update of the whole tensor.
+* Frozen parameters are assigned to servers too, since a script may unfreeze them later.
+* An empty parameter has no element and therefore no segment.
 
 Where one model is split over the workers of a group (`split`), a parameter has owners, the workers that hold it. A
-space has parameters of the same owners only, so that a worker needs memory, and messages, for its own spaces alone.
+space has parameters of the same owners only. So a worker needs memory, and messages, for its own spaces alone.
 """
 
 import heapq
@@ -41,16 +43,16 @@ ITEM_BYTES = {
 
 
 class SchemaError(ValueError):
-    """A model's parameters, or the text that describes them, cannot be used."""
+    """An error in a model's parameters, or in the text that describes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the schema; tied weights are one parameter, their other names are its `aliases`.
+    """One parameter of the schema; tied weights are one parameter with aliases.
 
     `shape` and `stride` count elements, `dtype` is torch's name without "torch.". `home` is the shard that the script
-    wants it whole on, -1: any. `owners` are the workers of each group that hold it, ascending; empty: all do. Raises
-    SchemaError.
+    chose for the whole tensor, -1: any. `owners` are the workers of each group that hold it, ascending. Empty: all do.
+    Raises SchemaError.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         for what, numbers in (("shape", self.shape), ("stride", self.stride)):
+            # `type`, because isinstance would accept True and False as numbers.
             if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in numbers):
                 raise SchemaError(f"parameter {self.name!r}: {what} = {numbers}: must be whole numbers >= 0")
         if len(self.shape) != len(self.stride):
@@ -85,9 +88,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All parameters of one dtype and the same owners, end to end, each starting at a multiple of ALIGN.
+    """All parameters of one dtype and the same owners, laid end to end.
 
-    `length` counts elements, with padding. `owners` as in `Parameter`.
+    Each parameter starts at a multiple of ALIGN. `length` counts elements, with padding. `owners` as in `Parameter`.
     """
 
     index: int
@@ -97,20 +100,21 @@ class Space:
     owners: tuple[int, ...] = ()
 
     def on(self, worker: int) -> bool:
-        """Whether worker number `worker` of a group holds it."""
+        """Whether worker number `worker` of a group holds the space."""
         return not self.owners or worker in self.owners
 
     @property
     def speaker(self) -> int:
-        """The worker of a group who says of it what only one has to say."""
+        """The worker of a group that sends the messages that only one may send."""
         return self.owners[0] if self.owners else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Slice ∩ parameter, the unit of update: elements [lo, hi) of the space, without padding.
+    """The intersection of a slice and a parameter, the unit of update.
 
-    `parameter` and `space` are indices; `start` is the first element inside the parameter, a multiple of ALIGN.
+    It has elements [lo, hi) of the space, without padding. `parameter` and `space` are indices. `start` is the first
+    element inside the parameter, a multiple of ALIGN.
     """
 
     id: int
@@ -124,7 +128,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bucket ∩ segment: elements [lo, hi) of the space, without padding. `bucket` and `segment` are ids."""
+    """The intersection of a bucket and a segment: elements [lo, hi), without padding.
+
+    The elements are those of the space. `bucket` and `segment` are ids.
+    """
 
     bucket: int
     segment: int
@@ -134,9 +141,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The unit of every message: elements [lo, hi) of one space, padding included, owned by one shard.
+    """The unit of every message: elements [lo, hi) of one space, padding included.
 
-    `master` is the server group that masters it; `pieces` are its parts without the padding, in order.
+    One shard owns it. `master` is the server group that masters it. `pieces` are its parts without the padding, in
+    order.
     """
 
     id: int
@@ -150,9 +158,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SliceMap:
-    """The whole map; build it with `cut`. Ids are positions in `segments` and `buckets`, both ordered by shard.
+    """The whole map; build it with `cut`.
 
-    `offsets[parameter] = (space, first element)`; `ranges[space][shard] = (lo, hi)`, padding included.
+    Ids are positions in `segments` and `buckets`, both ordered by shard. `offsets[parameter] = (space, first element)`.
+    `ranges[space][shard] = (lo, hi)`, padding included.
     """
 
     parameters: tuple[Parameter, ...]
@@ -166,28 +175,28 @@ class SliceMap:
     slicing: Slicing
 
     def buckets_of(self, shard: int) -> tuple[Bucket, ...]:
-        """The buckets of one shard, consecutive ids."""
+        """Return the buckets of one shard; their ids are consecutive."""
         return self._buckets_by_shard[shard]
 
     def segments_of(self, shard: int) -> tuple[Segment, ...]:
-        """The segments of one shard, consecutive ids."""
+        """Return the segments of one shard; their ids are consecutive."""
         return self._segments_by_shard[shard]
 
     def buckets_on(self, worker: int) -> tuple[Bucket, ...]:
-        """The buckets of the spaces that worker number `worker` of a group holds, in order."""
+        """Return the buckets of the spaces that a worker of each group holds."""
         return tuple(bucket for bucket in self.buckets if self.spaces[bucket.space].on(worker))
 
     def segments_of_parameter(self, parameter: int) -> tuple[Segment, ...]:
-        """The segments of parameter number `parameter` in element order: none if it is empty."""
+        """Return the segments of a parameter in element order: none if it is empty."""
         return self._segments_by_parameter[parameter]
 
     def pieces_of(self, segment: int) -> tuple[Piece, ...]:
-        """The pieces of segment `segment` (an id) in element order: the buckets through which it travels."""
+        """Return the pieces of a segment (an id) in element order."""
         return self._pieces_by_segment[segment]
 
     @cached_property
     def shard_bytes(self) -> tuple[int, ...]:
-        """Bytes of parameters (no padding) that each shard is home to."""
+        """Bytes of parameters (no padding) on each shard."""
         sizes = [0] * self.shards
         for segment in self.segments:
             sizes[segment.shard] += (segment.hi - segment.lo) * self.spaces[segment.space].itemsize
@@ -195,13 +204,16 @@ class SliceMap:
 
     @property
     def imbalance(self) -> float:
-        """Largest shard over the mean, minus one: 0 is perfect, 1 means twice the fair share."""
+        """Largest shard over the mean, minus one: 0 is perfect, 1 twice the fair share."""
         total = sum(self.shard_bytes)
         return max(self.shard_bytes) * self.shards / total - 1 if total else 0.0
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of schema and cuts: two processes with equal digests agree on every id and boundary."""
+        """SHA-256 (hex) of schema and cuts.
+
+        Two processes with equal digests agree on every id and boundary.
+        """
         cuts = [[b.shard, b.space, b.lo, b.hi, b.master] for b in self.buckets]
         text = json.dumps([ALIGN, self.shards, self.groups, self.slicing.value, self.offsets, self.ranges, cuts])
         return sha256(f"{describe(self.parameters)}\n{text}".encode()).hexdigest()
@@ -232,12 +244,17 @@ def cut(
     slicing: Slicing = Slicing.kElement,
     bucket_bytes: int = 1 << 20,
 ) -> SliceMap:
-    """Cut `parameters` over `shards` servers of each of `groups` server groups, into buckets of <= `bucket_bytes`.
+    """Cut `parameters` over the servers of each server group, into buckets.
 
-    kElement cuts each space into equal ranges (their lengths differ by at most ALIGN). kTensor keeps tensors whole:
-    largest first to the lightest shard (Graham, 1969), see `imbalance`. A parameter with a `home` is there, and then
-    all tensors stay whole. Raises SchemaError for a name that is used twice and a home that does not exist, ValueError
-    for a count < 1 or a bucket smaller than ALIGN elements.
+    `shards` is the number of servers in each of `groups` server groups. A bucket has at most `bucket_bytes` bytes.
+
+    kElement cuts each space into equal ranges (their lengths differ by at most ALIGN). kTensor keeps tensors whole: the
+    largest goes first, to the lightest shard (Graham, 1969), see `imbalance`. A parameter with a `home` is put on that
+    shard, and then all tensors stay whole.
+
+    Raises:
+        SchemaError: a name is used twice, or a `home` does not exist.
+        ValueError: a count is below 1, or a bucket smaller than ALIGN elements.
     """
     schema = tuple(parameters)
     _check_names(schema)
@@ -262,7 +279,7 @@ def cut(
 
 
 def describe(parameters: Iterable[Parameter]) -> str:
-    """The schema as one line of JSON, always the same text for the same schema."""
+    """Return the schema as one line of JSON; equal schemas give the same text."""
     return json.dumps([_row(parameter) for parameter in parameters], separators=(",", ":"))
 
 
@@ -274,7 +291,10 @@ def _row(p: Parameter) -> list[Any]:
 
 
 def parse(text: str) -> tuple[Parameter, ...]:
-    """What `describe` wrote. Raises SchemaError for any other text: a peer's word is checked, not trusted."""
+    """Parse the text of `describe`.
+
+    Raises SchemaError for any other text: a schema from a peer is checked, not trusted.
+    """
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -330,22 +350,31 @@ def _padded(count: int) -> int:
 
 
 def _even(lo: int, hi: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """[lo, hi), both multiples of ALIGN, cut at multiples of ALIGN into ranges that differ by at most ALIGN."""
+    """Cut [lo, hi) into ranges that differ by at most ALIGN.
+
+    Both bounds and all cuts are multiples of ALIGN.
+    """
     units = (hi - lo) // ALIGN
+    # Whole numbers only, so every process gets the same cuts.
     return tuple(pairwise(lo + ALIGN * (units * k // parts) for k in range(parts + 1)))
 
 
 def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
-    """Shard of each parameter: its home, else the largest (in bytes) first, to the shard that is lightest then."""
+    """Return the shard of each parameter: its home, else the lightest shard.
+
+    The largest parameters (in bytes) are assigned first.
+    """
     sizes = [parameter.count * ITEM_BYTES[parameter.dtype] for parameter in parameters]
     homes = [max(parameter.home, 0) for parameter in parameters]
     fixed = [0] * shards
     for parameter, size in zip(parameters, sizes, strict=True):
         if parameter.home >= 0:
             fixed[parameter.home] += size
+    # Equal loads are ordered by shard, so every process chooses alike.
     loads = [(load, shard) for shard, load in enumerate(fixed)]
     heapq.heapify(loads)
     free = [index for index, parameter in enumerate(parameters) if parameter.home < 0]
+    # The index breaks ties, so every process has the same order.
     for index in sorted(free, key=lambda i: (-sizes[i], i)):
         load, homes[index] = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], homes[index]))
@@ -355,7 +384,10 @@ def _lightest_first(parameters: Sequence[Parameter], shards: int) -> list[int]:
 def _lay_out(
     parameters: Sequence[Parameter], homes: Sequence[int]
 ) -> tuple[tuple[Space, ...], tuple[tuple[int, int], ...]]:
-    """Spaces in order of first use, and each parameter's (space, offset): by home, then definition."""
+    """Return spaces in order of first use, and each parameter's (space, offset).
+
+    Inside a space parameters are ordered by shard, then by definition.
+    """
     kinds = list(dict.fromkeys((parameter.dtype, parameter.owners) for parameter in parameters))
     number = {kind: index for index, kind in enumerate(kinds)}
     lengths = [0] * len(kinds)
@@ -375,7 +407,7 @@ def _whole(
     homes: Sequence[int],
     shards: int,
 ) -> tuple[tuple[int, int], ...]:
-    """Ranges of whole tensors: `_lay_out` has put each shard's tensors side by side."""
+    """Return ranges of whole tensors; `_lay_out` has put each shard's side by side."""
     sizes = [0] * shards
     for parameter, (where, _), home in zip(parameters, offsets, homes, strict=True):
         if where == space.index:
@@ -386,7 +418,10 @@ def _whole(
 def _placed(
     space: Space, parameters: Sequence[Parameter], offsets: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
-    """(first element, end without padding, parameter) of the parameters that have elements in `space`, in order."""
+    """Return (first element, end without padding, parameter) of a space, in order.
+
+    Parameters without elements are left out.
+    """
     here = (index for index, (where, _) in enumerate(offsets) if where == space.index and parameters[index].count)
     return sorted((offsets[index][1], offsets[index][1] + parameters[index].count, index) for index in here)
 
@@ -394,8 +429,9 @@ def _placed(
 def _segments(
     first: int, shard: int, space: int, lo: int, hi: int, placed: Sequence[tuple[int, int, int]]
 ) -> list[Segment]:
-    """The segments of one shard in one space, ids from `first` on."""
+    """Return the segments of one shard in one space, with ids from `first` on."""
     found: list[Segment] = []
+    # The last parameter that begins at or before `lo`.
     at = max(0, bisect_right(placed, lo, key=lambda place: place[0]) - 1)
     while at < len(placed) and placed[at][0] < hi:
         begin, end, parameter = placed[at]
@@ -407,7 +443,10 @@ def _segments(
 
 
 def _sub_ranges(lo: int, hi: int, groups: int, space: Space, bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """(lo, hi, master) of the buckets of one shard in one space: equal parts, so that no small rest travels alone."""
+    """Return (lo, hi, master) of the buckets of one shard in one space.
+
+    The parts are equal, so that no small rest travels alone.
+    """
     most = bucket_bytes // (ALIGN * space.itemsize) * ALIGN
     masters = enumerate(_even(lo, hi, groups))
     return [(a, b, master) for master, (c, d) in masters if c < d for a, b in _even(c, d, -(-(d - c) // most))]
@@ -416,7 +455,10 @@ def _sub_ranges(lo: int, hi: int, groups: int, space: Space, bucket_bytes: int) 
 def _buckets(
     first: int, shard: int, space: Space, bounds: Sequence[tuple[int, int, int]], segments: Sequence[Segment]
 ) -> list[Bucket]:
-    """Buckets with their pieces, ids from `first` on; `bounds` and `segments` both ascend."""
+    """Return buckets with their pieces, with ids from `first` on.
+
+    `bounds` and `segments` both ascend.
+    """
     found: list[Bucket] = []
     at = 0
     for number, (lo, hi, master) in enumerate(bounds, first):

@@ -1,6 +1,6 @@
-"""Which layers of a SINGA job file's `neuralnet` block are divided among the workers of a group.
+"""Find the layers that a SINGA job file divides among the workers of a group.
 
-Nothing else of that block is read: the model is the program's PyTorch module.
+Only that is read from the `neuralnet` block: the model is the program's PyTorch module.
 """
 
 import re
@@ -18,21 +18,27 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class DividedLayer:
-    """A layer, and SINGA's `partition_dim` of it (1: features, -1: the whole layer on one worker)."""
+    """A layer, and its `partition_dim` in SINGA.
+
+    1: by features, -1: the whole layer on one worker.
+    """
 
     layer: str
     partition_dim: str
 
     def words(self) -> str:
-        """The layer with its field."""
+        """Return the layer with its field, for a message."""
         return f"{self.layer} (partition_dim: {self.partition_dim}, {_DIMS[self.partition_dim]})"
 
 
 def divided_in_text(block: str) -> tuple[DividedLayer, ...]:
-    """The divided layers of the text inside `neuralnet { … }`, whose braces are balanced."""
+    """Return the divided layers of the text inside `neuralnet { … }`.
+
+    Its braces must be balanced.
+    """
     net: dict[str, str] = {}
     layers: list[dict[str, str]] = []
-    outer: list[dict[str, str] | None] = [net]  # of each open block: where its fields go; None: nowhere
+    outer: list[dict[str, str] | None] = [net]  # of each open block: the target of its fields, or None to drop them
     name = last = ""
     for found in _TOKEN.finditer(block):
         token = found.group()
@@ -55,7 +61,7 @@ def divided_in_text(block: str) -> tuple[DividedLayer, ...]:
 
 
 def divided_in_data(block: Any) -> tuple[DividedLayer, ...]:
-    """The same of a mapping, as YAML has it; whatever else stands there is none."""
+    """Return the divided layers of a mapping, as YAML has it; () for other data."""
     if not isinstance(block, Mapping):
         return ()
     layers = block.get("layer")
@@ -68,7 +74,10 @@ def _fields(block: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _divided(net: Mapping[str, str], layers: list[dict[str, str]]) -> Iterator[DividedLayer]:
-    """A layer without a `partition_dim` has that of its net. 0, by samples, is what an undivided model does, too."""
+    """Yield the divided layers; a layer without a `partition_dim` has that of its net.
+
+    0, by samples, equals the behavior of an undivided model.
+    """
     for number, layer in enumerate(layers):
         dim = layer.get("partition_dim", net.get("partition_dim", "0"))
         if dim in _DIMS:
@@ -76,7 +85,7 @@ def _divided(net: Mapping[str, str], layers: list[dict[str, str]]) -> Iterator[D
 
 
 def warning(divided: tuple[DividedLayer, ...], workers: int) -> str:
-    """What the user is told of layers that a group's `workers` do not divide here."""
+    """Return the warning that a group's `workers` do not divide these layers here."""
     shown = ", ".join(one.words() for one in divided[:_SHOWN])
     more = f" and {len(divided) - _SHOWN} more" if len(divided) > _SHOWN else ""
     first = divided[0]

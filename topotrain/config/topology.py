@@ -1,8 +1,11 @@
-"""Who lives where: six counts and two switches of the cluster block place every worker and every server in a unit.
+"""Place every worker and every server of a cluster block in a unit.
 
-Rule: pure arithmetic, the same on every machine. Workers fill units in order, `nworkers_per_procs` at a time, and so do
-servers; a worker group talks to one server group and to no other. The layout is that of SINGA v0.x; the four named
-frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are four of its points, not four programs.
+* The layout is pure arithmetic over six counts and two switches, the same on every machine.
+* Workers fill units in order, `nworkers_per_procs` at a time, and so do servers.
+* A worker group uses one server group and no other.
+
+The layout is that of SINGA v0.x. The four named frameworks (Sandblaster, AllReduce, Downpour, Distributed Hogwild) are
+four of its points, not four programs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,24 +17,24 @@ from typing import Any, NamedTuple
 from topotrain.config.job import Algorithm, Cluster, Compression, ConfigError, Engine, Road, all_reduces
 
 MOST = 1 << 16
-"""Workers, and servers, that one job may have: a slip of the finger shall be an error, not a long wait."""
+"""Workers, and servers, that one job may have: a mistyped count must be an error, not a long wait."""
 
 
 class Role(IntEnum):
-    """What a resident of a unit does."""
+    """The kind of process endpoint at an address."""
 
     WORKER = 0
     SERVER = 1
     SHADOW = 2
-    """The second copy of the server of the same group and index, in another process (`cluster.replicas`)."""
+    """The replica of the server of the same group and index, in another process (`cluster.replicas`)."""
 
 
 class Address(NamedTuple):
-    """One worker or one server: its group, and its place inside that group."""
+    """One worker or one server: its group, and its index inside that group."""
 
     role: Role
     group: int
-    index: int  # type: ignore[assignment]  # tuple.index gives way: nobody searches an address
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no code calls on an address
 
     def __str__(self) -> str:
         return f"{self.role.name.lower()} {self.group}/{self.index}"
@@ -39,7 +42,10 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One process unit and who lives there, both in layout order; `servers` include implicit homes."""
+    """One process unit and its workers and servers, in layout order.
+
+    `servers` include implicit ones.
+    """
 
     rank: int
     workers: tuple[Address, ...]
@@ -48,24 +54,25 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The whole layout. Build it with `layout`; groups, indices and unit ranks count from 0.
+    """The whole layout. Build it with `layout`.
 
-    With `nserver_groups = 0` a parameter still needs a home: each worker group then has an *implicit* server group of
-    one server, in the unit of its first worker, and every query below speaks of these effective groups.
+    Groups, indices and unit ranks count from 0. With `nserver_groups = 0` a parameter still needs a server. Each worker
+    group then has an *implicit* server group of one server, in the unit of its first worker. Every method below is
+    about these effective groups.
     """
 
     cluster: Cluster
     units: tuple[Unit, ...]
-    hosts: tuple[int, ...] = ()  # of each unit, numbers from 0; empty: all stand on one host
+    hosts: tuple[int, ...] = ()  # of each unit, numbers from 0; empty: all run on one host
 
     @property
     def implicit(self) -> bool:
-        """No server was declared; each worker group has a home of its own."""
+        """Whether no server was declared, and each worker group has one of its own."""
         return self.cluster.nserver_groups == 0
 
     @property
     def synced(self) -> bool:
-        """Several declared server groups, which have to agree with one another."""
+        """Whether several server groups were declared, which have to agree."""
         return self.cluster.nserver_groups > 1
 
     @property
@@ -85,69 +92,89 @@ class Topology:
 
     @property
     def shards(self) -> int:
-        """Effective number of servers in each server group: into so many ranges the parameters are cut."""
+        """Effective number of servers in each server group, and of parameter ranges."""
         return 1 if self.implicit else self.cluster.nservers_per_group
 
     def sees_memory(self, g: int) -> bool:
-        """Whether the workers of group `g` and their servers stand on one host and may use one memory."""
+        """Whether group `g` and its servers run on one host and may share memory."""
         cluster = self.cluster
         if cluster.road is Road.kTcp or cluster.compression is not Compression.kNone or self.collective:
             return False
-        if cluster.backup:  # a worker that is late still reads what the others have left behind
+        if cluster.backup:  # a late worker still reads the values that the others have finished with
             return False
         residents = (*self.workers(g), *self.servers(self.server_group_of(g)))
         return all(self.together(residents[0], resident) for resident in residents)
 
     @property
     def inline(self) -> bool:
-        """Each worker's process is home to the server of the same index, too.
+        """Whether each worker's process also runs the server of the same index.
 
-        So in one synchronous group on one host in which every worker has a server beside it: as all walk together,
-        the servers' work is done while the workers wait for it, and needs no process of its own.
+        This is so in one synchronous group on one host in which every worker has a server beside it. All of them work
+        in step: the servers' work is done while the workers wait for it, and needs no process of its own.
         """
         return all_reduces(self.cluster) and self.sees_memory(0)
 
     @property
     def foreign(self) -> bool:
-        """The workers add up their gradients through torch.distributed, and not through our servers."""
+        """Whether workers sum gradients through torch.distributed, not through servers."""
         return self.cluster.engine in (Engine.kGloo, Engine.kNccl) and self.workers_per_group > 1
 
     @property
     def relayed(self) -> bool:
-        """Gradients are added up on their way from server to server, by one of our own algorithms."""
+        """Whether gradients are summed on their way from server to server.
+
+        One of topotrain's own algorithms does that.
+        """
         return self.cluster.algorithm is not Algorithm.kAuto and self.workers_per_group > 1
 
     @property
     def collective(self) -> bool:
-        """Each worker has the group's mean before the servers have: server k is given its part by worker k alone.
+        """Whether each worker has the group's mean before the servers have it.
 
-        With one worker there is nothing to add up, and engine and algorithm change nothing.
+        Server k then gets its part from worker k alone. With one worker there is nothing to sum, and engine and
+        algorithm change nothing.
         """
         return self.foreign or self.relayed
 
     def server_group_of(self, g: int) -> int:
-        """The one server group that worker group `g` uses. ValueError if there is no group `g`."""
+        """Return the one server group that worker group `g` uses.
+
+        Raises ValueError if there is no group `g`.
+        """
         _check("worker group", g, self.worker_groups)
+        # Consecutive worker groups share a server group.
         return g * self.server_groups // self.worker_groups
 
     def worker_groups_of(self, sg: int) -> tuple[int, ...]:
-        """The worker groups that use server group `sg`. ValueError if there is no group `sg`."""
+        """Return the worker groups that use server group `sg`.
+
+        Raises ValueError if there is no group `sg`.
+        """
         _check("server group", sg, self.server_groups)
         share = self.worker_groups // self.server_groups
         return tuple(range(sg * share, (sg + 1) * share))
 
     def workers(self, g: int) -> tuple[Address, ...]:
-        """The workers of group `g` in order. ValueError if there is no group `g`."""
+        """Return the workers of group `g` in order.
+
+        Raises ValueError if there is no group `g`.
+        """
         _check("worker group", g, self.worker_groups)
         return tuple(Address(Role.WORKER, g, i) for i in range(self.workers_per_group))
 
     def servers(self, sg: int) -> tuple[Address, ...]:
-        """The servers of group `sg` in shard order. ValueError if there is no group `sg`."""
+        """Return the servers of group `sg` in shard order.
+
+        Raises ValueError if there is no group `sg`.
+        """
         _check("server group", sg, self.server_groups)
         return tuple(Address(Role.SERVER, sg, k) for k in range(self.shards))
 
     def unit_of(self, address: Address) -> int:
-        """Rank of the unit where `address` lives. ValueError if nobody of that address exists."""
+        """Return the rank of the unit of `address`.
+
+        Raises ValueError if the layout has no such address.
+        """
         role, group, index = address
         if role is Role.WORKER:
             _check("worker group", group, self.worker_groups)
@@ -158,9 +185,10 @@ class Topology:
         return _server_unit(self.cluster, group, index)
 
     def host_of(self, address: Address) -> int:
-        """Number of the host where `address` stands. ValueError if nobody of that address exists.
+        """Return the number of the host of `address`.
 
-        With `cluster.link` every unit stands for a host of its own.
+        With `cluster.link` every unit stands for a host of its own. Raises ValueError if the layout has no such
+        address.
         """
         unit = self.unit_of(address)
         if self.cluster.link is not None:
@@ -168,20 +196,26 @@ class Topology:
         return self.hosts[unit] if self.hosts else 0
 
     def together(self, a: Address, b: Address) -> bool:
-        """Whether two residents stand on one host and can share memory."""
+        """Whether two addresses are on one host and can share memory."""
         return self.host_of(a) == self.host_of(b)
 
     def restarts_with(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the units that have to start again when unit `rank` was lost, in order; `rank` is one of them.
+        """Return the ranks of the units that must restart when unit `rank` was lost.
 
-        A worker takes its group along, for the group walks in step; a server takes along its server group, whose shards
-        belong together, and all who have their values from there; a worker group that has its server group to itself
-        takes the servers along, which are in the middle of its step. Another server group has values of its own and
-        goes on. So a synchronous job starts again as a whole, and of Downpour with servers apart one worker group.
+        They are in order, and `rank` is one of them.
+
+        * A lost worker restarts its group, because the group works in step.
+        * A lost server restarts its server group, because the shards belong together, and all workers that have their
+          values from there.
+        * A worker group that has its server group to itself restarts the servers, which are in the middle of its step.
+        * Another server group has values of its own and goes on.
+
+        So a synchronous job restarts as a whole, and Downpour with separate servers restarts one worker group. Raises
         ValueError if there is no unit `rank`.
         """
         _check("unit", rank, len(self.units))
         found, new = {rank}, [rank]
+        # Until no further unit is tied to one that restarts.
         while new:
             unit = self.units[new.pop()]
             groups = {worker.group for worker in unit.workers}
@@ -195,27 +229,29 @@ class Topology:
         return tuple(sorted(found))
 
     def regroups(self, g: int) -> bool:
-        """Whether the workers of group `g` can be started again while everybody else stays.
+        """Whether the workers of group `g` can restart while all other processes go on.
 
-        Not where they add up their gradients among themselves, or share a process with a server. ValueError if there
-        is no group `g`.
+        They cannot where they sum gradients among themselves, or share a process with a server. Raises ValueError if
+        there is no group `g`.
         """
         _check("worker group", g, self.worker_groups)
         return not (self.collective or self.inline)
 
     def sum_tree(self, g: int) -> tuple[tuple[int, ...], ...]:
-        """Worker indices of group `g`, grouped by unit, in order: the canonical order of every sum over the group.
+        """Return the worker indices of group `g`, grouped by unit, in order.
 
-        Sum inside a unit first, then over units: what an in-unit sum over shared memory and one message per unit
-        give anyway, so every road can keep to it and all of them produce the same bits.
+        This is the canonical order of every sum over the group: first inside a unit, then over units. A sum in a unit's
+        shared memory, and one message per unit, give this order anyway. So every transport can keep to it, and all of
+        them produce the same bits.
         """
         by_unit = groupby(self.workers(g), key=self.unit_of)
         return tuple(tuple(worker.index for worker in members) for _, members in by_unit)
 
     def sharing(self, unit: int) -> tuple[tuple[Address, ...], ...]:
-        """Sets of workers of `unit` that share parameter values: in-memory Hogwild (Recht et al., 2011).
+        """Return the sets of workers of `unit` that share parameter values.
 
-        A set has workers of at least two worker groups of one server group. Empty with `share_memory: false`.
+        This is in-memory Hogwild (Recht et al., 2011). A set has workers of at least two worker groups of one server
+        group. Empty with `share_memory: false`.
         """
         _check("unit", unit, len(self.units))
         if not self.cluster.share_memory:
@@ -226,7 +262,7 @@ class Topology:
 
     @property
     def framework(self) -> str:
-        """The name the literature has for this layout; a layout without one is a hybrid of named ones."""
+        """The name in the literature for this layout; other layouts are hybrids."""
         if self.implicit:
             return _without_servers(self)
         if self.synced:
@@ -234,7 +270,10 @@ class Topology:
         return _synchronous(self) if self.worker_groups == 1 else _asynchronous(self)
 
     def as_data(self) -> dict[str, Any]:
-        """The layout as plain data (`plan --json`). Declared servers only; a group without one maps to None."""
+        """Return the layout as plain data (`plan --json`).
+
+        It has declared servers only; a group without servers maps to None.
+        """
         return {
             "nprocs": len(self.units),
             "units": [
@@ -251,7 +290,7 @@ class Topology:
         }
 
     def explain(self) -> str:
-        """The layout in words and two tables: who lives in which unit, and which group talks to which."""
+        """Return the layout in words and two tables, of units and of groups."""
         units = [
             (str(unit.rank), _names(unit.workers), _names(self._declared(unit)), self._shared(unit))
             for unit in self.units
@@ -266,7 +305,7 @@ class Topology:
                 "",
                 *_table(("unit", "workers", "servers", "sharing values"), units),
                 "",
-                *_table(("worker group", "lives in", "uses server group", "which lives in"), groups),
+                *_table(("worker group", "runs in", "uses server group", "which runs in"), groups),
             ]
         )
 
@@ -286,10 +325,13 @@ class Topology:
 
 
 def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
-    """Place every worker and server of `cluster`. Raises ConfigError where the counts do not fit together.
+    """Place every worker and server of `cluster`.
 
-    hosts: the number of the host on which each unit stands, by rank, known once all units have met. Empty: one host.
-    Raises ValueError if they are not as many as the units.
+    hosts: the number of the host of each unit, by rank, known after the rendezvous of all units. Empty: one host.
+
+    Raises:
+        ConfigError: the counts do not fit together.
+        ValueError: there are not as many hosts as units.
     """
     validate(cluster)
     worker_units, server_units = _unit_counts(cluster)
@@ -309,7 +351,10 @@ def layout(cluster: Cluster, hosts: Sequence[int] = ()) -> Topology:
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigError for a count of `cluster` that does not fit the others; job.py has checked each by itself."""
+    """Raise ConfigError for a count of `cluster` that does not fit the others.
+
+    job.py has checked each count by itself.
+    """
     groups, homes = cluster.nworker_groups, cluster.nserver_groups
     _fill_units("worker", groups, cluster.nworkers_per_group, cluster.nworkers_per_procs)
     if homes == 0:
@@ -322,7 +367,7 @@ def validate(cluster: Cluster) -> None:
 
 
 def _fill_units(role: str, groups: int, per_group: int, per_unit: int) -> None:
-    """Units must be full, and each must hold either whole groups or an equal part of one group."""
+    """Check that units are full, with whole groups or an equal part of one group."""
     if groups * per_group > MOST:
         accepted = f"must be at most {MOST // groups} with n{role}_groups = {groups}: a job has up to {MOST} {role}s"
         raise ConfigError(f"cluster.n{role}s_per_group", per_group, accepted)
@@ -344,7 +389,7 @@ def _pairs(groups: int, members: int) -> Iterator[tuple[int, int]]:
 
 
 def _unit_counts(cluster: Cluster) -> tuple[int, int]:
-    """How many units the workers fill, and how many the declared servers."""
+    """Return how many units the workers fill, and how many the declared servers."""
     worker_units = cluster.nworker_groups * cluster.nworkers_per_group // cluster.nworkers_per_procs
     server_units = cluster.nserver_groups * cluster.nservers_per_group // cluster.nservers_per_procs
     return worker_units, server_units
@@ -356,6 +401,7 @@ def _worker_unit(cluster: Cluster, g: int, i: int) -> int:
 
 def _server_unit(cluster: Cluster, g: int, k: int) -> int:
     if cluster.nserver_groups == 0:
+        # An implicit server is in the unit of its first worker.
         return _worker_unit(cluster, g, 0)
     first = _unit_counts(cluster)[0] if cluster.server_worker_separate else 0
     return first + (g * cluster.nservers_per_group + k) // cluster.nservers_per_procs
@@ -373,7 +419,7 @@ def _without_servers(t: Topology) -> str:
 
 
 def _synchronous(t: Topology) -> str:
-    """One worker group, one server group."""
+    """Name a layout of one worker group and one server group."""
     if t.cluster.server_worker_separate:
         return "Sandblaster (synchronous)"
     if t.workers_per_group == 1 and t.shards == 1:
@@ -386,7 +432,7 @@ def _synchronous(t: Topology) -> str:
 
 
 def _asynchronous(t: Topology) -> str:
-    """Several worker groups, one server group."""
+    """Name a layout of several worker groups and one server group."""
     separate = t.cluster.server_worker_separate
     shared = [unit for unit in t.units if t.sharing(unit.rank)]
     if not shared:
@@ -421,7 +467,7 @@ def _places(t: Topology, addresses: Iterable[Address]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a left-aligned table; a column in which no row has anything is left out."""
+    """Return the lines of a left-aligned table, without columns that are empty."""
     keep = [c for c in range(len(head)) if any(row[c] for row in rows)]
     widths = {c: max(len(line[c]) for line in (head, *rows)) for c in keep}
     rule = ["-" * widths.get(c, 0) for c in range(len(head))]

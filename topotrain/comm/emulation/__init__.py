@@ -1,1 +1,1 @@
-"""Links with a given bandwidth, delay, jitter and loss, for measurements on one machine."""
+"""Emulated links with bandwidth, delay, jitter and loss, for measurements."""

@@ -1,13 +1,15 @@
-"""A slow network between the units of one machine, pretended in user space.
+"""Emulate a slow network between the units of one machine, in user space.
 
-Rule: every unit stands for a host with one link, `bandwidth` up and as much down, shared by all its processes. Whoever
-sends pays for both ends: a piece books time on its own host's uplink and on the other host's downlink, and the writer's
-thread sleeps until the link is nearly free again. So no buffer of the kernel hides the link, and several hosts that
-send to one wait for each other. What is paid for is under way for `delay` and only then given to the kernel.
+Every unit stands for a host with one link, which all its processes share. The link has `bandwidth` in each direction.
 
-Loss: each packet of PACKET bytes is lost with the given chance. It is sent again until it arrives, which takes the
-link's time again, and the bytes behind it wait for it: one round trip (2 delays) and REPAIR_S per time. Packets that
-are lost together are repaired together. There is no congestion control: a real TCP connection slows down more.
+* The sender pays for both ends: a piece books time on its own host's uplink and on the other host's downlink.
+* The writer thread sleeps until the link is nearly free again. So no kernel buffer hides the link, and several hosts
+  that send to one host wait for each other.
+* A piece that is paid for is under way for `delay`, and only then given to the kernel.
+
+Each packet of PACKET bytes is lost with the given probability. It is sent again until it arrives, which takes the
+link's time again. The bytes behind it wait for it: one round trip (2 delays) and REPAIR_S per retransmission. Packets
+that are lost together are repaired together. There is no congestion control: a real TCP connection slows down more.
 """
 
 import errno
@@ -36,12 +38,14 @@ _PIECE_S = 0.0015  # a piece takes the link for about this long: short for fairn
 _LEAST_PIECE, _LARGEST_PIECE = PACKET, 1 << 18
 _UNPAID = 1 << 26  # bytes under way at most where no bandwidth bounds them
 _AHEAD_S = 0.005  # a sender wakes so long before the link is free, as an adapter's queue keeps it busy
-_LINGER_S = 2.0  # given to what is under way at the end of a connection
+_LINGER_S = 2.0  # for bytes that are under way at the end of a connection
 _TIME = struct.Struct("d")
 
 
 class LinkMeter:
-    """One direction of one host's link: until when it is taken. All processes that open the same file share it.
+    """The time until which one direction of one host's link is taken.
+
+    Processes that open the same file share it.
 
     Args:
         file: made if missing.
@@ -52,16 +56,16 @@ class LinkMeter:
         self._rate = rate
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, _TIME.size)  # which changes nothing when somebody has done it before
+        os.ftruncate(self._fd, _TIME.size)  # changes nothing where another process has done it already
         self._memory = mmap.mmap(self._fd, _TIME.size)
         self._lock = threading.Lock()  # flock keeps processes apart, not the threads of one
 
     def seconds(self, nbytes: int) -> float:
-        """How long `nbytes` take the link."""
+        """Return how long `nbytes` take the link."""
         return nbytes / self._rate
 
     def book(self, ready: float, nbytes: int) -> float:
-        """Take the link for `nbytes` from the time `ready` on, or from when it is free; returns when they are through.
+        """Take the link for `nbytes`, from `ready` on at the earliest; return the end.
 
         Times are seconds of the monotonic clock, which all processes of a machine share.
         """
@@ -77,9 +81,11 @@ class LinkMeter:
 
 
 class EmulatedRoute:
-    """The way from one host to another, for one connection: when its pieces are through. Knows no clock.
+    """The path from one host to another, for one connection.
 
-    link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid; None: unlimited.
+    It computes when pieces arrive, and has no clock.
+
+    link: delay and jitter in ms, loss as a share of packets. up, down: the two links that are paid. None: unlimited.
     """
 
     def __init__(self, link: Link, up: LinkMeter | None, down: LinkMeter | None, dice: random.Random) -> None:
@@ -87,9 +93,9 @@ class EmulatedRoute:
         self._through = self._there = 0.0
 
     def book(self, ready: float, nbytes: int) -> tuple[float, float]:
-        """Send `nbytes` that are ready at that time. Returns when the sender may go on, and when they are there.
+        """Send `nbytes` at `ready`; return when to go on, and when they arrive.
 
-        The sender is kept until its own link has taken the piece and the other end's link the piece before.
+        The sender waits until its own link has taken this piece and the other end's link the previous piece.
         """
         rounds, again = self._losses(nbytes)
         taken = through = ready
@@ -107,9 +113,10 @@ class EmulatedRoute:
         return max(0.0, self._link.delay + (self._dice.uniform(-jitter, jitter) if jitter else 0.0)) / 1000
 
     def _losses(self, nbytes: int) -> tuple[int, int]:
-        """How often some packet had to be sent again, and how many packets that were in all."""
+        """Return the rounds of retransmission, and the packets sent again in all."""
         rounds = again = 0
         left = math.ceil(nbytes / PACKET) if self._link.loss else 0
+        # Each round sends the lost packets again, of which some are lost again.
         while left := sum(self._dice.random() < self._link.loss for _ in range(left)):
             rounds += 1
             again += left
@@ -117,7 +124,10 @@ class EmulatedRoute:
 
 
 class PiecesInFlight:
-    """Pieces that are paid for and not there yet, in order, and how many bytes they are. Knows no clock."""
+    """Pieces that are paid for and have not arrived yet, in order.
+
+    Their total size is `nbytes`. This class has no clock.
+    """
 
     def __init__(self) -> None:
         self._pieces: deque[tuple[float, bytes]] = deque()
@@ -127,24 +137,24 @@ class PiecesInFlight:
         return bool(self._pieces)
 
     def put(self, there: float, piece: bytes) -> None:
-        """Send off a piece that will be there at that time."""
+        """Add a piece that will arrive at that time."""
         self._pieces.append((there, piece))
         self.nbytes += len(piece)
 
     def first(self) -> tuple[float, bytes]:
-        """The next piece to arrive, and when."""
+        """Return the next piece to arrive, and its time of arrival."""
         return self._pieces[0]
 
     def arrived(self) -> None:
-        """The first piece is there."""
+        """Remove the first piece, which has arrived."""
         self.nbytes -= len(self._pieces.popleft()[1])
 
 
 class ShapedSocket(socket.socket):
-    """A connected stream socket whose sending direction is a `EmulatedRoute`; takes over the descriptor of `raw`.
+    """A connected stream socket that sends through an `EmulatedRoute`.
 
-    A send takes at most one piece and blocks as the link does; one that must not wait (MSG_DONTWAIT) never takes
-    anything, so that a writer's thread does it. `close` waits for what is under way.
+    It takes over the descriptor of `raw`. A send takes at most one piece and blocks as the link does. A send that must
+    not wait (MSG_DONTWAIT) never takes anything, so a writer thread does it. `close` waits for what is under way.
 
     Args:
         raw: connected, given up by the caller.
@@ -162,7 +172,7 @@ class ShapedSocket(socket.socket):
         self._under_way = PiecesInFlight()
         self._last = False  # nothing more will be sent
         self._over = threading.Event()  # the sender must not sleep any longer
-        self._cut = threading.Event()  # nor what is under way
+        self._cut = threading.Event()  # bytes under way must not wait any longer either
         self._error: OSError | None = None
         self._carrier = threading.Thread(target=self._carry, name="link", daemon=True)
         self._carrier.start()
@@ -170,7 +180,10 @@ class ShapedSocket(socket.socket):
     # --- sending -------------------------------------------------------------------------------------------------
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, address: Any = None, /) -> int:
-        """Send a piece of the buffers; returns how many bytes that was. Raises OSError when the way is closed."""
+        """Send one piece of the buffers; return its size in bytes.
+
+        Raises OSError when this direction is closed.
+        """
         if flags & socket.MSG_DONTWAIT:
             raise BlockingIOError(errno.EAGAIN, "a slow link never takes bytes at once")
         return self._post(_head(buffers, self._piece))
@@ -200,7 +213,7 @@ class ShapedSocket(socket.socket):
         return len(piece)
 
     def _carry(self) -> None:
-        """Give each piece to the kernel when its time has come; the last one closes this direction."""
+        """Give each piece to the kernel at its time; then close this direction."""
         try:
             while (first := self._next()) is not None:
                 there, piece = first
@@ -224,13 +237,13 @@ class ShapedSocket(socket.socket):
             self._error, self._last = error, True
             self._freed.notify()
         self._over.set()
-        with suppress(OSError):  # whoever reads shall see the end
+        with suppress(OSError):  # a thread that reads must see the end
             super().shutdown(socket.SHUT_RDWR)
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shutdown(self, how: int) -> None:
-        """End directions: the sending one when what is under way is there."""
+        """Shut directions down; the sending one only after everything under way."""
         if how != socket.SHUT_RD:
             with self._lock:
                 self._last = True
@@ -242,7 +255,10 @@ class ShapedSocket(socket.socket):
             super().shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
-        """Wait until what is under way is there, or for a while if the other end does not take it; then close."""
+        """Close once everything under way has arrived.
+
+        If the peer does not take it, this waits for a while only.
+        """
         if self.fileno() >= 0:
             with suppress(OSError):  # it may be down already
                 self.shutdown(socket.SHUT_RDWR)
@@ -257,13 +273,15 @@ class ShapedSocket(socket.socket):
 
 
 class EmulatedNetwork:
-    """The pretended network as one process sees it: it turns connected sockets into ways from host to host.
+    """The emulated network as one process sees it.
+
+    It puts connected sockets behind routes from host to host.
 
     Args:
         link: of every host.
-        directory: the job's private folder, the same for all its processes; made if missing.
-        key: a name of the job that no other one has; files of this name keep the meters.
-        host_of: on which host an address stands.
+        directory: the job's private folder, the same for all its processes. It is made if missing.
+        key: a name that no other job has. It is the name of the files with the meters.
+        host_of: gives the host of an address.
     """
 
     def __init__(self, link: Link, directory: Path, key: str, host_of: Callable[[Address], int]) -> None:
@@ -274,7 +292,10 @@ class EmulatedNetwork:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def shape(self, sock: socket.socket, me: Address, peer: Address) -> socket.socket:
-        """The socket with the link between these two; as it is, when they stand on one host. Raises OSError."""
+        """Return the socket behind the link of these two, or unchanged on one host.
+
+        Raises OSError.
+        """
         here, there = self._host_of(me), self._host_of(peer)
         if here == there or self._link == Link():
             return sock
@@ -301,7 +322,10 @@ class EmulatedNetwork:
 
 
 def _head(buffers: Iterable[Any], size: int) -> bytes:
-    """The first `size` bytes of the buffers, or all. A copy: its owner may change them while they are under way."""
+    """Return a copy of the first `size` bytes of the buffers.
+
+    The owner may change the buffers while the bytes are under way.
+    """
     parts: list[memoryview] = []
     for buffer in buffers:
         view = memoryview(buffer)

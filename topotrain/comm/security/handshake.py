@@ -1,19 +1,19 @@
-"""Who may come in: a handshake that proves both sides know the job's token before anything else is believed.
+"""A handshake in which both sides prove that they know the job's token.
 
-Rule: until the proof is there a peer gets fixed-size fields, at most 512 bytes each way and two seconds in all, and
-nothing it says reaches an allocator. Four messages:
+Until the proof is there a peer gets fixed-size fields, at most 512 bytes each way, and two seconds in all. No number
+that it sends reaches an allocator. There are four messages:
 
-    dialer  HELLO      versions, job, who I am, whom I want, incarnation, generation, lane, nonce
+    dialer  HELLO      versions, job, own address, wanted address, incarnation, generation, lane, nonce
     answer  CHALLENGE  version, incarnation, generation, nonce, proof over all of it
     dialer  PROOF      proof over all of it, config digest
     answer  WELCOME    proof over all of it                              (or REFUSE: code, text, at any of its turns)
 
-The answering side proves itself first, so a dialer never tells its config to a stranger. Each proof is HMAC-SHA256
-with a key of its own for the side and the role of whoever proves, derived from the token in the manner of HKDF
-(RFC 5869): a proof cannot be sent back to its author, nor a worker's be used as a server's.
+The answering side proves itself first, so a dialer never sends its config digest to an unproven peer. Each proof is
+HMAC-SHA256 with a key for the side and the role of the prover, derived from the token as in HKDF (RFC 5869). So a proof
+cannot be sent back to its author, and a worker's proof cannot be used as a server's.
 
-Under TLS every proof also covers the certificate that its author has seen (the binding, see `tls`): what was said to
-somebody in between, who must have shown another one, proves nothing to anybody else.
+Under TLS every proof also covers the certificate that its author has seen (the binding, see `tls`). A process in
+between must have shown another certificate, so proofs that it relays are worthless.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from topotrain.config.topology import Address, Role
 
 TOKEN_BYTES = 32
 MAX_LANES = 16
-VERSIONS = (1, 1)  # lowest and highest version of handshake and frames that we speak
+VERSIONS = (1, 1)  # lowest and highest supported version of handshake and frames
 CODES = ("VERSION", "JOB", "CONFIG", "AUTH", "FENCED", "FULL", "TWICE")
 DEADLINE = 2.0  # seconds for a whole handshake
 BUDGET = 512  # bytes each way for a whole handshake
@@ -48,24 +48,27 @@ _KIND_HELLO, _KIND_CHALLENGE, _KIND_PROOF, _KIND_WELCOME, _KIND_REFUSE = range(1
 
 
 class NotOurProtocol(TransportError):
-    """Somebody connected who does not speak our handshake: garbage, silence, or too slow."""
+    """A peer that does not speak this handshake: garbage, silence, or too slow."""
 
 
 class HandshakeTimeout(NotOurProtocol, ConnectionLost):
-    """The handshake's time was over. A loaded machine does that to a peer of ours too."""
+    """The handshake ran out of time.
+
+    On a loaded machine this happens to peers of the same job, too.
+    """
 
 
 class HandshakeAborted(NotOurProtocol, ConnectionLost):
-    """The other side ended in the handshake, or is not interested."""
+    """The other side closed the connection during the handshake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What one process says about itself, and the secret of its job.
+    """The claims of one process about itself, and the secret of its job.
 
-    token: 32 random bytes, known to every process of the job. incarnation: a number never reused by a restart.
-    generation: the membership's number; whoever has a lower one is refused. digest: of the config, at most 64 ASCII
-    characters.
+    token: 32 random bytes, known to every process of the job. incarnation: a number that no restart reuses.
+    generation: the number of the membership; a peer with a lower one is refused. digest: of the config, at most 64
+    ASCII characters.
 
     Raises:
         ValueError: a field is out of its bounds.
@@ -94,8 +97,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class SocketNumber:
-    """Which socket of a connection this is: number `lane` of `lanes`, and 16 bytes that all of them have in
-    common.
+    """The number of one socket of a connection.
+
+    It is `lane` of `lanes`; `bundle` is 16 bytes that all sockets of the connection share.
     """
 
     lane: int = 0
@@ -108,7 +112,7 @@ ONLY = SocketNumber()
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The other side of a handshake: who it is, and which of our residents it talks to."""
+    """The other side of a handshake, and the local endpoint (`me`) that it talks to."""
 
     me: Address
     address: Address
@@ -126,14 +130,14 @@ def dial(
     lane: SocketNumber = ONLY,
     binding: bytes = b"",
 ) -> Peer:
-    """Introduce `me` to the resident `wanted` at the other end of a connected socket.
+    """Introduce `me` to the endpoint `wanted` at the other end of a connected socket.
 
-    binding: what `tls` says of the certificate that the other end has shown; empty without TLS.
+    binding: the hash of the certificate that the other end has shown (see `tls`); empty without TLS.
 
     Raises:
-        Refused: the other side said no (its code), or could not prove that it knows the token (AUTH), or is of an
-            older generation than we are (FENCED).
-        Stranger: it does not speak our handshake, or not in time (TooSlow).
+        Refused: the other side refused (with its code), or could not prove that it knows the token (AUTH), or is of an
+            older generation than this side (FENCED).
+        NotOurProtocol: it does not speak this handshake, or not in time (HandshakeTimeout).
     """
     talk = _Talk(sock, seconds, binding)
     nonce = secrets.token_bytes(32)
@@ -143,6 +147,7 @@ def dial(
     version, incarnation, generation, _ = _CHALLENGE.unpack(challenge)
     if not talk.proven(_key(identity, "answer", wanted)):
         raise Refused("AUTH", f"{wanted} could not prove that it belongs to job {identity.job_id!r}")
+    # Only now: the numbers of an unproven peer are not looked at.
     if not VERSIONS[0] <= version <= VERSIONS[1]:
         raise Refused("VERSION", f"{wanted} wants protocol version {version}, we speak {_versions(*VERSIONS)}")
     if generation < identity.generation:
@@ -161,14 +166,16 @@ def answer(
     seconds: float = DEADLINE,
     binding: bytes = b"",
 ) -> tuple[Peer, bytes]:
-    """Hear a dialer out. Returns the peer and the bytes of the WELCOME, which the caller sends first of all.
+    """Answer a dialer's handshake; return the peer and the bytes of the WELCOME.
 
-    The caller may still refuse the peer with `refuse`. `lives_here` says whether a wanted address is ours.
-    binding: of the certificate that we have shown; empty without TLS.
+    The caller sends the WELCOME before anything else.
+
+    The caller may still refuse the peer with `refuse`. `lives_here` tells whether a wanted address is attached here.
+    binding: the hash of the certificate that this side has shown, or empty without TLS.
 
     Raises:
-        Refused: we said no; the dialer has been told.
-        Stranger: no handshake came, or not in time; whatever it was has been told nothing.
+        Refused: this side refused, and has sent the reason to the dialer.
+        NotOurProtocol: no handshake came, or not in time. Nothing has been sent to the dialer.
     """
     talk = _Talk(sock, seconds, binding)
     try:
@@ -179,7 +186,7 @@ def answer(
 
 
 def refuse(sock: HandshakeSocket, refused: Refused) -> None:
-    """Tell the dialer no, without waiting for it to listen."""
+    """Send a refusal to the dialer, without waiting for it to read."""
     _Talk(sock, DEADLINE).refuse(refused)
 
 
@@ -202,6 +209,7 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
     digest = talk.receive(_KIND_PROOF, _DIGEST_BYTES, _MAC_BYTES).rstrip(b"\0")
     if not talk.proven(_key(identity, "dial", dialer)):
         raise Refused("AUTH", f"{dialer} could not prove that it belongs to this job")
+    # Only after the proof: a stranger must not learn whether configs match.
     if not hmac.compare_digest(digest, identity.digest.encode()):
         ours = identity.digest
         raise Refused(
@@ -212,12 +220,15 @@ def _hear(talk: "_Talk", identity: Identity, lives_here: Callable[[Address], boo
     if dialer == me:
         raise Refused("JOB", f"{me} does not call itself")
     if not lives_here(me):
-        raise Refused("JOB", f"{me} does not live here")
+        raise Refused("JOB", f"{me} is not in this process")
     return Peer(me, dialer, incarnation, generation, lane), talk.pack_proven(_KIND_WELCOME, b"", key)
 
 
 class _Talk:
-    """One side of a handshake: bounded bytes, one deadline, and the running transcript that every proof covers."""
+    """One side of a handshake: bounded bytes, one deadline, one transcript.
+
+    Every proof covers the running transcript.
+    """
 
     def __init__(self, sock: HandshakeSocket, seconds: float, binding: bytes = b"") -> None:
         self._sock = sock
@@ -233,15 +244,18 @@ class _Talk:
         self._write(self._pack(kind, body, b""))
 
     def send_proven(self, kind: int, body: bytes, key: bytes) -> None:
-        """Send a message that ends with a proof over everything said so far."""
+        """Send a message that ends with a proof over everything sent and received so far."""
         self._write(self.pack_proven(kind, body, key))
 
     def pack_proven(self, kind: int, body: bytes, key: bytes) -> bytes:
-        """The same, for the caller to send."""
+        """Pack a message that ends with a proof, for the caller to send."""
         return self._pack(kind, body, hmac.digest(key, self._digest_with(kind, body), "sha256"))
 
     def receive(self, kind: int, size: int, mac_bytes: int) -> bytes:
-        """The body of the next message, which must be of this kind and size; its proof is checked by `proven`."""
+        """Return the body of the next message, of this kind and size.
+
+        `proven` checks its proof afterwards.
+        """
         magic, got, length = _PREFIX.unpack(self._read(_PREFIX.size))
         if magic != MAGIC or length > self._left:
             raise NotOurProtocol("the other side does not speak this handshake")
@@ -262,10 +276,13 @@ class _Talk:
         return hmac.compare_digest(self._claim, hmac.digest(key, self._due, "sha256"))
 
     def refuse(self, refused: Refused) -> None:
-        """Say no, if the socket takes it at once: a refused peer must not make us wait."""
+        """Send a refusal if the socket takes it at once.
+
+        A refused peer must not make this side wait.
+        """
         text = refused.text.encode()[:_TEXT_BYTES]
         body = bytes([CODES.index(refused.code)]) + text
-        with suppress(OSError):  # a dialer that is gone needs not be told
+        with suppress(OSError):  # the dialer may be gone
             self._sock.send(_PREFIX.pack(MAGIC, _KIND_REFUSE, len(body)) + body, socket.MSG_DONTWAIT)
 
     def _pack(self, kind: int, body: bytes, mac: bytes) -> bytes:
@@ -285,7 +302,7 @@ class _Talk:
         except TimeoutError as error:
             raise HandshakeTimeout("the other side was too slow in the handshake") from error
         except OSError:
-            pass  # it may have refused us and closed: its reason, if any, is what the next read finds
+            pass  # the peer may have refused and closed: the next read finds its reason, if any
 
     def _read(self, size: int) -> bytes:
         self._left -= size
@@ -301,7 +318,7 @@ class _Talk:
             except OSError as error:
                 raise HandshakeAborted(f"the connection broke in the handshake: {error}") from error
             if not part:
-                raise HandshakeAborted("the other side hung up in the handshake")
+                raise HandshakeAborted("the other side closed the connection in the handshake")
             raw += part
         return raw
 
@@ -313,7 +330,7 @@ class _Talk:
 
 
 def _key(identity: Identity, side: str, address: Address) -> bytes:
-    """The key with which this side and role proves itself: HKDF-SHA256 of one block."""
+    """Return the key of this side and role: HKDF-SHA256 of one block."""
     secret = hmac.digest(identity.job_id.encode(), identity.token, "sha256")
     return hmac.digest(secret, f"topotrain {side} {address.role.name}\x01".encode(), "sha256")
 

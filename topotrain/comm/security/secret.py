@@ -1,7 +1,7 @@
-"""The secret that all processes of a job know: where it comes from, and the keys that are made of it.
+"""Load the secret that all processes of a job know, and derive keys from it.
 
-Rule: a secret comes from the environment or from a file that only its owner can read, never from a command line, and no
-error shows any of it.
+* A secret comes from the environment or from a file that only its owner can read, never from a command line.
+* No error message shows any part of it.
 """
 
 import hashlib
@@ -28,12 +28,14 @@ _MOST = 1024  # bytes read of a file that may be anything
 
 
 def load_secret(environ: Mapping[str, str]) -> bytes:
-    """The 32 bytes of TOPOTRAIN_TOKEN, or of the file TOPOTRAIN_TOKEN_FILE, or of ~/.config/topotrain/token.
+    """Load the job's secret: 32 bytes from the environment or a file.
 
-    The last is made with mode 0600 if it is not there; processes that come at the same time agree on one.
+    Its source is TOPOTRAIN_TOKEN, or the file TOPOTRAIN_TOKEN_FILE, or ~/.config/topotrain/token.
+
+    The last file is made with mode 0600 if it is missing. Processes that start at the same time agree on one secret.
 
     Raises:
-        StoreError: names the variable or the file, and what would be accepted; never shows the secret.
+        StoreError: names the variable or the file, and what would be accepted, and never shows the secret.
     """
     given = environ.get(VARIABLE, "")
     if given:
@@ -49,7 +51,9 @@ def load_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def job_key(secret: bytes, *words: str) -> bytes:
-    """32 bytes for one purpose, which tell nothing of the secret or of the keys for other words.
+    """Derive 32 bytes for one purpose.
+
+    They reveal nothing of the secret or of the keys for other words.
 
     HMAC-SHA256 in the manner of HKDF's second step (RFC 5869).
 
@@ -70,7 +74,7 @@ def _parsed(text: str, source: str) -> bytes:
 
 def _read(path: Path, source: str) -> bytes:
     try:
-        # Without O_NONBLOCK a pipe that was put there would make us wait for ever.
+        # Without O_NONBLOCK opening a named pipe would block for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             info = os.fstat(descriptor)
@@ -98,7 +102,10 @@ def _home() -> Path:
 
 
 def _make(path: Path) -> None:
-    """Put a new secret there, whole from the first moment; whoever was faster wins."""
+    """Write a new secret, visible only when complete.
+
+    The first of several processes wins.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         make_folder(path.parent)

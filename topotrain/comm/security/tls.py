@@ -1,14 +1,14 @@
 """TLS 1.3 over a connected socket, while one thread sends and another receives.
 
-Rule: Python's SSLSocket must not be used by two threads at once, so the cipher works on memory (`ssl.SSLObject`) under
-one lock, which nobody holds while waiting for the network. What leaves that memory is sent by whoever sends, in order;
-a receiver never sends.
+Python's SSLSocket must not be used by two threads at once. So the cipher works on memory (`ssl.SSLObject`) under one
+lock, which no thread holds while it waits for the network. The sending thread sends the sealed bytes, in order. A
+receiving thread never sends.
 
-Nobody is trusted for a certificate. The listening side makes one for itself, and both sides put the hash of the one
-that they have seen (the binding, as in RFC 5929's tls-server-end-point) under the proof of the handshake in `auth`: who
-stands in between must show a certificate of its own, and then the proofs of the two ends do not fit.
+No certificate is trusted. The listening side makes one for itself, and both sides put the hash of the certificate that
+they have seen (the binding, as in RFC 5929's tls-server-end-point) under the proof of the handshake in `handshake`. A
+process in between must show a certificate of its own, and then the proofs of the two ends do not match.
 
-The end of the stream is not authenticated: frames say themselves how long they are, and which is the last.
+The end of the stream is not authenticated: frames carry their own length, and mark the last one.
 """
 
 import os
@@ -34,7 +34,9 @@ _SMALL, _LARGE = 1 << 12, 1 << 18  # bytes read from the socket at once: for a h
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What a listening process shows: a key of its own that no other process ever sees, and the hash of its half.
+    """The certificate of a listening process, with its private key and its hash.
+
+    No other process sees the key.
 
     binding: SHA-256 of the certificate, 32 bytes.
     """
@@ -44,7 +46,10 @@ class Certificate:
 
     @staticmethod
     def make() -> "Certificate":
-        """A new key (ECDSA, P-256) with a certificate signed by itself. Raises WireError without `cryptography`."""
+        """Make a new key (ECDSA, P-256) and self-sign it.
+
+        Raises TransportError without the package `cryptography`.
+        """
         key, certificate, binding = _self_signed()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
@@ -59,10 +64,13 @@ class Certificate:
 
 
 def server_side(sock: socket.socket, certificate: Certificate, seconds: float = DEADLINE) -> "tuple[TlsChannel, bytes]":
-    """Be the listening end. Returns the way to talk, which owns the socket from now on, and the binding.
+    """Perform the TLS handshake as the listening end.
+
+    Returns the channel, which owns the socket from now on, and the binding.
 
     Raises:
-        Stranger: the other end does not speak TLS 1.3, or not in time (TooSlow). The socket stays the caller's.
+        NotOurProtocol: the other end does not speak TLS 1.3, or not in time (HandshakeTimeout). The caller still owns
+            the socket then.
     """
     channel = TlsChannel(sock, certificate.context, server=True)
     channel.shake_hands(seconds)
@@ -70,12 +78,12 @@ def server_side(sock: socket.socket, certificate: Certificate, seconds: float = 
 
 
 def client_side(sock: socket.socket, seconds: float = DEADLINE) -> "tuple[TlsChannel, bytes]":
-    """Be the end that has connected; otherwise as `server_side`.
+    """Perform the TLS handshake as the dialing end; otherwise as `server_side`.
 
-    Nothing is known of the other end yet but its binding: prove it (`auth.dial`) before a word is said or believed.
+    Only the binding of the other end is known yet: prove it (`handshake.dial`) before anything is sent or believed.
 
     Raises:
-        Stranger: as there.
+        NotOurProtocol: as `server_side`.
         Refused: FULL.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -87,13 +95,13 @@ def client_side(sock: socket.socket, seconds: float = DEADLINE) -> "tuple[TlsCha
 
 
 class TlsChannel:
-    """A `multi_socket.Channel`, with what a handshake needs of a socket besides; calls mean what they mean there.
+    """A `multi_socket.Channel` over TLS that also serves for handshakes.
 
-    At most one thread sends and one receives at a time; with a timeout it is one thread for both. A sending call that
-    raised BlockingIOError or TimeoutError must be made again with the same bytes: they may be sealed already.
+    At most one thread sends and one receives at a time. With a timeout one thread does both. A sending call that raised
+    BlockingIOError or TimeoutError must be repeated with the same bytes: they may be sealed already.
 
     Args:
-        sock: connected; closed with this.
+        sock: connected, and closed with this.
         context: of this end.
         server: this is the listening end.
     """
@@ -103,7 +111,7 @@ class TlsChannel:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
         self._lock = threading.Lock()
-        self._sealed, self._owed = memoryview(b""), 0  # what is on its way to the kernel, and the plain bytes it is of
+        self._sealed, self._owed = memoryview(b""), 0  # sealed bytes not sent yet, and how many plain bytes they hold
         self._read = memoryview(bytearray(_SMALL))
         self._budget: int | None = BUDGET
         self._seconds = sock.gettimeout()
@@ -117,7 +125,10 @@ class TlsChannel:
     # --- the beginning -------------------------------------------------------------------------------------------
 
     def shake_hands(self, seconds: float) -> None:
-        """TLS's own handshake. Raises Stranger (TooSlow after `seconds`), or Refused for a listener without room."""
+        """Perform TLS's own handshake.
+
+        Raises NotOurProtocol (HandshakeTimeout after `seconds`), or Refused (FULL).
+        """
         before, until = self._seconds, time.monotonic() + seconds
         with self._strangeness():
             done = False
@@ -129,7 +140,7 @@ class TlsChannel:
                     pass
                 self._say(until)
                 if not done and not self._feed(0, until):
-                    raise HandshakeAborted("the other side hung up in the TLS handshake")
+                    raise HandshakeAborted("the other side closed the connection in the TLS handshake")
         self.settimeout(before)
 
     def _say(self, until: float) -> None:
@@ -139,7 +150,7 @@ class TlsChannel:
         except TimeoutError:
             raise
         except OSError:
-            pass  # it may have refused us and closed: its reason, if any, is what we read next
+            pass  # the peer may have refused and closed: the next read finds its reason, if any
 
     @contextmanager
     def _strangeness(self) -> Iterator[None]:
@@ -148,32 +159,38 @@ class TlsChannel:
         except TimeoutError as error:
             raise HandshakeTimeout("the other side was too slow in the TLS handshake") from error
         except ssl.SSLError as error:
-            # Who has no thread for us says so before there is any TLS.
+            # A listener without a free thread refuses in plain text, before there is any TLS.
             if not self._tls.server_side and self._read[: len(MAGIC)] == MAGIC:
-                raise Refused("FULL", "the other side has no room for a connection now") from error
+                raise Refused("FULL", "the other side cannot take a connection now") from error
             raise NotOurProtocol(f"the other side does not speak TLS 1.3 as we do ({error.reason})") from error
         except OSError as error:
             raise HandshakeAborted(f"the connection broke in the TLS handshake: {error}") from error
 
     def certificate(self) -> bytes:
-        """The one that the listening end has shown to this one, in DER."""
+        """Return the certificate that the listening end has shown to this one, in DER."""
         shown = self._tls.getpeercert(binary_form=True)
         if shown is None:
             raise NotOurProtocol("the other side has shown no certificate")
         return shown
 
     def trust(self) -> None:
-        """The peer is proven: from now on it may send as much as it likes."""
+        """Lift the limit on received bytes: the peer is proven."""
         self._budget = None
 
     def relay(self, change: Callable[[socket.socket], socket.socket]) -> None:
-        """Go on over the socket that `change` makes of this one; nobody is sending or receiving now."""
+        """Go on over the socket that `change` makes of this one.
+
+        No thread may be sending or receiving now.
+        """
         self._sock = change(self._sock)
 
     # --- out -----------------------------------------------------------------------------------------------------
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
-        """Send at most PIECE bytes of the buffers; returns how many. Descriptors cannot travel."""
+        """Send at most PIECE bytes of the buffers; return how many.
+
+        Descriptors cannot travel.
+        """
         if ancdata:
             raise ValueError("TLS carries no descriptors")
         if not self._sealed:
@@ -184,7 +201,7 @@ class TlsChannel:
         return taken
 
     def send(self, data: Any, flags: int = 0, /) -> int:
-        """As `sendmsg`, of one buffer."""
+        """Send from one buffer, as `sendmsg`."""
         return self.sendmsg([data], (), flags)
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
@@ -212,13 +229,16 @@ class TlsChannel:
     # --- in ------------------------------------------------------------------------------------------------------
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive into the buffer: at most a record, or with MSG_WAITALL all of it; 0 at the end. No other flags."""
+        """Receive at most a record, or with MSG_WAITALL the whole buffer; 0 at the end.
+
+        Other flags have no effect.
+        """
         target = memoryview(buffer).cast("B")[: nbytes or None]
         until = None if self._seconds is None else time.monotonic() + self._seconds
         got = 0
         while got < len(target):
             try:
-                with self._lock:  # for one record at a time: who sends must not wait for many
+                with self._lock:  # for one record at a time: a sending thread must not wait for many
                     # with a buffer it is a number, whatever the stubs say
                     count = cast("int", self._tls.read(len(target) - got, target[got:]))
             except ssl.SSLWantReadError:
@@ -231,7 +251,7 @@ class TlsChannel:
         return got
 
     def recv(self, size: int, flags: int = 0, /) -> bytes:
-        """As `recv_into`, for small parts."""
+        """Receive small parts, as `recv_into`."""
         buffer = bytearray(size)
         return bytes(buffer[: self.recv_into(buffer, 0, flags)])
 
@@ -242,7 +262,7 @@ class TlsChannel:
         return self.recv_into(next(iter(buffers)), 0, flags), [], 0, None
 
     def _feed(self, wanted: int, until: float | None) -> bool:
-        """Take from the socket what is there, or wait for it; False at the end."""
+        """Take the bytes from the socket, waiting if there are none; False at the end."""
         if wanted > _SMALL and len(self._read) < _LARGE and self._budget is None:
             self._read = memoryview(bytearray(_LARGE))
         if until is not None:
@@ -259,25 +279,28 @@ class TlsChannel:
     # --- the socket's own ----------------------------------------------------------------------------------------
 
     def gettimeout(self) -> float | None:
-        """Seconds that a call may take, or None."""
+        """Return the seconds that a call may take, or None."""
         return self._seconds
 
     def settimeout(self, value: float | None, /) -> None:
-        """Seconds that a call may take, however many parts of the network's it needs."""
+        """Set the seconds that a whole call may take, over all reads that it needs."""
         self._seconds = value
         self._sock.settimeout(value)
 
     @property
     def below(self) -> socket.socket:
-        """The socket, to ask the system about it."""
+        """The socket below TLS, to ask the system about it."""
         return self._sock
 
     def shutdown(self, how: int, /) -> None:
-        """Shut the socket down, which wakes whoever waits for it. Raises OSError."""
+        """Shut the socket down, which wakes a thread that waits for it. Raises OSError."""
         self._sock.shutdown(how)
 
     def fileno(self) -> int:
-        """The socket's number. A selector does not see what has been taken from the socket and not been read here."""
+        """Return the socket's descriptor.
+
+        A selector does not see bytes that were decrypted and not read yet.
+        """
         return self._sock.fileno()
 
     def close(self) -> None:
@@ -293,7 +316,7 @@ def _left(until: float) -> float:
 
 
 def _self_signed() -> tuple[bytes, bytes, bytes]:
-    """Key and certificate in PEM, and the certificate's SHA-256."""
+    """Return key and certificate in PEM, and the certificate's SHA-256."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -312,7 +335,7 @@ def _self_signed() -> tuple[bytes, bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime(2000, 1, 1))  # it lives as long as this process, and asks no clock
+        .not_valid_before(datetime(2000, 1, 1))  # it is used as long as this process runs, whatever the clock says
         .not_valid_after(datetime(9999, 12, 31))
         .sign(key, SHA256())
     )

@@ -1,7 +1,8 @@
-"""Where processes that do not know each other yet meet: a few small values under agreed keys.
+"""Stores in which processes find each other: a few small values under keys.
 
-Rule: the store is for starting up and for membership, never on the data path: training goes on while it is away. A
-value is bytes, at most 1 MiB; the only operation that decides anything is `compare_and_set`.
+* A store is for starting up and for membership, never on the data path: training goes on while it is away.
+* A value is bytes, at most 1 MiB.
+* The only operation that decides anything is `compare_and_set`.
 """
 
 import os
@@ -24,26 +25,26 @@ class StoreService(Protocol):
     url: str
 
     def close(self) -> None:
-        """Hang up on everybody; the values are gone."""
+        """Close all connections; the values are lost."""
         ...
 
 
 def open_store(
     url: str, secret: bytes | None = None, patience: float = PATIENCE, environ: Mapping[str, str] | None = None
 ) -> Store:
-    """The store of a URL; the caller closes it.
+    """Open the store of a URL; the caller closes it.
 
-    `file:///dir`, `tcp://host:port`, `redis://…`, `rediss://…` or `env://` (where this process's environment says).
+    `file:///dir`, `tcp://host:port`, `redis://…`, `rediss://…` or `env://` (taken from this process's environment).
     With `?job=NAME` at its end, all keys lie under `jobs/NAME/`.
 
     Args:
-        secret: 32 bytes for tcp:// stores; None: `secret.load_secret` of the environment, when it is needed.
+        secret: 32 bytes for tcp:// stores. None: `secret.load_secret` of the environment, when it is needed.
         patience: seconds for which an operation tries to reach a server that is away.
         environ: instead of the process's environment.
 
     Raises:
-        StoreError: no such kind of store (the text says what is accepted), or it cannot be opened. Servers are only
-            asked at the first operation, except for env:// under torchrun.
+        StoreError: the kind of store is unknown (the text lists the accepted ones), or it cannot be opened. Servers are
+            only contacted at the first operation, except for env:// under torchrun.
     """
     address = parse(url)
     environ = os.environ if environ is None else environ
@@ -57,11 +58,13 @@ def open_store(
 
 
 def serve_store(host: str, port: int, secret: bytes) -> StoreService:
-    """Serve a tcp:// store at an address of this machine (port 0: any) until it is closed.
+    """Serve a tcp:// store at an address of this machine until it is closed.
+
+    port: 0 for any free one.
 
     Raises:
-        StoreError: the port is taken, or the address is none of this machine, or is all addresses at once, or one that
-            others can reach while the package for TLS is missing.
+        StoreError: the port is taken, or the address does not belong to this machine, or means all addresses at once,
+            or is reachable by others while the package for TLS is missing.
         ValueError: the secret does not have 32 bytes.
     """
     from topotrain.comm.store.tcp_store_server import TcpServer
@@ -70,14 +73,14 @@ def serve_store(host: str, port: int, secret: bytes) -> StoreService:
 
 
 def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str] | None = None) -> StoreService | None:
-    """For the unit of rank 0: serve the store of the URL if that is to be done here, else None.
+    """Serve the store of the URL where the unit of rank 0 should, else return None.
 
     A tcp:// URL (or one that env:// stands for) is served when its address belongs to this machine and no store is
-    there yet. Under torchrun, whose own store has MASTER_PORT, env:// serves at a free port and tells the other units
-    through torch's store.
+    there yet. Under torchrun its own store has MASTER_PORT. So env:// serves at a free port, and publishes it to the
+    other units through torch's store.
 
     Raises:
-        StoreError: somebody else has the port, or the URL is none.
+        StoreError: another program has the port, or the URL is invalid.
     """
     from topotrain.comm.store.discovery.environment import host
 
@@ -85,7 +88,10 @@ def host_store(url: str, secret: bytes | None = None, environ: Mapping[str, str]
 
 
 def _open(url: StoreUrl, secret: bytes | None, patience: float, environ: Mapping[str, str]) -> Store:
-    """Each kind brings its own dependencies, so it is imported when it is wanted."""
+    """Open one kind of store.
+
+    Each brings its own dependencies, so it is imported when it is wanted.
+    """
     if url.scheme == "file":
         from topotrain.comm.store.file_store import FileStore
 

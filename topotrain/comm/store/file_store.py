@@ -1,18 +1,20 @@
-"""A store in a directory: for the processes of one host, or of several that share a file system.
+"""A store in a directory, on one host or on a shared file system.
 
-Rule: a reader sees a whole value or none, because values are written beside and renamed into place; writers take turns
-by one lock file, because a rename alone cannot compare.
+* A reader sees a whole value or none, because values are written beside and renamed into place.
+* Writers take turns by one lock file, because a rename alone cannot compare.
 
-`watch` looks again and again, at intervals that grow to a quarter of a second. On a directory that may be shared
-between hosts this is right: change notification (inotify) tells nothing of other hosts' writes, and nobody waits here
-while training, only while starting or when a member has gone. Nothing is synced to disk: after a crash of the machine
-the job starts again with an empty store.
+`watch` polls, at intervals that grow to a quarter of a second. On a directory that may be shared between hosts this is
+right: change notification (inotify) does not report other hosts' writes. Polling happens while starting or when a
+member has gone, never during training. Nothing is synced to disk: after a crash of the machine the job starts again
+with an empty store.
 
-A file holds 8 bytes, the milliseconds that its value lives (0: for ever), then the value. Its age is judged by one
+A file holds 8 bytes, the lifetime of its value in milliseconds (0: for ever), then the value. Its age is judged by one
 clock only, that of the file system: the time at which it was written against the time that a file touched now gets.
-On a shared file system both come from its server, so clocks of hosts may differ. What is assumed: the server's clock
-does not jump (a value lives longer or shorter by as much), and touching a file asks the server (as NFS does; a file
-system that stamps with the clock of each host is only right for ttl when these clocks agree).
+On a shared file system both come from its server, so clocks of hosts may differ. Two things are assumed:
+
+* The server's clock does not jump. Otherwise a value lasts longer or shorter by as much.
+* Touching a file asks the server, as NFS does. On a file system that stamps with the clock of each host, a ttl is only
+  right when these clocks agree.
 """
 
 import fcntl
@@ -36,9 +38,11 @@ _LIFE = struct.Struct("<Q")
 
 
 class FileStore:
-    """A `Store` in a directory that only this user may enter (mode 0700; made if missing).
+    """A `Store` in a directory that only this user may enter.
 
-    A directory that is removed meanwhile is made again by the next who writes: all values are gone, nothing else.
+    The directory is made if it is missing, with mode 0700.
+
+    The next write makes a directory that was removed meanwhile again; only the values are lost.
 
     Raises:
         StoreError: the directory cannot be made or written, or is open to others.
@@ -50,18 +54,21 @@ class FileStore:
         self._make()
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none."""
+        """Return the value, or None when there is none."""
         return self._read(self._path(key), whole=True)
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
         """Write a value, whatever was there."""
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
-        with self._locked():  # else it could fall between the look and the write of a compare_and_set
+        with self._locked():  # else it could fall between the read and the write of a compare_and_set
             self._write(path, value, life)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         path, life = self._path(key), check_ttl(ttl)
         check_value(value)
         with self._locked():
@@ -77,8 +84,12 @@ class FileStore:
             self._remove(path)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys with a value that begin with `prefix`, sorted. Removes the files of values that are gone."""
+        """Return all keys with a value that begin with `prefix`, sorted.
+
+        It also removes the files of expired values.
+        """
         check_prefix(prefix)
+        # File names have _SLASH where keys have a slash.
         beginning = prefix.replace("/", _SLASH)
         try:
             names = [name for name in os.listdir(self._directory) if name.startswith(beginning)]
@@ -97,7 +108,10 @@ class FileStore:
         return sorted(found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         for _ in _looks(timeout):
             value = self.get(key)
             if value is not None and value != known:
@@ -107,7 +121,10 @@ class FileStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._directory} within {timeout} s")
 
     def close(self) -> None:
-        """Nothing is held open between operations; a `watch` of another thread ends with StoreError."""
+        """Close the store; a `watch` of another thread ends with StoreError.
+
+        Between operations no file is open.
+        """
         self._closed = True
 
     def _make(self) -> None:
@@ -127,7 +144,7 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Be the only writer, among processes and among threads (each opens the file anew)."""
+        """Be the only writer, among processes and threads (each opens the file anew)."""
         descriptor = self._lock_file()
         try:
             for _ in _looks(LOCK_SECONDS):
@@ -135,7 +152,7 @@ class FileStore:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     if os.fstat(descriptor).st_nlink:
                         break
-                    os.close(descriptor)  # the directory was removed meanwhile: others take the lock of a new one
+                    os.close(descriptor)  # the directory was removed meanwhile: the new one has another lock file
                     descriptor = self._lock_file()
             else:
                 raise StoreError(f"{self._directory / _LOCK} was held for {LOCK_SECONDS} s: is its holder stopped?")
@@ -155,7 +172,7 @@ class FileStore:
             raise StoreError(f"cannot lock {self._directory}: {error}") from error
 
     def _read(self, path: Path, whole: bool) -> bytes | None:
-        """The value, or (not whole) nothing of it; None when there is none, or none any more."""
+        """Return the value (b"" unless `whole`), or None when it is missing or expired."""
         try:
             with os.fdopen(open_for_reading(path), "rb") as file:
                 head = file.read(_LIFE.size)
@@ -171,7 +188,7 @@ class FileStore:
         return None if life and self._now() - written >= life * 1_000_000 else value
 
     def _now(self) -> int:
-        """What the file system says the time is, in ns."""
+        """Return the time of the file system, in ns."""
         path = self._directory / _CLOCK
         try:
             descriptor = open_file(path, os.O_CREAT | os.O_RDWR)
@@ -202,14 +219,14 @@ class FileStore:
             raise StoreError(f"cannot remove {path}: {error}") from error
 
     def _sweep(self, path: Path) -> None:
-        """Remove the file of a value that is gone, if nobody has written a new one."""
+        """Remove the file of an expired value, unless a new one was written."""
         with self._locked():
             if self._read(path, whole=False) is None:
                 self._remove(path)
 
 
 def _looks(seconds: float) -> Iterator[None]:
-    """Yield at once, then at growing, jittered intervals, the last time at the deadline."""
+    """Yield at once, then at growing, jittered intervals, and at the deadline."""
     until, pause = time.monotonic() + seconds, _FIRST_PAUSE
     while True:
         yield

@@ -1,6 +1,6 @@
-"""What may be a key and a value in every store, and how a store says that it cannot.
+"""Check keys, values and lifetimes for every store.
 
-Rule: a key is safe to become a part of a file name, a URL or a command of a server, whatever the store is made of.
+A valid key can safely become a part of a file name, of a URL or of a command to a server, whatever the kind of store.
 """
 
 import re
@@ -19,26 +19,32 @@ class StoreError(Exception):
 
 
 def check_key(key: str, name: str = "key") -> None:
-    """Raise ValueError when this is no key."""
+    """Raise ValueError unless `key` is a valid key."""
     if len(key) > MAX_KEY or not _KEY.fullmatch(key):
         rule = "parts of [a-z0-9_.-] joined by '/', none beginning with a dot"
         raise ValueError(f"{name} = {key!r}: must be {rule}, at most {MAX_KEY} characters")
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise ValueError when no key can begin like this. Nothing, and a slash at the end, are allowed."""
+    """Raise ValueError when no key can begin like this.
+
+    An empty prefix, and a slash at the end, are allowed.
+    """
     if len(prefix) > MAX_KEY or not _PREFIX.fullmatch(prefix):
         raise ValueError(f"prefix = {prefix!r}: must be the beginning of a key")
 
 
 def check_value(value: bytes) -> None:
-    """Raise ValueError when a value is too big."""
+    """Raise ValueError when a value is larger than MAX_VALUE bytes."""
     if len(value) > MAX_VALUE:
         raise ValueError(f"value of {len(value)} bytes: at most {MAX_VALUE}")
 
 
 def check_ttl(ttl: float | None) -> int:
-    """The same in whole milliseconds, at least 1; 0 for a value that stays. Raises ValueError."""
+    """Return `ttl` in whole milliseconds, at least 1, or 0 for None.
+
+    Raises ValueError.
+    """
     if ttl is None:
         return 0
     if not 0 < ttl <= MAX_TTL:

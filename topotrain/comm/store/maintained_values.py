@@ -1,7 +1,8 @@
-"""Values that a process keeps in a store: written again where they are missing, as after the store was wiped.
+"""Values of a process that are written again when the store has lost them.
 
-Rule: a value is written again only where there is none, so what another process has written since then stays. A store
-that is away is asked again at the next look. Nothing waits for any of this.
+* A value is written again only where there is none, so a value that another process has written since then stays.
+* A store that is away is asked again at the next look.
+* Nothing waits for any of this.
 """
 
 import threading
@@ -11,12 +12,15 @@ from topotrain.comm.store.key_validation import StoreError
 from topotrain.comm.store.store_base import Store
 
 LOOK_S = 1.0
-"""Seconds between two looks whether the values are still there."""
-_CLOSING_S = 1.0  # for a look that is under way; the store that it asks may be away
+"""Seconds between two checks that the values are still there."""
+_CLOSING_S = 1.0  # for a check that is under way; its store may be away
 
 
 class MaintainedValues:
-    """The values that one process keeps in `store`, from the first one until `close`; several threads may use it."""
+    """The values that one process maintains in `store` until `close`.
+
+    Several threads may use it.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -26,12 +30,12 @@ class MaintainedValues:
         self._thread: threading.Thread | None = None
 
     def set(self, key: str, value: bytes) -> None:
-        """Write a value, whatever was there, and keep it. Raises StoreError."""
+        """Write a value unconditionally, and maintain it. Raises StoreError."""
         self._store.set(key, value)
         self.keep(key, value)
 
     def keep(self, key: str, value: bytes) -> None:
-        """From now on write this value wherever there is none; does not wait."""
+        """Maintain this value from now on; does not wait."""
         with self._lock:
             self._values[key] = value
             if self._thread is None and not self._closed.is_set():
@@ -39,12 +43,12 @@ class MaintainedValues:
                 self._thread.start()
 
     def drop(self, key: str) -> None:
-        """Keep the value no more; what is in the store stays there."""
+        """Stop maintaining the value; the store keeps what it has."""
         with self._lock:
             self._values.pop(key, None)
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Stop maintaining all values."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(_CLOSING_S)

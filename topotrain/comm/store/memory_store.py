@@ -1,7 +1,6 @@
-"""The values of a store that lives in one process.
+"""The table of a store that has its values in the memory of one process.
 
-Rule: time is the monotonic clock, so a clock that is set changes no value's life; what is over is removed by whoever
-writes next.
+Lifetimes are measured by the monotonic clock, so setting the clock changes none. The next write removes expired values.
 """
 
 import heapq
@@ -17,7 +16,7 @@ from topotrain.comm.store.key_validation import StoreError
 MAX_TOTAL = 256 << 20
 """Bytes of all keys and values."""
 REMEMBERED = 1 << 16
-"""How many of the latest writes are known by their number, in case one is asked for again."""
+"""How many of the latest writes are remembered by their number, in case one is repeated."""
 
 Wake = Callable[[], None]
 
@@ -40,19 +39,25 @@ class MemoryTable:
         self._watchers: dict[str, list[Wake]] = {}
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None."""
+        """Return the value, or None."""
         with self._lock:
             return self._present(key)
 
     def set(self, key: str, value: bytes, life: int, once: bytes) -> bool:
-        """Write a value that lives so many milliseconds (0: for ever). Raises StoreError when there is no room."""
+        """Write a value that expires after `life` milliseconds (0: never).
+
+        Raises StoreError when the store is full.
+        """
         with self._lock:
             if once not in self._done:
                 self._write(key, value, life)
             return self._remember(once, True)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, life: int, once: bytes) -> bool:
-        """Write the value if the present one is `expected`. Raises StoreError when there is no room."""
+        """Write the value if the present one is `expected`.
+
+        Raises StoreError when the store is full.
+        """
         with self._lock:
             if once in self._done:
                 return self._done[once]
@@ -69,13 +74,16 @@ class MemoryTable:
             return self._remember(once, True)
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin so, sorted."""
+        """Return the keys that begin with `prefix`, sorted."""
         with self._lock:
             return sorted(key for key in self._entries if key.startswith(prefix) and self._present(key) is not None)
 
     @contextmanager
     def watching(self, key: str, wake: Wake) -> Iterator[None]:
-        """Meanwhile `wake` is called after each write to the key, by the writer's thread: it must not wait."""
+        """Call `wake` after each write to the key, as long as the context lasts.
+
+        It runs on the writer's thread, so it must not wait.
+        """
         with self._lock:
             self._watchers.setdefault(key, []).append(wake)
         try:
@@ -98,6 +106,7 @@ class MemoryTable:
             if gone in self._entries and self._entries[gone].until <= now:
                 self._drop(gone)
         old = self._entries.get(key)
+        # A new key counts with its own length, too.
         grown = len(value) - (len(old.value) if old else -len(key))
         if self._total + grown > MAX_TOTAL:
             raise StoreError(f"the store is full: {MAX_TOTAL >> 20} MiB")
@@ -109,7 +118,10 @@ class MemoryTable:
             wake()
 
     def _note(self, until: float, key: str) -> None:
-        """Remember an end; those of values that were written anew since are forgotten once they are the most."""
+        """Remember an expiry.
+
+        Those of values that were written again are dropped once they are the majority.
+        """
         if len(self._ends) > 2 * len(self._entries) + 64:
             self._ends = [(entry.until, name) for name, entry in self._entries.items() if entry.until < float("inf")]
             heapq.heapify(self._ends)

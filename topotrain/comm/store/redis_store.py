@@ -1,11 +1,11 @@
 """A store on a Redis server.
 
-Rule: every write is one script on the server, which compares, writes, and publishes on the channel of the key, so that
-nothing falls in between and whoever watches need not look again and again. A script that is sent twice, because an
-answer was lost, finds what it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
+Every write is one script on the server, which compares, writes, and publishes on the channel of the key. So no other
+write falls in between, and a watching client need not poll. A script that is sent twice, because a reply was lost,
+finds the outcome that it noted the first time. Keys begin with "topotrain/" there; nothing else is touched.
 
-`watch` also looks every LOOK seconds, for a connection that died without a word, and for values that were written by
-other means. Connections are closed when no thread uses them: redis-py's own `close` takes them from under operations.
+`watch` also looks every LOOK seconds, for a connection that died silently, and for values that were written by other
+programs. Connections are closed when no thread uses them, because redis-py's own `close` also closes those in use.
 """
 
 import secrets
@@ -21,10 +21,10 @@ from topotrain.comm.store.store_url import StoreUrl
 MISSING = "redis:// needs the package redis: pip install 'topotrain[redis]'"
 PORT = 6379
 SECONDS = 10.0
-"""For a connection to be made, and for each answer."""
+"""For connecting, and for each reply."""
 LOOK = 15.0
 _GLANCE = 0.5  # seconds in which a `watch` notices that the store was closed
-_PAUSE = 0.1  # seconds before the one repetition of what a lost connection has left unanswered
+_PAUSE = 0.1  # seconds before the one retry of a command whose connection was lost
 _REMEMBERED = 60_000  # milliseconds for which a script's outcome is kept
 _SPACE = "topotrain/"
 _PAGE = 1000  # keys at a time
@@ -49,7 +49,9 @@ return answer
 
 
 class RedisStore:
-    """A `Store` at redis://[user:password@]host[:port][/db], or rediss:// with TLS; connects at its first use.
+    """A `Store` on a Redis server, at redis:// or rediss:// (TLS).
+
+    The URL is redis://[user:password@]host[:port][/db]. It connects at its first use.
 
     With TLS the server must have a certificate for its name, signed by `ca` (a file) or by an authority that this
     system trusts. Errors name host and port, never the password.
@@ -85,7 +87,7 @@ class RedisStore:
         )
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none."""
+        """Return the value, or None when there is none."""
         check_key(key)
         with self._telling():
             value: bytes | None = self._client.get(_SPACE + key)
@@ -96,7 +98,10 @@ class RedisStore:
         self._write(key, "any", b"", "put", value, ttl)
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         return self._write(key, "none" if expected is None else "same", expected or b"", "put", value, ttl)
 
     def delete(self, key: str) -> None:
@@ -104,7 +109,7 @@ class RedisStore:
         self._write(key, "any", b"", "drop", b"", None)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys with a value that begin with `prefix`, sorted."""
+        """Return all keys with a value that begin with `prefix`, sorted."""
         check_prefix(prefix)
         with self._telling():
             # No character of a key has a meaning in a pattern. A scan may show a key twice.
@@ -112,7 +117,10 @@ class RedisStore:
         return sorted(name.decode()[len(_SPACE) :] for name in found)
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         until = time.monotonic() + timeout
         value = self.get(key)
         if value is not None and value != known:
@@ -121,7 +129,7 @@ class RedisStore:
             channel.subscribe(_SPACE + key)
             due = time.monotonic() + LOOK
             while (left := until - time.monotonic()) > 0:
-                # The first message says that we are subscribed: what is written from here on is heard of.
+                # The first message confirms the subscription: every later write sends a message.
                 message = channel.get_message(timeout=min(left, _GLANCE))
                 self._check_open()
                 if message is None and time.monotonic() < min(due, until):
@@ -133,7 +141,10 @@ class RedisStore:
         raise TimeoutError(f"nothing new under {key!r} in {self._where} within {timeout} s")
 
     def close(self) -> None:
-        """Close the connections; those that are in use when their operations end, a `watch` at once with StoreError."""
+        """Close idle connections now, and others after their operation.
+
+        A `watch` of another thread ends with StoreError.
+        """
         with self._lock:
             self._closed = True
         self._hang_up()
@@ -160,7 +171,7 @@ class RedisStore:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """One operation: whatever Redis says becomes StoreError."""
+        """Run one operation; every error of Redis becomes StoreError."""
         with self._lock:
             self._check_open()
             self._under_way += 1
@@ -182,6 +193,6 @@ class RedisStore:
             text = str(error).split("\n")[0]
             if self._secret:
                 text = text.replace(self._secret, "***")
-            if text.startswith("HELLO must be called"):  # the server's words for no password are about its protocol
+            if text.startswith("HELLO must be called"):  # the server's text for a missing password names its protocol
                 text = "authentication required: give a password, as in redis://:PASSWORD@HOST"
             raise StoreError(f"store {self._where}: {text or type(error).__name__}") from None

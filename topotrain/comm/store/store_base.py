@@ -1,7 +1,7 @@
-"""What every store promises, and a view of a store in which all keys begin alike.
+"""The interface of every store, and a view of a store under a common prefix.
 
-Rule: the only operation that decides anything is `compare_and_set`; it happens once, also when an answer was lost and
-the question was asked again.
+The only operation that decides anything is `compare_and_set`. It is carried out once, also when a reply was lost and
+the request was repeated.
 """
 
 from typing import Protocol
@@ -10,23 +10,28 @@ from topotrain.comm.store.key_validation import check_key, check_prefix
 
 
 class Store(Protocol):
-    """Values under keys. A key is parts of [a-z0-9_.-] joined by "/", none beginning with a dot.
+    """Values under keys.
 
-    A value is at most 1 MiB. `ttl` is in seconds: after that the value is gone, unless it was written anew; None: it
-    stays. A store may be used by several threads. Every operation may raise StoreError, and ValueError for a key, value
-    or ttl that is none. No operation but `watch` waits for anything other than the store itself.
+    A key is parts of [a-z0-9_.-] joined by "/", none beginning with a dot.
+
+    A value is at most 1 MiB. `ttl` is in seconds: the value expires after that, unless it was written again. None: it
+    stays. Several threads may use a store. Every operation may raise StoreError, and ValueError for an invalid key,
+    value or ttl. Only `watch` waits for anything other than the store itself.
     """
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none."""
+        """Return the value, or None when there is none."""
         ...
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """Write a value, whatever was there."""
+        """Write a value unconditionally."""
         ...
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -34,28 +39,36 @@ class Store(Protocol):
         ...
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys with a value that begin with `prefix`, sorted. Not one moment's picture: others write meanwhile."""
+        """Return all keys with a value that begin with `prefix`, sorted.
+
+        It is not a snapshot: other processes write meanwhile.
+        """
         ...
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of what the store holds open; what other threads are doing with it ends, a `watch` with StoreError.
+        """Release what the store holds open; operations of other threads end.
 
-        Every operation after that raises StoreError, or still works where nothing is held open.
+        A `watch` of another thread ends with StoreError.
+
+        Every later operation raises StoreError, or still works where nothing is held open.
         """
         ...
 
 
 class PrefixStore:
-    """A store whose keys all lie under `prefix` of another store.
+    """A view of a store: all its keys lie under `prefix` of another store.
 
     owner: closing the view closes the other store, too.
 
     Raises:
-        ValueError: the prefix is no key.
+        ValueError: the prefix is not a valid key.
     """
 
     def __init__(self, store: Store, prefix: str, owner: bool = False) -> None:
@@ -93,10 +106,13 @@ class PrefixStore:
             self._store.close()
 
     def _whole(self, key: str) -> str:
-        check_key(key)  # here, so that a refusal shows the key that the caller gave
+        check_key(key)  # here, so that an error shows the key that the caller gave
         return self._prefix + key
 
 
 def within(store: Store, prefix: str) -> Store:
-    """The part of a store under `prefix`, as a store; `prefix` is a key. Closing it leaves the whole store open."""
+    """Return the part of a store under `prefix`, a key, as a store.
+
+    Closing it leaves the whole store open.
+    """
     return PrefixStore(store, prefix)

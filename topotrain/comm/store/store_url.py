@@ -1,6 +1,6 @@
-"""The URL of a store, taken apart.
+"""Parse the URL of a store.
 
-Rule: an error shows the URL without its password.
+Errors show the URL without its password.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,15 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
     }
 )
 QUERY = {"rediss": frozenset({"ca", "job"})}
-"""Words that may stand behind the question mark; for all other kinds, `job` alone."""
+"""Query parameters that a kind of URL accepts; all other kinds accept `job` alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """The parts of a store's URL. port: 0 where none is given. job: "" for the whole store. text: without password."""
+    """The parts of a store's URL.
+
+    port: 0 where none is given. job: "" for the whole store. text: without password.
+    """
 
     scheme: str
     text: str
@@ -38,12 +41,12 @@ class StoreUrl:
     password: str = field(default="", repr=False)
 
     def fail(self, why: str) -> StoreError:
-        """An error that shows this URL."""
+        """Return an error that shows this URL."""
         return StoreError(f"rendezvous {self.text!r}: {why}")
 
 
 def parse(url: str) -> StoreUrl:
-    """Take a URL apart. Raises StoreError, which says what is accepted."""
+    """Parse a URL. Raises StoreError, which lists what is accepted."""
     text = _shown(url)
     try:
         parts = urlsplit(url)
@@ -76,7 +79,7 @@ def _check(url: StoreUrl, parts: SplitResult, query: Mapping[str, str]) -> None:
     known = QUERY.get(url.scheme, frozenset({"job"}))
     for name, value in query.items():
         if name not in known or not value:
-            raise url.fail(f"{accepted}; behind the question mark {' and '.join(sorted(known))} can stand")
+            raise url.fail(f"{accepted}; after the question mark only {' and '.join(sorted(known))} can be given")
     if url.job:
         try:
             check_key(url.job, "job")
@@ -106,7 +109,10 @@ def _showable(url: str) -> bool:
 
 
 def _shown(url: str) -> str:
-    """The URL with its password replaced. It may be none at all, so only its characters are looked at."""
+    """Return the URL with its password replaced.
+
+    Only its characters are looked at, because the URL may be invalid.
+    """
     scheme, found, rest = url.partition("://")
     at = rest.rfind("@")
     if not found or at < 0:

@@ -1,8 +1,9 @@
-"""A store on a server of our own, reached over TCP.
+"""A client of topotrain's own store server, over TCP.
 
-Rule: each operation takes one of a few connections that are kept open, asks, and waits for the answer; several threads
-use several. A connection that is lost is made anew, with growing pauses, until the deadline; a request that is repeated
-carries the number of the first attempt, by which the server knows what it has done already.
+* Each operation takes one of a few open connections, sends its request, and waits for the reply. Several threads use
+  several connections.
+* A lost connection is made anew, with growing pauses, until the deadline.
+* A repeated request carries the number of its first attempt, so the server knows whether it was carried out already.
 """
 
 import os
@@ -31,20 +32,20 @@ from topotrain.comm.transport.multi_socket import HandshakeSocket
 
 PATIENCE = 30.0
 """Seconds for which an operation tries to reach its server."""
-_ANSWER = 10.0  # seconds for an answer that nobody has to wait for
+_ANSWER = 10.0  # seconds for a reply that the server gives at once
 _KEPT = 8  # idle connections
 _FIRST_PAUSE, _LAST_PAUSE = 0.02, 1.0  # seconds between attempts
 
 
 class AccessDenied(StoreError):
-    """The server will not have us, however often we ask."""
+    """The server refuses this client, and would refuse it again."""
 
 
 class TcpStore:
     """A `Store` at tcp://host:port; connects at its first use.
 
-    secret: 32 bytes, those of the server. patience: seconds for which an operation tries again while the server cannot
-    be reached; then it raises StoreError. A wrong secret is refused at once.
+    secret: 32 bytes, those of the server. patience: seconds for which an operation retries while the server cannot be
+    reached. After that it raises StoreError. A wrong secret is refused at once.
 
     Raises:
         ValueError: the secret does not have 32 bytes.
@@ -62,7 +63,7 @@ class TcpStore:
         self._closed = False
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None when there is none."""
+        """Return the value, or None when there is none."""
         check_key(key)
         reply = self._ask(StoreRequest(Op.GET, key))
         return reply.body if reply.status is Status.YES else None
@@ -74,7 +75,10 @@ class TcpStore:
         self._ask(StoreRequest(Op.SET, key, value, life=check_ttl(ttl)))
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Write the value if the present one is `expected` (None: there is none); tells whether it did. Atomic."""
+        """Write the value if the present one is `expected`; return whether it did.
+
+        `expected` None: there is no value. Atomic.
+        """
         check_key(key)
         check_value(value)
         if expected is not None:
@@ -87,12 +91,15 @@ class TcpStore:
         self._ask(StoreRequest(Op.DELETE, key))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys with a value that begin with `prefix`, sorted."""
+        """Return all keys with a value that begin with `prefix`, sorted."""
         check_prefix(prefix)
         return self._ask(StoreRequest(Op.KEYS, prefix)).body.decode().split()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """Wait until there is a value other than `known`; returns it. Raises TimeoutError after `timeout` seconds."""
+        """Wait for a value other than `known` and return it.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
         check_key(key)
         if known is not None:
             check_value(known)
@@ -103,7 +110,10 @@ class TcpStore:
         return reply.body
 
     def close(self) -> None:
-        """Close the connections; an operation of another thread ends with StoreError, and closes its own."""
+        """Close the connections.
+
+        An operation of another thread ends with StoreError, and closes its own.
+        """
         with self._lock:
             self._closed = True
             for sock in self._busy:
@@ -112,7 +122,10 @@ class TcpStore:
         self._hang_up()
 
     def _ask(self, request: StoreRequest, wait: float = 0.0, until: float | None = None) -> Reply:
-        """Ask until there is an answer. `wait`, `until`: of a watch. Raises StoreError."""
+        """Send the request until there is a reply.
+
+        `wait`, `until`: of a watch. Raises StoreError.
+        """
         lost_at, pause = None, _FIRST_PAUSE
         while True:
             if until is not None:
@@ -120,10 +133,11 @@ class TcpStore:
             try:
                 reply = self._attempt(request, min(wait, MAX_WAIT))
             except (OSError, MalformedFrame, TransportError) as error:
-                self._hang_up()  # when one was lost, the others mostly are, too
+                self._hang_up()  # when one connection was lost, the others mostly are, too
                 self._give_up_on(error)
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
+                # Patience counts from the first loss; a watch also ends at its own time.
                 end = min(lost_at + self._patience, until if until is not None else now + self._patience)
                 if now + pause > end:
                     tried = f" (tried for {now - lost_at:.0f} s)" if now - lost_at >= 1 else ""
@@ -151,7 +165,7 @@ class TcpStore:
         return reply
 
     def _use(self, sock: HandshakeSocket) -> None:
-        """From now on `close` ends what happens on this connection."""
+        """Register a connection, so that `close` ends what happens on it."""
         with self._lock:
             self._check_open()
             self._busy.add(sock)
@@ -163,7 +177,7 @@ class TcpStore:
     def _take(self) -> HandshakeSocket:
         with self._lock:
             self._check_open()
-            if self._process != os.getpid():  # after a fork these belong to the parent, who goes on using them
+            if self._process != os.getpid():  # after a fork the connections belong to the parent, which still uses them
                 self._process, self._idle, self._busy = os.getpid(), [], set()
             if self._idle:
                 return self._idle.pop()
@@ -194,8 +208,8 @@ class TcpStore:
             raise
 
     def _give_up_on(self, error: Exception) -> None:
-        """Raise StoreError for what trying again would not change."""
+        """Raise StoreError for an error that a retry would not change."""
         if isinstance(error, Refused) and error.code != "FULL":
             if error.code == "AUTH":
-                raise AccessDenied(f"store {self._url} has another secret than we have") from error
-            raise AccessDenied(f"store {self._url} refused us: {error}") from error
+                raise AccessDenied(f"store {self._url} has another secret than this process") from error
+            raise AccessDenied(f"store {self._url} refused this process: {error}") from error

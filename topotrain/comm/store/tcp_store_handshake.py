@@ -1,8 +1,9 @@
-"""How a store server and its clients come together: which addresses, and the proof that both know the secret.
+"""Connect a store server and its clients, with proof that both know the secret.
 
-Rule: nothing is believed, and nothing but fixed-size fields is read, before the handshake of the roads (security)
-has gone well; its key is made of the secret for stores alone. At an address that other machines can reach it goes
-through TLS 1.3, and proves the certificate, too; both sides know from the address whether it does.
+* Before the handshake of the transports (security) has succeeded, only fixed-size fields are read, and none is trusted.
+* The key of the handshake is derived from the secret for stores alone.
+* At an address that other machines can reach the handshake goes through TLS 1.3, and proves the certificate, too. Both
+  sides know from the address whether it does.
 """
 
 import ipaddress
@@ -21,35 +22,44 @@ if TYPE_CHECKING:
 
 CLIENT, SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 _NAME = "topotrain store"
-_IDLE, _EVERY, _TRIES = 15, 5, 3  # seconds of silence before a peer is asked whether it lives, between asks, and asks
+_IDLE, _EVERY, _TRIES = 15, 5, 3  # keepalive: seconds of silence before the first probe, between probes, and probes
 
 
 def identity(secret: bytes) -> Identity:
-    """What both sides of a store prove. Raises ValueError for a secret that is none."""
+    """Return the identity that both sides of a store prove.
+
+    Raises ValueError for a secret of a wrong length.
+    """
     return Identity(_NAME, job_key(secret, "store"), 0, 0, "")
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """The first address of a host. Raises OSError when its name cannot be found (yet), StoreError when it is none."""
+    """Return the first address of a host.
+
+    Raises OSError when its name is not found, StoreError when it is invalid.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError:
-        raise StoreError(f"store {shown(host, port)}: {host!r} is no name of a host") from None
+        raise StoreError(f"store {shown(host, port)}: {host!r} is not a host name") from None
     return found[0][0], str(found[0][4][0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach the address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def shown(host: str, port: int) -> str:
-    """The URL of a store there."""
+    """Return the URL of a store at this address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set a connected socket up: small frames leave at once, and a peer that is gone without a word is noticed."""
+    """Set a connected socket up.
+
+    Small frames leave at once, and the death of a silent peer is noticed.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
@@ -58,7 +68,10 @@ def prepare(sock: socket.socket) -> None:
 
 
 def bound(family: socket.AddressFamily, address: str, port: int, backlog: int) -> socket.socket:
-    """A socket that listens there. Raises OSError, and then leaves none open."""
+    """Return a socket that listens at the address.
+
+    Raises OSError, and then leaves none open.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -71,11 +84,11 @@ def bound(family: socket.AddressFamily, address: str, port: int, backlog: int) -
 
 
 def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certificate | None":
-    """What a server at this address shows; None where only this machine can reach it.
+    """Return a server's certificate, or None where only this machine can reach it.
 
     Raises:
-        StoreError: all addresses at once (clients could not know whether to expect TLS), or other machines can reach it
-            and there is no secret (zeros), or TLS is not installed.
+        StoreError: the address means all addresses at once (clients could not know whether to expect TLS), or other
+            machines can reach it and there is no secret (zeros), or TLS is not installed.
     """
     if is_loopback(address):
         return None
@@ -93,7 +106,10 @@ def certificate_for(host: str, address: str, port: int, secret: bytes) -> "Certi
 
 
 def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | None") -> HandshakeSocket:
-    """Hear a client out; returns the way to talk to it. Raises WireError, OSError."""
+    """Take a client's handshake; return the socket to talk to it.
+
+    Raises TransportError, OSError.
+    """
     prepare(sock)
     line: HandshakeSocket = sock
     binding = b""
@@ -110,7 +126,10 @@ def come_in(sock: socket.socket, proof: Identity, certificate: "Certificate | No
 
 
 def go_in(sock: socket.socket, proof: Identity) -> HandshakeSocket:
-    """Introduce ourselves to the server at the other end; returns the way to talk to it. Raises WireError, OSError."""
+    """Introduce this client to the server; return the socket to talk to it.
+
+    Raises TransportError, OSError.
+    """
     prepare(sock)
     if is_loopback(str(sock.getpeername()[0])):
         dial(sock, proof, CLIENT, SERVER)

@@ -1,6 +1,7 @@
-"""What a tcp:// store and its clients say to each other, as bytes.
+"""The byte format of requests and replies between a tcp:// store and its clients.
 
-Rule: a header of fixed size, in it every length, and each length is checked before a byte behind it is read.
+Every frame begins with a header of fixed size, which holds every length. Each length is checked before a byte after the
+header is read.
 """
 
 import secrets
@@ -21,11 +22,11 @@ _MAGIC = b"tS"
 
 
 class MalformedFrame(Exception):
-    """The other side does not keep to the protocol, or hung up in the middle of a frame."""
+    """A frame that breaks the protocol, or ends in the middle."""
 
 
 class Op(IntEnum):
-    """What a client asks for."""
+    """The operations of a store."""
 
     GET = 1
     SET = 2
@@ -36,7 +37,10 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """How a request went: there is a value, there is none (or: it was another one), the time is over, refused."""
+    """The outcome of a request.
+
+    YES: a value, or done. NO: no value, or not the expected one. TIMEOUT: of a watch. REFUSED: an error.
+    """
 
     YES = 1
     NO = 2
@@ -46,7 +50,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """One question.
+    """One request.
 
     known: the expected value of COMPARE_AND_SET, the known one of WATCH. life: milliseconds, 0 for ever. seconds: how
     long WATCH may take. once: the same number in every repetition of one request, so that it is carried out once.
@@ -63,14 +67,17 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer; `body` is the value, the keys joined by newlines, or the text of a refusal."""
+    """One reply.
+
+    body: the value, the keys joined by newlines, or the text of a refusal.
+    """
 
     status: Status
     body: bytes = b""
 
 
 def send_request(sock: HandshakeSocket, request: StoreRequest) -> None:
-    """Raises OSError."""
+    """Send a request. Raises OSError."""
     known, key = request.known, request.key.encode()
     sizes = (len(key), len(known or b""), len(request.value))
     flags, life = int(known is not None), request.life
@@ -79,10 +86,12 @@ def send_request(sock: HandshakeSocket, request: StoreRequest) -> None:
 
 
 def receive_request(sock: HandshakeSocket, seconds: float) -> StoreRequest | None:
-    """The next request, or None when the client has hung up; `seconds` are for all but its first byte.
+    """Return the next request, or None when the client has closed.
+
+    seconds: for all but its first byte.
 
     Raises:
-        OSError, Garbled.
+        OSError, MalformedFrame.
     """
     sock.settimeout(None)
     first = sock.recv(1)
@@ -92,26 +101,29 @@ def receive_request(sock: HandshakeSocket, seconds: float) -> StoreRequest | Non
     head = _REQUEST.unpack(first + _exactly(sock, _REQUEST.size - 1))
     magic, op, flags, once, life, wait, key_size, known_size, value_size = head
     if magic != _MAGIC or op not in tuple(Op) or flags > 1:
-        raise MalformedFrame("no request")
+        raise MalformedFrame("not a request")
     if key_size > MAX_KEY or known_size > MAX_VALUE or value_size > MAX_VALUE:
         raise MalformedFrame("a request that is too big")
     if life > MAX_TTL * 1000 or not 0 <= wait <= MAX_WAIT:
-        raise MalformedFrame("a request with a time that is none")
+        raise MalformedFrame("a request with an invalid time")
     key = _exactly(sock, key_size).decode("ascii", "replace")
     known, value = _exactly(sock, known_size), _exactly(sock, value_size)
     return StoreRequest(Op(op), key, value, known if flags else None, life, wait, once)
 
 
 def send_reply(sock: HandshakeSocket, reply: Reply) -> None:
-    """Raises OSError."""
+    """Send a reply. Raises OSError."""
     sock.sendall(_REPLY.pack(_MAGIC, reply.status, len(reply.body)) + reply.body)
 
 
 def receive_reply(sock: HandshakeSocket) -> Reply:
-    """Raises OSError (also when the socket's own timeout is over), Garbled."""
+    """Return the next reply.
+
+    Raises OSError (also when the socket's own timeout is over), MalformedFrame.
+    """
     magic, status, size = _REPLY.unpack(_exactly(sock, _REPLY.size))
     if magic != _MAGIC or status not in tuple(Status) or size > MAX_REPLY:
-        raise MalformedFrame("no reply")
+        raise MalformedFrame("not a reply")
     return Reply(Status(status), _exactly(sock, size))
 
 
@@ -120,6 +132,6 @@ def _exactly(sock: HandshakeSocket, size: int) -> bytes:
     while len(parts) < size:
         part = sock.recv(min(size - len(parts), 1 << 20))
         if not part:
-            raise MalformedFrame("the other side hung up")
+            raise MalformedFrame("the other side closed the connection")
         parts += part
     return bytes(parts)

@@ -1,10 +1,12 @@
 """The server of a tcp:// store: one table, a thread per connection.
 
-Rule: a stranger cannot stop it (a handshake has its own thread, two seconds and 512 bytes; at most MAX_STRANGERS at
-once), and neither can a client that is stopped: each connection is written to by its own thread only, and whoever
-changes a value merely wakes those that watch it. A watch is answered in the moment of the change; nobody looks again.
+* An unproven peer cannot stop the server. A handshake has its own thread, two seconds and 512 bytes, and at most
+  MAX_STRANGERS handshakes run at once.
+* A stopped client cannot stop the server either. Each connection is written to by its own thread only, and a write to
+  the table merely wakes the threads that watch the key.
+* A watch is answered in the moment of the change, without polling.
 
-Values live in memory: when the server ends they are gone.
+Values are in memory: when the server ends they are lost.
 """
 
 import errno
@@ -38,19 +40,21 @@ if TYPE_CHECKING:
 MAX_STRANGERS = 64
 MAX_CONNECTIONS = 4096
 FRAME_SECONDS = 30.0
-"""For one frame of a client, in or out; a client that is stopped in the middle of one is hung up on."""
+"""For one frame of a client, in or out; a client that stops in the middle of one loses its connection."""
 _BACKLOG = 128
 _CLOSING = 5.0  # seconds for threads to end
 
 
 class TcpServer:
-    """Serves from the moment it is made until `close`.
+    """A store server, which serves from its construction until `close`.
 
-    host: an address of this machine; port: 0 for any that is free. url: where others reach it.
+    host: an address of this machine. port: 0 for any that is free. url: where others reach it.
 
     Raises:
-        StoreError: the address cannot be served at; `AddressInUse` and `AddressElsewhere` say why, `StoreError` the
-        rest. ValueError: the secret does not have 32 bytes.
+        AddressInUse: the port is taken.
+        AddressElsewhere: the address belongs to another machine.
+        StoreError: the address cannot be served at for another reason.
+        ValueError: the secret does not have 32 bytes.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
@@ -66,7 +70,7 @@ class TcpServer:
         self._doorman.start()
 
     def close(self) -> None:
-        """Hang up on everybody and end all threads."""
+        """Close all connections and end all threads."""
         with self._lock:
             if self._stop.is_set():
                 return
@@ -101,7 +105,7 @@ class TcpServer:
                     return
                 del self._threads[sock]
                 self._strangers -= 1
-        refuse(sock, Refused("FULL", "this store has no room for a connection now; try again"))
+        refuse(sock, Refused("FULL", "this store cannot take a connection now; try again"))
         sock.close()
 
     def _host(self, sock: socket.socket) -> None:
@@ -130,7 +134,10 @@ class TcpServer:
             send_reply(sock, reply)
 
     def _watch(self, sock: HandshakeSocket, request: StoreRequest) -> Reply:
-        """Wait for the value. Raises Garbled when the client hangs up or speaks meanwhile."""
+        """Wait for the value.
+
+        Raises MalformedFrame when the client closes or sends meanwhile.
+        """
         until = time.monotonic() + request.seconds
         bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -147,7 +154,7 @@ class TcpServer:
                         return Reply(Status.TIMEOUT)
                     ready = dict(sight.poll(min(left, 3600.0) * 1000 + 1))
                     if sock.fileno() in ready:
-                        raise MalformedFrame("a client that watches has hung up")
+                        raise MalformedFrame("a client closed its connection, or sent a request, while it watched")
                     if bell in ready:
                         os.eventfd_read(bell)
         finally:
@@ -155,7 +162,7 @@ class TcpServer:
 
 
 class AddressInUse(StoreError):
-    """Somebody listens there already."""
+    """Another program listens at the address already."""
 
 
 class AddressElsewhere(StoreError):

@@ -1,7 +1,7 @@
-"""A store of ours as a `torch.distributed.Store`, and redis:// as an `init_method`.
+"""A topotrain store as a torch.distributed store, and redis:// as an init_method.
 
-Rule: torch's words, our promises: all that decides anything is compare-and-set. Any key that torch makes up becomes a
-key of ours, and no two become the same.
+The interface is torch's, the guarantees are those of `Store`: everything that decides is a compare-and-set. Any key of
+torch is mapped to a valid key of a store, and no two keys are mapped to the same one.
 """
 
 import atexit
@@ -21,25 +21,30 @@ from topotrain.comm.store import Store, StoreError, open_store, within
 from topotrain.comm.store.discovery.generations import join
 
 LONGEST = 64
-"""Characters that a key of torch may have in ours; a longer one is replaced by its SHA-256, cut to 160 bits."""
+"""Characters of an encoded key of torch; a longer one is replaced by its SHA-256, cut to 160 bits."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two attempts to count
 _ALIVE: list["TorchStore"] = []
-"""C++ keeps only its half of a store that is written in Python: all of them live as long as the process."""
+"""All stores of the process: C++ keeps only its half of a store that is written in Python alive."""
 
 
 def encode(key: str) -> str:
-    """A key of torch as a key of ours; different ones stay different (by SHA-256 where they are long)."""
+    """Encode a key of torch as a key of a store.
+
+    Different keys stay different (by SHA-256 where they are long).
+    """
     text = "k" + re.sub(r"[^a-z0-9.-]", lambda found: "".join(f"_{byte:02x}" for byte in found[0].encode()), key)
     return text if len(text) <= LONGEST else "s" + hashlib.sha256(key.encode()).hexdigest()[:40]
 
 
 class TorchStore(TorchStoreBase):
-    """A `torch.distributed.Store` that keeps everything in `store`, under the keys that begin with `prefix`.
+    """A `torch.distributed.Store` that keeps everything in `store`.
 
-    `timeout` and `set_timeout` are torch's (300 seconds at first). What waits for a key, waits that long.
+    Its keys begin with `prefix` there.
+
+    `timeout` and `set_timeout` are torch's (300 seconds at first). Every wait for a key takes at most that long.
 
     Args:
-        ttl: seconds after which a value that was not written anew is gone; None: it stays.
+        ttl: seconds after which a value that was not written again expires; None: it stays.
 
     Raises:
         distributed.DistStoreError: by every operation: the key did not come in time, or the store cannot be used.
@@ -53,11 +58,11 @@ class TorchStore(TorchStoreBase):
         _ALIVE.append(self)
 
     def where(self) -> str:
-        """What all keys begin with."""
+        """Return the beginning of all keys."""
         return self._prefix
 
     def clone(self) -> "TorchStore":
-        """Another one over the same store, which any number of threads may use."""
+        """Return another one over the same store, which any number of threads may use."""
         other = type(self)(self._store, self._prefix, self._ttl)
         other.set_timeout(self.timeout)
         return other
@@ -68,11 +73,11 @@ class TorchStore(TorchStoreBase):
             self._store.set(self._key(key), _raw(value), self._ttl)
 
     def get(self, key: str) -> bytes:
-        """The value, as soon as there is one."""
+        """Return the value, as soon as there is one."""
         return self._await(key, time.monotonic() + self.timeout.total_seconds())
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number that is kept as decimal digits (0 where there is none) and return the sum. Atomic."""
+        """Add to a number kept as decimal digits (0 at first); return the sum. Atomic."""
         whole, pause = self._key(key), _FIRST_PAUSE
         with _telling():
             while True:
@@ -80,9 +85,10 @@ class TorchStore(TorchStoreBase):
                 try:
                     total = int(seen or b"0") + value
                 except ValueError:
-                    raise distributed.DistStoreError(f"add({key!r}): its value {seen!r} is no number") from None
+                    raise distributed.DistStoreError(f"add({key!r}): its value {seen!r} is not a number") from None
                 if self._store.compare_and_set(whole, seen, str(total).encode(), self._ttl):
                     return total
+                # Others count, too: without jitter all would collide again.
                 time.sleep(spread(pause, 0, 1))
                 pause = min(2 * pause, _LAST_PAUSE)
 
@@ -92,15 +98,17 @@ class TorchStore(TorchStoreBase):
             return all(self._store.get(self._key(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until there is a value under each key."""
+        """Wait until there is a value under each key."""
         until = time.monotonic() + (self.timeout if timeout is None else timeout).total_seconds()
         for key in keys:
             self._await(key, until)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write the desired value if the expected one is there, or nothing is there and "" is expected.
+        """Write the desired value if the present one is the expected one.
 
-        Returns what is there afterwards, or the expected value if nothing is.
+        "" is expected where nothing is there.
+
+        Return the value afterwards, or the expected one if there is none.
         """
         whole, expected, desired = self._key(key), _raw(expected_value), _raw(desired_value)
         with _telling():
@@ -112,19 +120,19 @@ class TorchStore(TorchStoreBase):
             return expected if present is None else present
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value; tells whether there was one."""
+        """Remove a value; return whether there was one."""
         with _telling():
             there = self._store.get(self._key(key)) is not None
             self._store.delete(self._key(key))
             return there
 
     def num_keys(self) -> int:
-        """How many keys have a value."""
+        """Return how many keys have a value."""
         with _telling():
             return len(self._store.keys(self.where()))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put bytes behind a value, or write them where there is none. Atomic."""
+        """Append bytes to a value, or write them where there is none. Atomic."""
         whole, more = self._key(key), _raw(value)
         with _telling():
             while True:
@@ -134,7 +142,7 @@ class TorchStore(TorchStoreBase):
                 time.sleep(spread(_LAST_PAUSE, 0, 1))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values, as soon as all are there."""
+        """Return the values, as soon as all are there."""
         until = time.monotonic() + self.timeout.total_seconds()
         return [self._await(key, until) for key in keys]
 
@@ -146,10 +154,10 @@ class TorchStore(TorchStoreBase):
             self.set(key, value)
 
     def has_extended_api(self) -> bool:
-        """There are append, multi_get and multi_set."""
+        """Return True: append, multi_get and multi_set exist."""
         return True
 
-    # The names by which C++ calls the two that have other names in Python.
+    # C++ calls these two by other names than Python.
     deleteKey = delete_key
     getNumKeys = num_keys
 
@@ -162,15 +170,17 @@ class TorchStore(TorchStoreBase):
             try:
                 return self._store.watch(self._key(key), left)
             except TimeoutError:
-                raise distributed.DistStoreError(f"nobody has set {key!r} in time") from None
+                raise distributed.DistStoreError(f"{key!r} was not set in time") from None
 
 
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: object
 ) -> Iterator[tuple[TorchStore, int, int]]:
-    """What `init_process_group(init_method="redis://…")` calls: the store of this start, the rank, the world size.
+    """Yield the store of this start, the rank and the world size.
 
-    rank and world_size stand in the URL's query, where torch puts those that it was given as arguments.
+    It serves `init_process_group(init_method="redis://…")`.
+
+    torch puts rank and world_size into the URL's query when they are given as arguments.
 
     Raises:
         ValueError: rank or world_size is missing or impossible.
@@ -193,11 +203,14 @@ def rendezvous(
     if rank == 0:
         atexit.register(_sweep, within(base, name))
     yield store, rank, size
-    raise RuntimeError(f"{parts.scheme}:// cannot meet a second time: start the processes anew")
+    raise RuntimeError(f"{parts.scheme}:// cannot be used for a second rendezvous: start the processes again")
 
 
 def _sweep(store: Store) -> None:
-    """Rank 0 takes the values along when it ends, as a store of torch that it served would."""
+    """Delete the values when rank 0 ends.
+
+    They would also vanish with a store that torch served there.
+    """
     with suppress(StoreError):
         for key in store.keys(""):
             store.delete(key)
@@ -222,7 +235,7 @@ def _raw(value: str | bytes) -> bytes:
 
 @contextmanager
 def _telling() -> Iterator[None]:
-    """Our errors as torch's, which torch's own code expects of a store."""
+    """Turn StoreError into torch's error, which torch's own code expects of a store."""
     try:
         yield
     except StoreError as error:

@@ -1,10 +1,10 @@
-"""`torchrun --rdzv-backend=redis`: torch's own elastic rendezvous, with its state on a Redis server.
+"""torch's elastic rendezvous over Redis (`torchrun --rdzv-backend=redis`).
 
-Rule: who belongs to a round is decided by torch (DynamicRendezvousHandler). Here a state is only kept, and replaced by
-compare-and-set; it is the value itself that fences off whoever has seen an older one.
+torch decides which agents belong to a round (DynamicRendezvousHandler). This module only keeps the state, and replaces
+it by compare-and-set. The value itself serves as the fencing token, so an agent that has seen an older one is refused.
 
-A server outlives the jobs. So the state has a life of its own: agents write it anew with each heartbeat, and when all
-of them have gone, it goes. A state that is born gets a name, and the values of its rounds lie under that name.
+A server outlives the jobs. So the state expires: agents write it anew with each heartbeat, and once all of them have
+gone it is deleted. A new state gets a name, and the values of its rounds are kept under that name.
 """
 
 import logging
@@ -33,7 +33,7 @@ VARIABLE = "TOPOTRAIN_RENDEZVOUS"
 SHORTEST_LIFE = 60.0
 """Seconds for which a state stays at least after the last heartbeat."""
 DAY = 86_400.0
-"""Seconds after which the values of a round are gone; agents read them in its first and its last minutes only."""
+"""Seconds after which the values of a round expire; agents read them in its first and its last minutes only."""
 _NAME = 16  # characters, in front of the state
 _WORDS = (("read_timeout", 60), ("keep_alive_interval", 5), ("keep_alive_max_attempt", 3))
 
@@ -41,16 +41,16 @@ logger = logging.getLogger(__name__)
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torchrun finds under the entry point `torchrun.handlers`."""
+    """Return the factory that torchrun finds as entry point `torchrun.handlers`."""
     return create
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of one agent.
+    """Make the rendezvous of one agent.
 
     Raises:
-        ValueError: the endpoint is none.
-        RendezvousConnectionError: the server cannot be reached, or refuses us; says where and why.
+        ValueError: the endpoint is invalid.
+        RendezvousConnectionError: the server cannot be reached, or refuses this agent; says where and why.
     """
     read_timeout, beat, misses = (_seconds(params, *word) for word in _WORDS)
     waits = {name: params.get_as_int(f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat")}
@@ -59,7 +59,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     except StoreError as error:
         raise ValueError(f"--rdzv-endpoint: {error}") from None
     backend = StoreBackend(store, max(SHORTEST_LIFE, 4.0 * beat * misses))
-    backend.get_state()  # a wrong address or password is told here, before anything is waited for
+    backend.get_state()  # a wrong address or password fails here, before anything is waited for
     values = _RoundStore(store, backend)
     values.set_timeout(timedelta(seconds=read_timeout))
     found: RendezvousHandler = _Handler.from_backend(
@@ -77,7 +77,9 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def address(endpoint: str) -> str:
-    """The URL of an endpoint: HOST[:PORT][/DB], redis://…, rediss://…, or nothing where TOPOTRAIN_RENDEZVOUS says it.
+    """Return the URL of an endpoint.
+
+    An endpoint is HOST[:PORT][/DB], redis://…, rediss://…, or empty for TOPOTRAIN_RENDEZVOUS.
 
     Raises:
         ValueError: another kind of URL, or nothing at all.
@@ -99,10 +101,10 @@ def _seconds(params: RendezvousParameters, name: str, default: int) -> int:
 
 
 class _Handler(DynamicRendezvousHandler):
-    """torch's, with a new store for the workers in each round.
+    """torch's handler, with a new store for the workers in each round.
 
-    torch keeps one over all rounds, where the workers of a new round read what those of the old one have written: the
-    address of a process that was killed, to which Gloo then tries to connect until its timeout.
+    torch keeps one store over all rounds. The workers of a new round would read there what those of the old one have
+    written: the address of a process that was killed, to which Gloo then tries to connect until its timeout.
     """
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -112,7 +114,10 @@ class _Handler(DynamicRendezvousHandler):
 
 
 class StoreBackend(RendezvousBackend):
-    """The state of one rendezvous, as a value of a `Store` that is gone `ttl` seconds after it was last written."""
+    """The state of one rendezvous, as a value of a `Store`.
+
+    It expires `ttl` seconds after its last write.
+    """
 
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
@@ -121,18 +126,18 @@ class StoreBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """As `--rdzv-backend` has it."""
+        """The name as in `--rdzv-backend`."""
         return "redis"
 
     @property
     def born(self) -> str:
-        """The name that the state got when it was born; "none" before there is one."""
+        """The name that the state got when it was first written; "none" before that."""
         return "none" if self._last is None else self._last[:_NAME].decode()
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The state and its token.
+        """Return the state and its token.
 
-        While the server is away, those that were read last: a short outage must not end a job that trains.
+        While the server is away, return those that were read last: a short outage must not end a job that trains.
         """
         try:
             self._last, self._away = self._store.get("state"), False
@@ -145,7 +150,10 @@ class StoreBackend(RendezvousBackend):
         return self._pair()
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state that `token` is of (None: there is none yet); what is there then, and is it ours."""
+        """Replace the state of `token` (None: no state yet).
+
+        Returns the state after that, its token, and whether it is the new one.
+        """
         seen = token if isinstance(token, bytes) else None
         value = (seen[:_NAME] if seen else secrets.token_hex(_NAME // 2).encode()) + state
         try:
@@ -161,7 +169,10 @@ class StoreBackend(RendezvousBackend):
 
 
 class _RoundStore(TorchStore):
-    """The store that agents share in a round: torch puts the number of the round in front of a key, we the state's."""
+    """The store that agents share in a round, under the name of the state.
+
+    torch adds the number of the round to each key.
+    """
 
     def __init__(self, store: Store, backend: StoreBackend) -> None:
         super().__init__(store, ttl=DAY)

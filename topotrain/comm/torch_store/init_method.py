@@ -1,7 +1,7 @@
-"""redis:// as an `init_method` of torch.distributed, told to torch by `import topotrain` without importing torch.
+"""Register redis:// as an init_method of torch.distributed, without importing it.
 
-Rule: nothing is imported and nothing else of torch is touched. Where torch is there already, two names are added to its
-table at once; else one finder waits for the one module that has the table, and takes itself away.
+`import topotrain` imports nothing of torch, and changes nothing else of it. Where torch is imported already, two names
+are added to its table at once. Else a finder waits for the one module that has the table, and then removes itself.
 """
 
 import sys
@@ -18,7 +18,7 @@ _TABLE = "torch.distributed.rendezvous"
 
 
 def announce() -> None:
-    """Let `init_process_group` know redis:// and rediss://, now or when torch is imported."""
+    """Register redis:// and rediss:// with torch, now or when it is imported."""
     module = sys.modules.get(_TABLE)
     if module is not None and hasattr(module, "register_rendezvous_handler"):
         _register(module)
@@ -28,7 +28,7 @@ def announce() -> None:
 
 def _register(module: ModuleType) -> None:
     for scheme in SCHEMES:
-        with suppress(RuntimeError):  # there is one already: another package's stays
+        with suppress(RuntimeError):  # already registered: another package's handler stays
             module.register_rendezvous_handler(scheme, _rendezvous)
 
 
@@ -37,7 +37,7 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
 
 
 class _Finder:
-    """Waits for one module, and lets all others pass."""
+    """An import finder that waits for one module, and lets all others pass."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _TABLE:
@@ -51,7 +51,7 @@ class _Finder:
 
 
 class _Then:
-    """A module's own loader, and a word to the module once it is there."""
+    """A module's own loader, which registers the schemes once the module is loaded."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,12 +1,13 @@
-"""One connection over a socket: frames out, frames in, and no length believed before it is checked.
+"""One connection over a socket: frames out, frames in, all lengths checked.
 
-Rule: the fields of a message ("meta") are at most 64 KiB and typed; its payload is at most 64 MiB, must have exactly
-the size of the tensor its receiver names for it, and is received right into that tensor. Whatever is wrong with a frame
-ends the connection, with a reason that both sides get to know. Each direction carries its frames in order and once;
-they are numbered, and a gap ends the connection.
+* The fields of a message ("meta") are at most 64 KiB and typed.
+* Its payload is at most 64 MiB, must have exactly the size of the tensor that the receiver names for it, and is
+  received directly into that tensor.
+* Any error in a frame ends the connection, with a reason that both sides get.
+* Each direction carries its frames in order and once. They are numbered, and a gap ends the connection.
 
-With a `SharedRegions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as
-large as the region.
+With `SharedRegions` (shared memory), a payload that lies in a region travels as a reference to it, and may be as large
+as the region.
 """
 
 import threading
@@ -41,7 +42,7 @@ _MAX_REASON = 1000  # bytes
 
 
 class SharedRegion(Protocol):
-    """A piece of shared memory: its number in this process, its file descriptor and its size in bytes."""
+    """A piece of shared memory: its number in this process, descriptor and bytes."""
 
     @property
     def id(self) -> int: ...
@@ -52,22 +53,27 @@ class SharedRegion(Protocol):
 
 
 class SharedRegions(Protocol):
-    """The shared memory of this process, and what it maps of others."""
+    """The shared memory of this process, and the regions of peers that it has mapped."""
 
     def find(self, tensor: torch.Tensor) -> tuple[SharedRegion, int] | None:
-        """The region that the tensor lies in and its offset there in bytes, or None."""
+        """Return the region that contains the tensor, and its byte offset, or None."""
         ...
 
     def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """Map a peer's region (and close `fd`): 1-D uint8. Raises ProtocolError when it is not what it claims."""
+        """Map a peer's region as 1-D uint8, and close `fd`.
+
+        Raises ProtocolError when the region is not what the peer claims.
+        """
         ...
 
 
 class Connection:
-    """One way to one peer. `start` or `run` it once; from then on its reader calls the resident.
+    """One connection to one peer.
 
-    A body is not copied by `send`: it must stay as it is until the peer has read it, as the class of the message says.
-    `greeting` is sent before every frame. `ended` is called once, before `resident.lost`.
+    `start` or `run` it once; from then on its reader calls the endpoint.
+
+    `send` does not copy a body: the body must not change until the peer has read it (see the class of the message).
+    `greeting` is sent before every frame. `ended` is called once, after the endpoint's `lost`.
     """
 
     def __init__(
@@ -95,12 +101,14 @@ class Connection:
         self._number_out = self._number_in = 0
         self._announced: set[int] = set()
         self._foreign: dict[int, torch.Tensor] = {}
-        self._ours = self._theirs = self._fault = ""  # why it ends: our decision, the peer's words, the system's
+        self._ours = self._theirs = self._fault = ""  # why it ends: this side's decision, the peer's text, the system's
 
     @property
     def reason(self) -> str:
-        """Why the connection ended or is ending."""
-        return self._ours or self._theirs or self._fault or "the peer hung up without a word; did its process die?"
+        """The reason why the connection ended or is ending."""
+        return (
+            self._ours or self._theirs or self._fault or "the peer closed without giving a reason; did its process die?"
+        )
 
     # --- out -----------------------------------------------------------------------------------------------------
 
@@ -110,12 +118,14 @@ class Connection:
         return self._out.queued
 
     def send(self, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, if it has a body, when there is room (see `wire.Transport.send`).
+        """Queue a message.
+
+        With `wait`, a body waits for space in the queue (see `Transport.send`).
 
         Raises:
-            WireError: the connection has ended or is ending, perhaps while this waited.
+            ConnectionLost: the connection has ended or is ending, perhaps while this waited.
             ValueError: a body that cannot travel.
-            KeyboardInterrupt: Ctrl-C came meanwhile (see `interrupts`); the message is on its way.
+            KeyboardInterrupt: Ctrl-C came meanwhile (see `interrupt_guard`); the message has been queued.
         """
         kind, meta = encode(message)
         body = None if message.body is None else _flat(message.body)
@@ -127,7 +137,7 @@ class Connection:
             if wait and body is not None:
                 self._out.wait_for_room(0 if found is not None else size)
             if self._closing:
-                raise ConnectionLost(f"no way from {self.me} to {self.peer}: {self.reason}")
+                raise ConnectionLost(f"no connection from {self.me} to {self.peer}: {self.reason}")
             if found is not None:
                 region, offset = found
                 self._announce(region)
@@ -155,16 +165,20 @@ class Connection:
         tail: bytes | memoryview = b"",
         fds: tuple[int, ...] = (),
     ) -> None:
-        """Send or queue one frame; the outbox is locked."""
+        """Send or queue one frame; the writer is locked."""
         self._number_out += 1
         head = Header(flags, kind, len(meta), size, self.generation, self._number_out).pack() + meta
+        # Small tails are joined for one system call; a body is never copied.
         if isinstance(tail, bytes):
             self._out.put([memoryview(head + tail)], fds)
         else:
             self._out.put([memoryview(head), tail] if size else [memoryview(head)], fds)
 
     def beat(self) -> None:
-        """Send a frame that says nothing, unless something else waits to be sent, for the other host to acknowledge."""
+        """Send an empty frame for the other host to acknowledge.
+
+        Nothing is sent while something else waits to be sent.
+        """
         with self._out.lock:
             if self._out.empty and not self._closing:
                 self._frame_out(CONTROL, BEAT, b"")
@@ -188,11 +202,14 @@ class Connection:
         self._out.greet()
 
     def fileno(self) -> int:
-        """The socket's number, for a selector."""
+        """Return the socket's number, for a selector."""
         return self._sock.fileno()
 
     def turn(self) -> bool:
-        """Take the frames that have come, on the calling thread; False at the end, which `end` then completes."""
+        """Process the frames that have come, on the calling thread.
+
+        Returns False at the end, after which `end` must be called.
+        """
         return self._read(lambda: self._intake.pending)
 
     def _after_frame(self) -> bool:
@@ -201,7 +218,7 @@ class Connection:
         return True
 
     def _read(self, go_on: Callable[[], bool]) -> bool:
-        """Take frames while that is wanted; False when there will be none any more."""
+        """Process frames as long as `go_on` is true; False when the connection has ended."""
         try:
             self._out.greet()
             while self._frame_in():
@@ -211,7 +228,7 @@ class Connection:
             self._turn_away(str(error))
         except (EndOfStream, OSError) as error:
             self._fault = self._fault or _broke(error)
-        except Exception as error:  # a resident's own fault must not leave a connection that nobody reads
+        except Exception as error:  # an error in the endpoint must not leave a connection that no thread reads
             self._turn_away(f"internal error: {type(error).__name__}: {error}")
         except BaseException:
             self.end()
@@ -283,7 +300,10 @@ class Connection:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """End on purpose: refuse new messages, send the queued ones, say goodbye; the peer's end ends ours."""
+        """End on purpose: refuse new messages, send the queued ones and BYE.
+
+        The peer then closes.
+        """
         with self._out.lock:
             if not self._closing:
                 self._ours, self._lingering = "closed on this side", True
@@ -299,7 +319,10 @@ class Connection:
             self._out.cut()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the end of the connection; True when it is over (or when the caller is its own reader)."""
+        """Wait for the end of the connection; return whether it is over.
+
+        True also when the caller is the connection's own reader.
+        """
         if self._reader is threading.current_thread():
             return True
         until = time.monotonic() + seconds
@@ -310,7 +333,10 @@ class Connection:
         return True
 
     def _turn_away(self, reason: str) -> None:
-        """The peer did what it must not do: tell it why, if the socket takes that at once."""
+        """End the connection for an error of the peer.
+
+        The reason is sent if the socket takes it at once.
+        """
         with self._out.lock:
             self._ours = self._ours or reason
             if self._out.empty and not self._closing:
@@ -321,13 +347,13 @@ class Connection:
         self._fault = self._fault or _broke(error)
 
     def end(self) -> None:
-        """Nothing will be read any more: close, and tell everybody who is concerned."""
+        """Close after the last frame was read, and notify the endpoint and the owner."""
         if self._lingering:
             self._out.drain()  # a peer that closes on purpose still takes what is queued; `cut` ends this wait
         with self._out.lock:
             self._closing = True
         self._out.stop()
-        with self._out.lock:  # nobody may be inside a call on the descriptor when its number becomes free
+        with self._out.lock:  # no thread may be inside a call on the descriptor when its number becomes free
             self._sock.close()
         self._intake.close()
         self._foreign.clear()
@@ -339,7 +365,10 @@ class Connection:
 
 
 def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.Tensor:
-    """The tensor a resident named for a payload of `size` bytes. Raises ProtocolError when it is not for that size."""
+    """Return `target` if it fits a payload of `size` bytes.
+
+    Raises ProtocolError otherwise.
+    """
     name = type(message).__name__
     if target is None:
         raise ProtocolError(f"{name} came with a payload of {size} bytes that has no place here")
@@ -351,13 +380,13 @@ def checked(target: torch.Tensor | None, message: Message, size: int) -> torch.T
 
 
 def _broke(error: Exception) -> str:
-    if isinstance(error, ConnectionResetError | BrokenPipeError):  # whoever finds us out of reach has no other word
+    if isinstance(error, ConnectionResetError | BrokenPipeError):  # a host that cut an unreachable peer resets, too
         return f"the connection broke ({error.strerror}): its process died, or its host found this one out of reach"
     return str(error) if isinstance(error, EndOfStream) else f"the connection broke: {error}"
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory as uint8."""
+    """Return the tensor's own memory as uint8."""
     if tensor.ndim != 1 or not tensor.is_contiguous():
         raise ValueError(f"a body must be 1-D and contiguous, not {tuple(tensor.shape)} of strides {tensor.stride()}")
     return tensor.detach().view(torch.uint8)

@@ -2,7 +2,7 @@
 
     magic 4 | version 1 | flags 1 | type 2 | meta length 4 | payload length 4 | generation 8 | number 8 | CRC-32 4
 
-Rule: a header is read whole or refused; lengths in it are bounded before anybody uses them.
+A header is read whole or refused. The lengths in it are checked before they are used.
 """
 
 import struct
@@ -25,7 +25,10 @@ _FLAGS = (0, BODY, REFERENCE, CONTROL)
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame; lengths in bytes, `number` counts the frames of one direction from 1."""
+    """The fixed part of a frame.
+
+    Lengths are in bytes; `number` counts the frames of one direction from 1.
+    """
 
     flags: int
     kind: int
@@ -35,16 +38,19 @@ class Header(NamedTuple):
     number: int
 
     def pack(self) -> bytes:
-        """The bytes of the header, checksum included."""
+        """Return the bytes of the header, checksum included."""
         raw = _HEADER.pack(MAGIC, VERSION, *self)
         return raw + _CRC.pack(zlib.crc32(raw))
 
     @classmethod
     def unpack(cls, raw: bytes) -> "Header":
-        """Read a header. Raises ProtocolError for anything that `pack` would not have written."""
+        """Read a header.
+
+        Raises ProtocolError for anything that `pack` would not have written.
+        """
         magic, version, *numbers = _HEADER.unpack_from(raw)
         if magic != MAGIC:
-            raise ProtocolError("these bytes are no frame")
+            raise ProtocolError("these bytes are not a frame")
         if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(raw[: _HEADER.size]):
             raise ProtocolError("the checksum of a frame header is wrong")
         if version != VERSION:

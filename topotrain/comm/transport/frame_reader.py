@@ -1,7 +1,9 @@
-"""The reading end of a stream: small parts through one small buffer, payloads right into their final place.
+"""The reading end of a stream.
 
-Rule: reading ahead never goes beyond READ_AHEAD bytes, so a header and the fields after it cost one system call, and
-of a payload at most these few bytes are copied a second time.
+Small parts go through a small buffer, payloads directly into their final place.
+
+Reading ahead never goes beyond READ_AHEAD bytes. So a header and the fields after it cost one system call, and at most
+these few bytes of a payload are copied a second time.
 """
 
 import os
@@ -21,7 +23,10 @@ class EndOfStream(Exception):
 
 
 class FrameReader:
-    """Reads a socket; with `with_fds` it also receives file descriptors, which `pop_fd` hands over in order."""
+    """Reads a socket, and with `with_fds` also file descriptors.
+
+    `pop_fd` returns the descriptors in order.
+    """
 
     def __init__(self, sock: Channel, with_fds: bool) -> None:
         self._sock = sock
@@ -31,13 +36,13 @@ class FrameReader:
         self._at = self._end = 0
 
     def header(self, size: int) -> bytes | None:
-        """The next `size` bytes, or None when the stream ends here, between two frames."""
+        """Return the next `size` bytes, or None when the stream ends between frames."""
         if self._at == self._end and not self._more():
             return None
         return self.take(size)
 
     def take(self, size: int) -> bytes:
-        """The next `size` bytes (the caller has bounded it). Raises Ended."""
+        """Return the next `size` bytes (the caller has bounded it). Raises EndOfStream."""
         if size > READ_AHEAD:
             whole = bytearray(size)
             self.fill(memoryview(whole))
@@ -49,7 +54,7 @@ class FrameReader:
         return bytes(self._buffer[self._at - size : self._at])
 
     def fill(self, target: memoryview) -> None:
-        """Receive exactly `target`. Raises Ended."""
+        """Receive exactly `target`. Raises EndOfStream."""
         ready = min(len(target), self._end - self._at)
         target[:ready] = self._buffer[self._at : self._at + ready]
         self._at += ready
@@ -66,16 +71,16 @@ class FrameReader:
         return self._at < self._end
 
     def pop_fd(self) -> int | None:
-        """The next file descriptor that came; the caller closes it."""
+        """Return the next file descriptor that came; the caller closes it."""
         return self._fds.popleft() if self._fds else None
 
     def close(self) -> None:
-        """Close the descriptors that nobody asked for."""
+        """Close the descriptors that were not popped."""
         while self._fds:
             os.close(self._fds.popleft())
 
     def _more(self) -> bool:
-        """Read what is there, at least a byte; False at the end of the stream."""
+        """Read the bytes that are there, at least one; False at the end of the stream."""
         if self._at:
             rest = self._end - self._at
             self._buffer[:rest] = bytes(self._buffer[self._at : self._end])
@@ -87,12 +92,12 @@ class FrameReader:
     def _receive(self, target: memoryview) -> int:
         if not self._with_fds:
             return self._sock.recv_into(target)
-        # Room for one descriptor: the kernel drops what is more, and never merges the descriptors of two sends.
+        # Space for one descriptor: the kernel drops the others, and never merges the descriptors of two sends.
         space = socket.CMSG_SPACE(_FD)
         count, extra, _, _ = self._sock.recvmsg_into([target], space, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in extra:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds.extend(fd for (fd,) in struct.iter_unpack("i", data[: len(data) // _FD * _FD]))
         if len(self._fds) > _MAX_FDS:
-            raise EndOfStream("more file descriptors than anybody asked for")
+            raise EndOfStream("more file descriptors than were asked for")
         return count

@@ -1,13 +1,18 @@
-"""The writing end of a stream: what the kernel does not take at once waits here, uncopied, for a writer thread.
+"""The writing end of a stream.
 
-Rule: `put` never blocks. The caller holds `lock` around it, so that what it numbers goes out in that order.
+Bytes that the kernel does not take at once wait here, uncopied, for a writer thread.
 
-Credits: at most LIMIT bytes are to wait here, and two kinds of callers keep to that. A thread on whose reading nobody
-depends (a worker's script) asks `wait_for_room` first. And whoever only answers (a server, to a worker) takes no new
-request from a peer that leaves its answers lying: its reader asks `wait_until_taken` before it reads on. The two cannot
-stop each other, because a worker's reader waits for nobody: it takes the answers, so the server reads on, so the
-worker's own queue gets shorter. Where both sides answer (server to server, rank to rank) no reader may wait; what lies
-there is bounded by the protocol, a few messages per bucket.
+`put` never blocks. The caller holds `lock` around it, so that frames leave in the order of their numbers.
+
+At most LIMIT bytes may wait here. Two kinds of callers keep to that:
+
+* A thread that may stop reading without blocking any process (a worker's script) calls `wait_for_room` first.
+* A side that only answers (a server, to a worker) takes no new request from a peer that does not read its answers: its
+  reader calls `wait_until_taken` before it reads on.
+
+The two cannot deadlock, because a worker's reader never waits. It takes the answers, so the server reads on, so the
+worker's own queue shrinks. Where both sides answer (server to server, rank to rank) no reader may wait. The queue there
+is bounded by the protocol, a few messages per bucket.
 """
 
 import socket
@@ -26,12 +31,18 @@ OVERHEAD = 1 << 10  # bytes; a waiting frame occupies about that in Python's obj
 
 
 class ReaderThread(threading.Thread):
-    """A thread on which a road reads: whatever is called there never waits for a writer."""
+    """A thread on which a transport reads.
+
+    Code that it calls never waits for a writer.
+    """
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Bytes on their way out; views shrink as the kernel takes them. `fds` go with the first byte."""
+    """Bytes to be sent.
+
+    The views shrink as the kernel takes them. `fds` go with the first byte.
+    """
 
     views: list[memoryview]
     fds: tuple[int, ...] = ()
@@ -39,9 +50,11 @@ class _Chunk:
 
 
 class FrameWriter:
-    """The queue of one socket. `broken` is told of an error; the socket is shut down, so its reader sees the end.
+    """The queue of one socket.
 
-    `greeting` goes out before everything else, when `greet` is called or somebody puts something.
+    `broken` gets an error; the socket is then shut down, so its reader sees the end.
+
+    `greeting` goes out before everything else, at the first `greet` or `put`.
     """
 
     def __init__(self, sock: Channel, name: str, greeting: bytes, broken: Callable[[OSError], None]) -> None:
@@ -70,6 +83,7 @@ class FrameWriter:
     def put(self, views: list[memoryview], fds: tuple[int, ...] = ()) -> None:
         """Send or queue bytes, with descriptors at the first of them; the lock is held."""
         chunk = _Chunk(views, fds)
+        # Behind a queue nothing may be pushed: it would overtake the queued frames.
         if self._queue or not self._push(chunk):
             chunk.cost = sum(map(len, chunk.views)) + OVERHEAD
             self.queued += chunk.cost
@@ -77,9 +91,11 @@ class FrameWriter:
             self._call_writer()
 
     def wait_for_room(self, nbytes: int) -> None:
-        """Wait until a frame of so many bytes keeps to LIMIT, or the queue is empty, or the end has come.
+        """Wait until a frame of `nbytes` keeps to LIMIT.
 
-        The lock is held, but not while waiting. On a thread that reads this returns at once.
+        An empty queue, or the end, also ends the wait.
+
+        The lock is held by the caller, but released while waiting. On a reader thread this returns at once.
         """
         if isinstance(threading.current_thread(), ReaderThread):
             return
@@ -88,7 +104,7 @@ class FrameWriter:
 
     def wait_until_taken(self) -> None:
         """Wait until no more than LIMIT is queued, or the end has come."""
-        if self.queued > LIMIT:  # looked at without the lock: this is asked for every frame
+        if self.queued > LIMIT:  # read without the lock, because this is called for every frame
             with self.lock:
                 while self.queued > LIMIT and not self._last:
                     self._room.wait()
@@ -109,7 +125,10 @@ class FrameWriter:
         self._room.notify_all()
 
     def drain(self) -> None:
-        """After `finish`: wait until the peer has taken the queue, or the socket goes down, at most LINGER seconds."""
+        """After `finish`: wait until the queue is sent, at most LINGER seconds.
+
+        A socket that goes down ends the wait, too.
+        """
         if self._writer is not None:
             self._writer.join(LINGER)
 
@@ -122,12 +141,15 @@ class FrameWriter:
             self._writer.join()
 
     def shutdown(self, how: int) -> None:
-        """Shut the socket down, which wakes whoever waits for it."""
+        """Shut the socket down, which wakes a thread that waits for it."""
         with suppress(OSError):  # it may be down already
             self._sock.shutdown(how)
 
     def _push(self, chunk: _Chunk) -> bool:
-        """Give the kernel what it takes at once; True when that was all. A broken socket swallows everything."""
+        """Give the kernel the bytes that it takes at once; True when that was all.
+
+        A broken socket discards everything.
+        """
         try:
             return self._give(chunk, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -139,6 +161,7 @@ class FrameWriter:
     def _give(self, chunk: _Chunk, flags: int) -> bool:
         extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", chunk.fds))] if chunk.fds else []
         taken = self._sock.sendmsg(chunk.views, extra, flags | socket.MSG_NOSIGNAL)
+        # The kernel sends descriptors with the first byte, so they must not be sent again.
         chunk.fds = ()
         while chunk.views and taken >= len(chunk.views[0]):
             taken -= len(chunk.views.pop(0))

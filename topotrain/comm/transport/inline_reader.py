@@ -1,9 +1,10 @@
-"""Reading on the thread that waits, where a process has no thread to spare for it.
+"""Read connections on the thread that waits, without threads for reading.
 
-Rule: between two turns nothing is read. What has come by then waits in the sockets, which hold a few hundred of the
-small frames of the shared-memory road; who sends more than that waits in its own writer thread. It is for a worker
-that is home to a server, too: with readers of its own, its script's Python code and the server's would take the
-interpreter from each other all the time.
+Between two turns nothing is read. Messages that come by then wait in the sockets, which hold a few hundred of the small
+frames of the shared-memory transport. A peer that sends more waits in its own writer thread.
+
+This is for a worker in a process that also runs a server. With reader threads, the script and the server would compete
+for the interpreter all the time.
 """
 
 import selectors
@@ -24,7 +25,10 @@ class InlineConnection(Protocol):
 
 
 class InlineReader:
-    """The connections of one process that are read by whoever calls `turn`, until `release` gives each a thread."""
+    """Connections that are read by the thread that calls `turn`.
+
+    After `release` each is read on a thread of its own.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -32,7 +36,7 @@ class InlineReader:
         self.released = False
 
     def add(self, connection: InlineConnection) -> None:
-        """Read this one, too."""
+        """Read this connection, too."""
         with self._lock:
             if not self.released:
                 self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
@@ -40,7 +44,7 @@ class InlineReader:
         connection.start()
 
     def turn(self, seconds: float) -> None:
-        """Handle what has come; wait at most so long if nothing has."""
+        """Handle the messages that have come; wait at most `seconds` if there are none."""
         for key, _ in self._selector.select(seconds):
             connection: InlineConnection = key.data
             if not connection.turn():
@@ -49,7 +53,7 @@ class InlineReader:
                 connection.end()
 
     def release(self) -> None:
-        """From now on each connection is read on a thread of its own."""
+        """Read each connection on a thread of its own from now on."""
         with self._lock:
             if self.released:
                 return

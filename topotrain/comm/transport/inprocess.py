@@ -1,7 +1,11 @@
-"""The road inside a process: a queue and one dispatcher thread per resident.
+"""The transport inside a process: a queue and one dispatcher thread per endpoint.
 
-Rule: it keeps the promises of the real roads. `send` never runs the receiver's code, messages of a sender arrive in
-order, a resident hears of each lost peer once, and a body is read when the message is handled, not when it is sent.
+It keeps the promises of the other transports:
+
+* `send` never runs the receiver's code.
+* Messages of a sender arrive in order.
+* An endpoint is notified of each lost peer once.
+* A body is read when the message is handled, not when it is sent.
 """
 
 import threading
@@ -43,9 +47,9 @@ class _Way:
 
 
 class InProcessTransport:
-    """The `Transport` of residents that live in one process; they all use the same object.
+    """The `Transport` of endpoints in one process; they all use the same object.
 
-    manual: nothing is delivered but by `deliver`, on the thread that calls it, until `release` starts the dispatchers.
+    manual: messages are delivered only by `deliver`, on the thread that calls it, until `release` starts dispatchers.
     """
 
     def __init__(self, manual: bool = False) -> None:
@@ -57,10 +61,10 @@ class InProcessTransport:
         self._sent = self._received = 0
 
     def attach(self, me: Address, resident: Endpoint) -> str:
-        """Make a resident reachable, and start its dispatcher."""
+        """Make an endpoint reachable, and start its dispatcher."""
         with self._lock:
             if self._closed:
-                raise TransportError("this road is closed")
+                raise TransportError("this transport is closed")
             if me in self._houses:
                 raise TransportError(f"{me} is attached already")
             self._houses[me] = house = _House(resident)
@@ -73,7 +77,7 @@ class InProcessTransport:
         house.thread.start()
 
     def deliver(self) -> None:
-        """Handle everything that is queued, also what that brings about."""
+        """Handle everything that is queued, also the messages that this queues."""
         while any(not house.queue.empty() for house in self._houses.values()):
             for house in self._houses.values():
                 with suppress(Empty):
@@ -88,7 +92,7 @@ class InProcessTransport:
                 self._dispatch(me, house)
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
-        """Open the way between two attached residents; nothing happens when there is one already."""
+        """Connect two attached endpoints; nothing happens when they are connected already."""
         ends = frozenset((me, peer))
         with self._lock:
             for address in (me, peer):
@@ -97,22 +101,31 @@ class InProcessTransport:
             self._ways.setdefault(ends, _Way(ends))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Queue a message; never waits: a body stays where it is. Raises WireError when there is no way (any more)."""
+        """Queue a message; never waits, because bodies are not copied.
+
+        Raises ConnectionLost when there is no connection.
+        """
         with self._lock:
             way = self._ways.get(frozenset((me, to)))
             if way is None:
-                raise ConnectionLost(f"no way from {me} to {to}")
+                raise ConnectionLost(f"no connection from {me} to {to}")
             self._sent += _size(message)
             house = self._houses[to]
             house.queue.put(lambda: self._deliver(way, house, me, message))
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received so far: payloads, and a frame header for each message, though nothing is framed."""
+        """Return the bytes sent and received so far.
+
+        These are payloads, and a header for each message, though nothing is framed.
+        """
         with self._lock:
             return self._sent, self._received
 
     def detach(self, me: Address) -> None:
-        """Take a resident away as if its process had died: its peers hear of it, what it has not handled is lost."""
+        """Remove an endpoint as if its process had died.
+
+        Its peers are notified, and its unhandled messages are lost.
+        """
         with self._lock:
             house = self._houses[me]
             house.open = False
@@ -123,7 +136,10 @@ class InProcessTransport:
         _join(house, LINGER)
 
     def close(self) -> None:
-        """End all connections, after what is queued was handled (within LINGER seconds)."""
+        """End all connections, after the queued messages were handled.
+
+        That takes at most LINGER seconds.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -148,7 +164,7 @@ class InProcessTransport:
             house.resident.handle(sender, message)
         except ProtocolError as error:
             self._break(way, str(error))
-        except Exception as error:  # a resident's own fault must not stop its dispatcher
+        except Exception as error:  # an error in the endpoint must not stop its dispatcher
             self._break(way, f"internal error: {type(error).__name__}: {error}")
 
     def _break(self, way: _Way, reason: str) -> None:
@@ -158,7 +174,7 @@ class InProcessTransport:
                 self._end(way, reason)
 
     def _end(self, way: _Way, reason: str, by: Address | None = None) -> None:
-        """Queue the bad news behind what is on its way already."""
+        """Queue the notice of the end behind the messages under way."""
         del self._ways[way.ends]
         for me in way.ends:
             (peer,) = way.ends - {me} or {me}

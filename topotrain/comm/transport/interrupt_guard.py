@@ -1,8 +1,8 @@
-"""Ctrl-C between two frames, not inside one.
+"""Delay Ctrl-C to the end of a frame that is being sent.
 
-Rule: a script sends on its main thread, where Python raises KeyboardInterrupt between any two instructions. A frame
-that was numbered and never sent, or sent by half, would make the peer refuse whatever the script still wants to say:
-that it was stopped. The handler looks at what it interrupts; a connection that is sending raises when it has sent.
+A script sends on its main thread, where Python raises KeyboardInterrupt between any two instructions. A frame that was
+numbered and never sent, or sent by half, would make the peer refuse the script's last messages, which report the stop.
+So the handler looks at the interrupted code. A connection that is sending raises when it has sent.
 """
 
 import signal
@@ -14,13 +14,15 @@ from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame_writer import FrameWriter
 
 AGAIN_S = 0.05
-"""A frame is on its way within microseconds: whoever has not raised by then had sent already."""
+"""A frame is sent within microseconds: a connection that has not raised by then had finished sending already."""
 
 
 def between_frames() -> Callable[[], None]:
-    """From now on Ctrl-C waits for the frame that is being sent; what is returned puts things as they were.
+    """Make Ctrl-C wait for the frame that is being sent.
 
-    Nothing happens outside the main thread, and where the script has a handler of its own.
+    Returns a function that restores the old handler.
+
+    Nothing changes outside the main thread, and where the script has a handler of its own.
     """
     usual = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
@@ -52,7 +54,10 @@ def _once_more(connection: Connection, number: int) -> None:
 
 
 def sender(frame: FrameType | None) -> Connection | None:
-    """The connection whose frame these instructions send; whoever waits for room in its queue sends none yet."""
+    """Return the connection that is sending a frame in this code, or None.
+
+    A connection that waits for space in its queue is not sending yet.
+    """
     while frame is not None:
         if frame.f_code is FrameWriter.wait_for_room.__code__:
             return None

@@ -1,11 +1,13 @@
-"""Several sockets that are one stream, for links on which one connection's window or losses are the limit.
+"""Several sockets as one stream.
 
-Rule: the stream is cut into stripes of STRIPE bytes, and stripe number n travels on lane n mod k. Both ends know how
-many bytes went before, so nothing is added, and what comes out is in order whatever the lanes do. One thread writes and
-one reads, as with a single socket; it is the kernel that keeps k windows full at once. A small message costs what it
-costs on one socket. Inside a machine this brings nothing: there the processor is the limit, not the window.
+This is for links on which one connection's window or losses are the limit.
 
-A dialer opens lanes k-1 to 1 first, each with a handshake of its own, and lane 0 last; until then they are parked.
+The stream is cut into stripes of STRIPE bytes, and stripe number n travels on lane n mod k. Both ends count the bytes,
+so nothing is added to the stream, and it is read in order whatever the lanes do. One thread writes and one reads, as
+with a single socket, while the kernel keeps k windows full at once. A small message costs the same as on one socket.
+Inside a machine this brings nothing: there the processor is the limit, not the window.
+
+A dialer opens lanes k-1 to 1 first, each with a handshake of its own, and lane 0 last. Until then they are parked.
 """
 
 import socket
@@ -21,7 +23,7 @@ STRIPE = 1 << 16  # bytes; the kernel takes this much at once even before it has
 
 
 class Channel(Protocol):
-    """What the frames of a connection need of a socket; the calls are those of `socket.socket`."""
+    """The calls of `socket.socket` that the frames of a connection need."""
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int: ...
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int: ...
@@ -35,7 +37,7 @@ class Channel(Protocol):
 
 
 class HandshakeSocket(Channel, Protocol):
-    """What a handshake needs besides; the calls are those of `socket.socket`, too."""
+    """The calls of `socket.socket` that a handshake needs besides."""
 
     def sendall(self, data: Any, flags: int = 0, /) -> None: ...
     def send(self, data: Any, flags: int = 0, /) -> int: ...
@@ -43,7 +45,7 @@ class HandshakeSocket(Channel, Protocol):
 
 
 class _Place:
-    """Where one direction stands: on which lane, and how much of the stripe is left."""
+    """The position of one direction: its lane, and the rest of the stripe."""
 
     def __init__(self, lanes: int, left: int) -> None:
         self._lanes, self.lane, self.left = lanes, 0, left
@@ -55,11 +57,11 @@ class _Place:
 
 
 class MultiSocketChannel:
-    """Connected stream sockets, or what stands for such, as one `Channel`.
+    """Connected stream sockets, or objects with the same calls, as one `Channel`.
 
     At most one thread sends and one receives at a time.
 
-    ahead: bytes that will be sent on lane 0 before the stream, and are no part of it (the welcome of a handshake).
+    ahead: bytes sent on lane 0 before the stream, and not part of it (the welcome of a handshake).
     """
 
     def __init__(self, lanes: Sequence[Channel], ahead: int = 0) -> None:
@@ -67,7 +69,10 @@ class MultiSocketChannel:
         self._out, self._in = _Place(len(lanes), STRIPE + ahead), _Place(len(lanes), STRIPE)
 
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, /) -> int:
-        """Send from the buffers, as a socket does; returns how many bytes. Descriptors cannot travel."""
+        """Send from the buffers, as a socket does; return how many bytes.
+
+        Descriptors cannot travel.
+        """
         if ancdata:
             raise ValueError("a bundle of sockets carries no descriptors")
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -82,13 +87,14 @@ class MultiSocketChannel:
                 raise
             self._out.move(count)
             sent += count
+            # The lane is full; the next lane must wait for this stripe.
             if count < sum(map(len, head)) and flags & socket.MSG_DONTWAIT:
                 break
             views = _without(views, count)
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive into the buffer, as a socket does: what is there, or with MSG_WAITALL all of it; 0 at the end."""
+        """Receive as a socket does, with MSG_WAITALL the whole buffer; 0 at the end."""
         target = memoryview(buffer).cast("B")[: nbytes or None]
         got = 0
         while got < len(target):
@@ -114,12 +120,12 @@ class MultiSocketChannel:
                 lane.shutdown(how)
 
     def settimeout(self, value: float | None, /) -> None:
-        """As a socket's."""
+        """Set the timeout of all lanes."""
         for lane in self._lanes:
             lane.settimeout(value)
 
     def fileno(self) -> int:
-        """Raises ValueError: no selector can wait for several descriptors as if they were one."""
+        """Raise ValueError: no selector can wait for several descriptors as one."""
         raise ValueError("a bundle of sockets has no descriptor of its own; read it on a thread")
 
     def close(self) -> None:
@@ -148,7 +154,7 @@ def _without(views: list[memoryview], size: int) -> list[memoryview]:
 
 
 class PendingSockets:
-    """Lanes of dialers that have proven who they are, until their lane 0 comes and takes them."""
+    """Lanes of proven dialers, until their lane 0 comes and takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -156,10 +162,13 @@ class PendingSockets:
         self._parked: dict[tuple[Address, Address], tuple[bytes, dict[int, HandshakeSocket]]] = {}
 
     def put(self, way: tuple[Address, Address], bundle: bytes, lane: int, sock: HandshakeSocket) -> None:
-        """Keep a lane. Those of an earlier try of the same dialer are closed. Raises WireError when all is closed."""
+        """Keep a lane; close those of an earlier attempt of the dialer.
+
+        Raises TransportError once closed.
+        """
         with self._lock:
             if self._closed:
-                raise TransportError("this road is closed")
+                raise TransportError("this transport is closed")
             known, lanes = self._parked.get(way, (bundle, {}))
             if known != bundle:
                 _close(lanes)
@@ -170,7 +179,10 @@ class PendingSockets:
             self._parked[way] = (bundle, lanes)
 
     def take(self, way: tuple[Address, Address], bundle: bytes, count: int) -> list[HandshakeSocket]:
-        """Lanes 1 to count - 1 of a bundle. Raises WireError when they are not all there."""
+        """Return lanes 1 to count - 1 of a bundle.
+
+        Raises TransportError when they are not all there.
+        """
         with self._lock:
             known, lanes = self._parked.pop(way, (b"", {}))
         if (count > 1 and known != bundle) or sorted(lanes) != list(range(1, count)):
@@ -179,7 +191,7 @@ class PendingSockets:
         return [lanes[lane] for lane in range(1, count)]
 
     def close(self) -> None:
-        """Close what nobody took."""
+        """Close the lanes that were not taken."""
         with self._lock:
             self._closed = True
             for _, lanes in self._parked.values():

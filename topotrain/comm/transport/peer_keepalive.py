@@ -1,16 +1,18 @@
-"""Noticing that the host at the other end cannot be reached: it lost its power, a cable, or the way in one direction.
+"""Notice that the host at the other end cannot be reached.
 
-Rule: it is the other host's kernel that is asked, and what counts as life is any acknowledgement of it. It answers
-while its processes compute, hold Python's lock for minutes, do not read, or are stopped; whether those do their work
-is watched on their own host. So a beat, a frame that says nothing, is sent where nothing else is under way, and what
-the kernel of this side knows of the connection (TCP_INFO) is looked at once per beat, by one thread per process.
+Its power, a cable, or the network in one direction may have failed.
 
-A host is out of reach when it has been silent for the lease, and was asked twice in vain. The second half matters for
-a peer that does not read: its closed window is asked after at intervals that grow to minutes, and silence between two
-questions means nothing. TCP_USER_TIMEOUT takes just that for death, and SO_KEEPALIVE asks nothing while data is under
-way, and at most once a second; that is why neither is used.
+The other host's kernel is probed, and any acknowledgement of it counts as life. It acknowledges while its processes
+compute, hold Python's lock for minutes, do not read, or are stopped. Whether those processes do their work is watched
+on their own host. So a beat, an empty frame, is sent where nothing else is under way, and one thread per process reads
+the kernel's state of each connection (TCP_INFO) once per beat.
 
-Time in which we did not look, because this process or its machine was stopped, counts as two beats at most: by then
+A host is out of reach when it has been silent for the lease and two probes went unanswered. The second condition
+matters for a peer that does not read. Its closed window is probed at intervals that grow to minutes, and silence
+between two probes means nothing. TCP_USER_TIMEOUT takes just that for death. SO_KEEPALIVE sends nothing while data is
+under way, and at most one probe a second. That is why neither is used.
+
+Time in which this process could not look, because it or its machine was stopped, counts as two beats at most: by then
 the kernel has taken in what came meanwhile.
 """
 
@@ -24,21 +26,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 LEASE_S = 2.0
-"""How long a host may be silent, unless the job says otherwise."""
-_BEATS = 4  # in a lease: the kernel sends what is lost again 0.2 s, 0.6 s and 1.4 s later
-_IN_VAIN = 2  # questions: a network may lose one
-_INFO = struct.Struct("=8B24I4Q3I")  # of tcp_info, as far as it is needed here; older kernels know less
+"""Seconds for which a host may be silent, unless the job says otherwise."""
+_BEATS = 4  # per lease: the kernel retransmits lost data after 0.2 s, 0.6 s and 1.4 s
+_IN_VAIN = 2  # unanswered probes: a network may lose one
+_INFO = struct.Struct("=8B24I4Q3I")  # of tcp_info, as far as it is needed here; older kernels have fewer fields
 _RETRANSMITS, _PROBES, _UNACKED, _LAST_ACK_MS, _TOTAL_RETRANS, _UNSENT = 2, 3, 12, 20, 31, 38
-_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: an end that sends nothing of what is queued
+_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close without sending what is queued
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSignals:
-    """What the kernel knows of a connection.
+    """The kernel's view of a connection.
 
-    silent_s: seconds since the other host last acknowledged anything. again: segments sent again since the beginning.
-    tries: how often in a row its answer was late. probes: unanswered questions whether its window is open again.
-    waiting: something is still to be acknowledged, or to be sent.
+    silent_s: seconds since the other host last acknowledged anything. again: segments retransmitted since the
+    beginning. tries: how often in a row its acknowledgement was late. probes: unanswered probes of its closed window.
+    waiting: data is still to be acknowledged, or to be sent.
     """
 
     silent_s: float
@@ -49,7 +51,7 @@ class KernelSignals:
 
 
 class WatchedSocket(Protocol):
-    """A TCP socket, or what stands for one; the calls are those of `socket.socket`."""
+    """A TCP socket, or an object with its calls, which are those of `socket.socket`."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
@@ -64,7 +66,10 @@ class WatchedConnection(Protocol):
 
 
 def signs(line: WatchedSocket) -> KernelSignals:
-    """Ask the kernel. Raises OSError for a socket that is closed."""
+    """Read the state of a connection from the kernel.
+
+    Raises OSError for a closed socket.
+    """
     raw = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     info = _INFO.unpack(raw.ljust(_INFO.size, b"\0"))
     waiting = bool(info[_UNACKED] or info[_UNSENT])
@@ -72,9 +77,11 @@ def signs(line: WatchedSocket) -> KernelSignals:
 
 
 class SilenceTimer:
-    """For how long one host has been silent, while we were looking. Pure: it is told the time.
+    """How long one host has been silent, as far as this process was looking.
 
-    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `look` is told.
+    It has no clock: `look` gets the time.
+
+    lease_s: as in `KeepaliveWatch`. now: seconds, of the clock that `look` is given.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:
@@ -95,14 +102,14 @@ class SilenceTimer:
 
 
 def beat_s(lease_s: float) -> float:
-    """Seconds between two looks, and between two beats of a connection with nothing else to say."""
+    """Return the seconds between two looks, and between beats when idle."""
     return lease_s / _BEATS
 
 
 class KeepaliveWatch:
-    """Looks after the connections of one process, on a thread of its own, until it is closed.
+    """Watches the connections of one process, on its own thread, until closed.
 
-    lease_s: seconds of silence after which a connection is cut, so that its reader hears of its end.
+    lease_s: seconds of silence after which a connection is cut, so that its reader sees its end.
     """
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
@@ -113,7 +120,7 @@ class KeepaliveWatch:
         self._closed = False
 
     def add(self, connection: WatchedConnection, lines: Sequence[WatchedSocket]) -> None:
-        """Look after this one, too, which travels on these."""
+        """Watch this connection, too, over its sockets."""
         now = time.monotonic()
         with self._change:
             if self._closed:
@@ -125,12 +132,12 @@ class KeepaliveWatch:
             self._change.notify()
 
     def remove(self, connection: WatchedConnection) -> None:
-        """It has ended."""
+        """Stop watching a connection that has ended."""
         with self._change:
             self._wards.pop(connection, None)
 
     def close(self) -> None:
-        """Look after nobody any more."""
+        """Stop watching all connections."""
         with self._change:
             self._closed = True
             self._wards.clear()
@@ -145,7 +152,7 @@ class KeepaliveWatch:
                     self._look(connection, lines)
 
     def _next(self) -> list[tuple[WatchedConnection, list[tuple[WatchedSocket, SilenceTimer]]]]:
-        """Whom to look at, when it is time; nobody at the end."""
+        """Return the connections to look at, when it is time; none at the end."""
         with self._change:
             due = time.monotonic() + beat_s(self._lease_s)
             while not self._closed:

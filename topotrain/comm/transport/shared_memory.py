@@ -1,9 +1,11 @@
-"""Shared memory on one host: frames over a Unix socket, payloads as references to memory that both sides map.
+"""Shared memory on one host.
 
-Rule: a payload that lies in a region of the sender's `ProcessMemory` is never copied by the road; the receiver sees the
-sender's own bytes. A region is a memfd: it has no name, dies with its last user (also after SIGKILL) and is sealed
-against truncation, so a reference that was checked once can never fault. Regions are populated when made, because
-fresh pages cost several times the copy they are made for.
+Frames go over a Unix socket, payloads as references to memory that both sides map.
+
+* A payload that lies in a region of the sender's `ProcessMemory` is never copied: the receiver sees the same bytes.
+* A region is a memfd. It has no name, and is freed with its last user, also after SIGKILL.
+* A region is sealed against truncation, so a reference that was checked once can never fault.
+* Regions are populated when made, because fresh pages cost several times the copy they are made for.
 """
 
 import fcntl
@@ -37,7 +39,10 @@ _UCRED = struct.Struct("3i")
 
 
 class OwnRegion:
-    """One memfd of ours, mapped. `bytes` shows all of it, `tensor` gives parts with a storage of their own."""
+    """One memfd of this process, mapped.
+
+    `bytes` is all of it, `tensor` gives parts with a storage of their own.
+    """
 
     def __init__(self, number: int, fd: int, nbytes: int) -> None:
         self.id, self.fd, self.nbytes = number, fd, nbytes
@@ -47,16 +52,19 @@ class OwnRegion:
         weakref.finalize(self, os.close, fd)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`numel` elements from byte `offset` on, 1-D, over a storage of their own (torch.save writes just these)."""
+        """Return `numel` elements from byte `offset` on, 1-D.
+
+        They have a storage of their own, so torch.save writes only these.
+        """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
 
 class ProcessMemory:
-    """The shared memory of one process: it makes regions, finds tensors in them, and maps those of peers.
+    """The shared memory of one process, and the regions of peers that it maps.
 
-    Memory is given out once and kept until every tensor over it and this object are gone.
+    Memory is never reused: it is kept until every tensor over it and this object are gone.
     """
 
     def __init__(self) -> None:
@@ -70,7 +78,7 @@ class ProcessMemory:
         self._seen: weakref.WeakValueDictionary[tuple[int, int], torch.Tensor] = weakref.WeakValueDictionary()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros, 1-D, at a multiple of ALIGN bytes."""
+        """Return zeros, 1-D, at a multiple of ALIGN bytes."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             if nbytes >= ARENA:
@@ -82,17 +90,19 @@ class ProcessMemory:
             return self._arena.tensor(offset, numel, dtype)
 
     def adopt(self, fd: int, nbytes: int) -> OwnRegion:
-        """Map a memfd made by `unsized_memfd` that several processes share; the first gives it its size.
+        """Map a memfd made by `unsized_memfd` that several processes share.
 
-        The descriptor stays the caller's. All must name the same `nbytes`.
+        The first process gives it its size.
+
+        The descriptor stays the caller's. All must pass the same `nbytes`.
 
         Raises:
-            WireError: it has another size, or cannot be sealed.
+            TransportError: it has another size, or cannot be sealed.
         """
         own = os.dup(fd)
         try:
             if os.fstat(own).st_size == 0:
-                os.ftruncate(own, nbytes)  # who comes second asks for the same size, which is no change
+                os.ftruncate(own, nbytes)  # a later process asks for the same size, which is no change
             fcntl.fcntl(own, fcntl.F_ADD_SEALS, _SEALS)
             size = os.fstat(own).st_size
         except OSError as error:
@@ -105,16 +115,20 @@ class ProcessMemory:
             return self._add(own, nbytes)
 
     def find(self, tensor: torch.Tensor) -> tuple[OwnRegion, int] | None:
-        """The region of ours that the tensor lies in and its offset there in bytes, or None."""
+        """Return the own region that contains the tensor, and its byte offset, or None."""
         address = tensor.data_ptr()
         bases, regions = self._sorted
+        # The last region that begins at or before the tensor.
         at = bisect_right(bases, address) - 1
         if not address or at < 0 or address + tensor.nbytes > bases[at] + regions[at].nbytes:
             return None
         return regions[at], address - bases[at]
 
     def map(self, fd: int, nbytes: int) -> torch.Tensor:
-        """All of a peer's region as 1-D uint8; closes `fd`. Connections of one process share one mapping."""
+        """Map a peer's region as 1-D uint8; close `fd`.
+
+        Connections of one process share one mapping.
+        """
         try:
             info = os.fstat(fd)
             sealed = stat.S_ISREG(info.st_mode) and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -156,20 +170,28 @@ class ProcessMemory:
 
 
 def unsized_memfd() -> int:
-    """A memfd of size 0 for `ProcessMemory.adopt`. A supervisor hands it to the processes that share it."""
+    """Return a memfd of size 0 for `ProcessMemory.adopt`.
+
+    A supervisor passes it to the processes that share it.
+    """
     return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def socket_directory() -> str:
-    """A new 0700 directory with a path short enough for Unix sockets; the caller removes it."""
+    """Make a 0700 directory for Unix sockets; the caller removes it.
+
+    Its path is short enough for a socket's address.
+    """
     return tempfile.mkdtemp(prefix="tt-")
 
 
 class SharedMemoryTransport(SocketTransport):
-    """The road inside a host; its socket lives in `directory`, which only this user may enter (made if missing).
+    """The transport inside a host.
+
+    Its socket is in `directory`, which only this user may enter (made if missing).
 
     Raises:
-        WireError: the directory is open to others, or its path is too long for a Unix socket.
+        TransportError: the directory is open to others, or its path is too long for a Unix socket.
     """
 
     schemes = ("unix",)
@@ -197,14 +219,14 @@ class SharedMemoryTransport(SocketTransport):
             )
 
     def close(self) -> None:
-        """End all connections, as every socket road does, and remove the socket."""
+        """End all connections, as every socket transport does, and remove the socket."""
         super().close()
         Path(self._path).unlink(missing_ok=True)
 
     def _listen(self) -> tuple[socket.socket, str]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(sock.fileno(), FILE_MODE)  # which its name gets, too
+            os.fchmod(sock.fileno(), FILE_MODE)  # the socket's file gets this mode, too
             sock.bind(self._path)
             sock.listen(BACKLOG)
         except OSError as error:

@@ -1,11 +1,13 @@
-"""What the roads made of sockets share: a listener for all residents of a process, handshakes, and the table of ways.
+"""The common part of transports over sockets.
 
-Rule: a stranger cannot stop the job. Every handshake runs on a thread of its own with its own deadline, at most
-MAX_STRANGERS at once (more are told FULL), and whoever fails it leaves nothing behind. A thread whose handshake went
-well becomes the reader of the connection.
+It has one listener per process, the handshakes, and the table of connections.
 
-Of each pair one side connects and the other is connected to; a newer connection of the same peer replaces the older
-one, and a peer with a lower incarnation number than one seen before is refused (FENCED).
+* An unproven peer cannot stop the job. Every handshake runs on a thread of its own with its own deadline, at most
+  MAX_STRANGERS at once (further ones are refused with FULL), and a failed one leaves nothing behind.
+* The thread of a handshake that succeeded becomes the reader of the connection.
+* Of each pair of endpoints one side connects and the other accepts.
+* A newer connection of the same peer replaces the older one.
+* A peer with a lower incarnation number than one seen before is refused (FENCED).
 """
 
 import secrets
@@ -39,13 +41,15 @@ from topotrain.core.protocol import Message
 
 MAX_STRANGERS = 64
 BACKLOG = 128
-_HEARING = DEADLINE  # seconds for which whoever called is heard, before it has proven who it is
+_HEARING = DEADLINE  # seconds that a caller has for the handshake, before it has proven its identity
 
 
 class SocketTransport:
-    """A `Transport` over stream sockets. Subclasses listen, reach a peer, and choose which peers to accept.
+    """A `Transport` over stream sockets.
 
-    patience: seconds for which `connect` tries again when the peer is FULL, or too slow in the handshake.
+    Subclasses listen, reach a peer, and choose which peers to accept.
+
+    patience: seconds for which `connect` retries when the peer is FULL, or too slow in the handshake.
     pump: reads the connections; without it each is read on a thread of its own.
     lanes: sockets per connection.
     """
@@ -76,44 +80,47 @@ class SocketTransport:
         self._url = ""
         self._refused: Counter[str] = Counter()
         self.admit: Callable[[Peer, bool], None] = lambda *_: None
-        """Told of a caller that has proven itself, and whether it has a way here already; may raise Refused."""
+        """Gets a proven caller, and whether it has a connection here already; may raise Refused."""
 
     # --- for the subclasses --------------------------------------------------------------------------------------
 
     def _listen(self) -> tuple[socket.socket, str]:
-        """A listening socket and its URL."""
+        """Return a listening socket and its URL."""
         raise NotImplementedError
 
     def _reach(self, url: SplitResult, seconds: float) -> socket.socket:
-        """A socket connected to the URL. Raises OSError."""
+        """Return a socket connected to the URL. Raises OSError."""
         raise NotImplementedError
 
     def _inspect(self, sock: socket.socket) -> None:
-        """Prepare a connected socket; raises WireError when the system says that its peer must not be heard."""
+        """Prepare a connected socket.
+
+        Raises TransportError when the system's data forbids its peer.
+        """
 
     def _secure(
         self, sock: socket.socket, seconds: float, url: SplitResult | None = None
     ) -> tuple[HandshakeSocket, bytes]:
-        """How to talk over a connected socket, before anything is said, and what our proofs are bound to.
+        """Return the socket to use instead of `sock`, and the binding of the proofs.
 
-        url: what was dialed; None on the side that was called. Raises WireError.
+        url: the URL that was dialed; None on the side that accepted. Raises TransportError.
         """
         return sock, b""
 
     def _shape(self, line: HandshakeSocket, peer: Peer) -> Channel:
-        """The line through which to talk to a proven peer; it may take over the one given."""
+        """Return the channel to a proven peer; it may take over the one given."""
         return line
 
     def _guard(self, connection: Connection, roads: list[Channel]) -> None:
-        """Look after a new connection over these, until `_leave` is told of its end."""
+        """Watch a new connection over these channels, until `_leave` gets its end."""
 
     # --- the contract --------------------------------------------------------------------------------------------
 
     def attach(self, me: Address, resident: Endpoint) -> str:
-        """Make a resident reachable; all residents of a process share one URL."""
+        """Make an endpoint reachable; all endpoints of a process share one URL."""
         with self._lock:
             if self._stop.is_set():
-                raise TransportError("this road is closed")
+                raise TransportError("this transport is closed")
             if me in self._residents:
                 raise TransportError(f"{me} is attached already")
             if self._listener is None:
@@ -124,14 +131,14 @@ class SocketTransport:
             return self._url
 
     def connect(self, me: Address, peer: Address, url: str, anew: bool = False) -> None:
-        """Open the way from an attached resident to a peer; nothing happens when there is one already.
+        """Connect an attached endpoint to a peer, unless they are connected.
 
-        anew: it is known that the one that there was leads nowhere.
+        anew: replace the present connection, which is known to be dead.
         """
         parts = urlsplit(url)
         if parts.scheme not in self.schemes:
             taken = " and ".join(f"{scheme}://" for scheme in self.schemes)
-            raise TransportError(f"{url}: this road takes {taken} addresses")
+            raise TransportError(f"{url}: this transport takes {taken} addresses")
         until, pause = time.monotonic() + self._patience, 0.02
         while anew or (me, peer) not in self._ways:
             try:
@@ -145,16 +152,19 @@ class SocketTransport:
             pause = min(2 * pause, 0.5)
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Queue a message; with `wait`, a body when there is room. Raises WireError when there is no way (any more)."""
+        """Queue a message; with `wait`, a body waits for space.
+
+        Raises ConnectionLost when there is no connection.
+        """
         connection = self._ways.get((me, to))
         if connection is None:
-            raise ConnectionLost(f"no way from {me} to {to}")
+            raise ConnectionLost(f"no connection from {me} to {to}")
         connection.send(message, wait)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of messages sent and received so far.
+        """Return the bytes of messages sent and received so far.
 
-        Headers and fields count; a payload that travels as a reference to shared memory counts as the bytes it stands
+        Headers and fields count. A payload that travels as a reference to shared memory counts as the bytes it stands
         for. Handshakes do not count.
         """
         with self._lock:
@@ -162,21 +172,26 @@ class SocketTransport:
             return sent, self._received + sum(c.received for c in self._connections)
 
     def leave(self, me: Address) -> None:
-        """End the connections of one resident; what is queued is sent first."""
+        """End the connections of one endpoint; queued messages are sent first."""
         with self._lock:
             connections = [connection for connection in self._connections if connection.me == me]
         for connection in connections:
             connection.shut()
 
     def refusals(self) -> dict[str, int]:
-        """How often a dialer was turned away here: by refusal code, and "STRANGER" for no handshake at all."""
+        """Return how often dialers were refused here, by code.
+
+        "STRANGER" counts dialers without a valid handshake.
+        """
         with self._lock:
             return dict(self._refused)
 
     def close(self) -> None:
-        """End all connections; queued messages are sent first, as far as the peers take them within LINGER seconds.
+        """End all connections; queued messages are sent first.
 
-        Residents hear of each connection's end (`lost`) while this runs.
+        That takes at most LINGER seconds, if the peers take them.
+
+        Endpoints are notified of each connection's end (`lost`) while this runs.
         """
         with self._lock:
             if self._stop.is_set():
@@ -226,7 +241,7 @@ class SocketTransport:
                     room = False
             self._refused["FULL"] += not room
         if not room:
-            refuse(sock, Refused("FULL", f"{MAX_STRANGERS} others are introducing themselves; try again"))
+            refuse(sock, Refused("FULL", f"{MAX_STRANGERS} other handshakes are under way; try again"))
             sock.close()
 
     def _hear(self, sock: socket.socket) -> None:
@@ -292,7 +307,7 @@ class SocketTransport:
         try:
             sock = self._reach(url, DEADLINE)
         except BlockingIOError as error:  # a local socket whose backlog is full
-            raise Refused("FULL", f"{peer} at {url.geturl()} has no room for a connection now") from error
+            raise Refused("FULL", f"{peer} at {url.geturl()} cannot take a connection now") from error
         except OSError as error:
             raise PeerUnreachable(f"cannot reach {peer} at {url.geturl()}: {error}") from error
         try:
@@ -307,20 +322,22 @@ class SocketTransport:
     def _enter(
         self, lines: list[HandshakeSocket], peer: Peer, greeting: bytes = b"", caller: socket.socket | None = None
     ) -> Connection:
-        """Put a connection whose peer is proven into the table; what is sent from now on follows the greeting.
+        """Put a connection to a proven peer into the table.
 
-        With the socket of a caller we are the side that was called, and only lane 0 is given: the others are parked.
+        Everything sent from now on follows the greeting.
+
+        With `caller`, the accepted socket, this side accepted, and only lane 0 is given: the others are parked.
         """
         way = (peer.me, peer.address)
         with self._lock:
             if self._stop.is_set():
-                raise TransportError("this road is closed")
+                raise TransportError("this transport is closed")
             if peer.incarnation < self._incarnations.get(peer.address, 0):
                 known = self._incarnations[peer.address]
                 raise Refused("FENCED", f"{peer.address} of incarnation {peer.incarnation} was replaced by {known}")
             if caller is not None and _hung_up(caller):
-                # It may have tried again meanwhile, and must not lose its new connection to the one it gave up.
-                raise HandshakeAborted("the other side hung up before it was welcomed")
+                # It may have connected again meanwhile, and must not lose its new connection to the one it gave up.
+                raise HandshakeAborted("the other side closed the connection before it was welcomed")
             if caller is not None:
                 self.admit(peer, way in self._ways)
                 lines = [*lines, *self._parking.take(way, peer.lane.bundle, self._lanes)]
@@ -335,7 +352,7 @@ class SocketTransport:
             self._guard(connection, roads)
         if older is not None:
             older.cut("replaced by a newer connection of the same peer")
-            older.join(LINGER)  # all that came on it, and its end, are heard before the first word of the newer one
+            older.join(LINGER)  # all its messages, and its end, are handled before the first message of the newer one
         return connection
 
     def _leave(self, connection: Connection) -> None:
@@ -349,7 +366,7 @@ class SocketTransport:
 
 
 def _hung_up(sock: socket.socket) -> bool:
-    """The peer has closed, and sent nothing before. Does not wait."""
+    """Whether the peer has closed, with nothing left to read. Does not wait."""
     seconds = sock.gettimeout()
     sock.setblocking(False)  # a socket with a timeout waits for data, whatever flags the call has
     try:

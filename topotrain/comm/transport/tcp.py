@@ -1,8 +1,8 @@
 """TCP: plain on this machine, under TLS 1.3 wherever another machine can reach.
 
-Rule: the address decides, and nobody can switch it off. A loopback address is served and dialed in the clear (tcp://),
-any other only under TLS (tls://), only with a secret, and only one by one: an address that stands for all interfaces
-would open doors that nobody has asked for.
+The address decides, and no setting overrides it. A loopback address is served and dialed in the clear (tcp://). Any
+other address is served and dialed only under TLS (tls://), and only with a secret. An address that stands for all
+interfaces is refused, because it would listen on interfaces that were not asked for.
 """
 
 import ipaddress
@@ -23,20 +23,26 @@ from topotrain.comm.transport.socket_transport import BACKLOG, SocketTransport
 # The default of some systems (bbr) paces loopback to a third of its speed; cubic may need a privilege, reno does not.
 _CONGESTION = (b"cubic", b"reno")
 _LAST_PORT = 65535
-_LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no asking
+_LOCALHOST = {"localhost": "127.0.0.1"}  # the one name that needs no lookup
 
 
 class TcpTransport(SocketTransport):
-    """The road over TCP; its listener takes the first free port from `start_port` on (0: any).
+    """The transport over TCP.
 
-    With a `network`, what is said after the handshake goes through its links. lanes: sockets per connection. exact:
-    `start_port` and no other. host: a literal address of this machine, or a name of it. tls: on a loopback address,
-    too; all others have it anyway. lease_s: seconds after which a host that
-    does not answer counts as gone, see `lease`.
+    Its listener takes the first free port from `start_port` on (0: any).
+
+    With a `network`, the traffic after the handshake goes through its links.
+
+    Args:
+        host: a literal address of this machine, or a name of it.
+        lanes: sockets per connection.
+        exact: `start_port` and no other.
+        tls: on a loopback address, too; all others have it anyway.
+        lease_s: seconds after which a host that does not answer counts as gone, see `peer_keepalive`.
 
     Raises:
-        WireError: host is no address of this machine, or stands for several, or others can reach it and there is no
-            secret (a token of zeros), or the package for TLS is missing.
+        TransportError: host is not an address of this machine, or stands for several, or others can reach it and there
+            is no secret (a token of zeros), or the package for TLS is missing.
     """
 
     schemes = ("tcp", "tls")
@@ -77,7 +83,7 @@ class TcpTransport(SocketTransport):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 sock.bind((self._home.address, port))
-                sock.listen(BACKLOG)  # two listeners may both bind, only one may listen: the port is ours from here
+                sock.listen(BACKLOG)  # two sockets may both bind, only one may listen: the port is taken from here on
             except OSError as busy:
                 sock.close()
                 error = busy
@@ -122,7 +128,7 @@ class TcpTransport(SocketTransport):
     def _guard(self, connection: Connection, roads: list[Channel]) -> None:
         below = [road.below if isinstance(road, TlsChannel) else road for road in roads]
         socks = [sock for sock in below if isinstance(sock, socket.socket)]
-        if not _loopback(str(socks[0].getpeername()[0])):  # this machine answers itself for as long as it runs
+        if not _loopback(str(socks[0].getpeername()[0])):  # the own machine is reachable for as long as it runs
             self._watch.add(connection, socks)
 
     def _leave(self, connection: Connection) -> None:
@@ -130,7 +136,7 @@ class TcpTransport(SocketTransport):
         super()._leave(connection)
 
     def close(self) -> None:
-        """As `SocketTransport.close`; until its end, whoever is out of reach is noticed."""
+        """Close as `SocketTransport.close`; unreachable peers are noticed until its end."""
         super().close()
         self._watch.close()
 
@@ -140,7 +146,10 @@ class TcpTransport(SocketTransport):
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """An address of this machine to listen at, literally; `loopback`: no other machine reaches it."""
+    """A literal address of this machine to listen at.
+
+    loopback: no other machine reaches it.
+    """
 
     family: socket.AddressFamily
     address: str
@@ -151,10 +160,10 @@ class ListenAddress:
 
 
 def home(host: str) -> ListenAddress:
-    """The address that a host stands for here; of a name with several, the first that this machine has.
+    """Return the local address of a host name; of several, the first usable one.
 
     Raises:
-        WireError: it is no address of this machine, or stands for all of its interfaces.
+        TransportError: it is not an address of this machine, or stands for all of its interfaces.
     """
     try:
         found = socket.getaddrinfo(_LOCALHOST.get(host, host), None, type=socket.SOCK_STREAM) if host else []
@@ -173,7 +182,10 @@ def home(host: str) -> ListenAddress:
 
 
 def _plain(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An address that means the same on every machine, IPv4 as such; None for one that names an interface, too."""
+    """Return an address that means the same on every machine, IPv4 as such.
+
+    None for one that names an interface, too.
+    """
     try:
         address = ipaddress.ip_address(literal)
     except ValueError:
@@ -193,13 +205,19 @@ def _is_here(family: socket.AddressFamily, address: str) -> bool:
 
 
 def _loopback(host: str) -> bool:
-    """Whether this is a loopback address, said literally: what a name stands for may change under our feet."""
+    """Whether this is a literal loopback address.
+
+    Names do not count, because their meaning may change at any time.
+    """
     address = _plain(_LOCALHOST.get(host, host))
     return address is not None and address.is_loopback
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set a connected TCP socket up: no waiting for more bytes, and on loopback a congestion control that is fast."""
+    """Set a connected TCP socket up.
+
+    It does not wait for more bytes, and on loopback its congestion control is a fast one.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not _loopback(str(sock.getsockname()[0])):
         return

@@ -1,8 +1,8 @@
-"""A training loop that looks like a net of Caffe2: what `Parallelize` makes, and what its functions are given.
+"""A training loop in the form of a Caffe2 net, as `Parallelize` makes it.
 
-Rule: where Caffe2's functions built a net, ours are the net: `input_builder_fun` and `optimizer_builder_fun` are called
-once, `forward_pass_builder_fun` in each iteration. As there, gradients are added up over shards, and `loss_scale` makes
-a mean of the sum.
+Caffe2's builder functions built a net; here the functions are the net. `input_builder_fun` and `optimizer_builder_fun`
+are called once, `forward_pass_builder_fun` in each iteration. As in Caffe2, gradients are summed over shards, and
+`loss_scale` turns the sum into a mean.
 """
 
 import atexit
@@ -26,15 +26,20 @@ from topotrain.training.api import prepare
 COMPARE = "num_shards, and what is given to Parallelize"
 
 
+<<<<<<< HEAD
 class Model:
     """What the builder functions get: the module, the batch at hand, and values by name.
+=======
+class Model:
+    """The argument of the builder functions: the module, the batch, and named values.
+>>>>>>> prose-a
 
-    Everything that the module has, this has, too: `model.parameters()`, `model(images)`.
+    It has every attribute of the module, too: `model.parameters()`, `model(images)`.
 
     Attributes:
         module: the user's.
-        batch: what the input gave for this iteration, on `device`.
-        blobs: name -> anything that a function wants to keep, for `FetchBlob`.
+        batch: the input of this iteration, on `device`.
+        blobs: name -> any value that a function wants to keep, for `FetchBlob`.
         device: where this shard computes.
     """
 
@@ -50,7 +55,7 @@ class Model:
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not there yet: while being copied, say
+        if name == "module":  # not set yet, as while the object is being copied
             raise AttributeError(name)
         return getattr(self.module, name)
 
@@ -61,11 +66,11 @@ OptimizerBuilder = Callable[[Model], Optimizer]
 
 
 class Net:
-    """What `Parallelize` has made.
+    """The net that `Parallelize` has made.
 
     Attributes:
-        model: what the builder functions get.
-        optimizer: what `optimizer_builder_fun` returned; None: the net only computes losses.
+        model: the argument of the builder functions.
+        optimizer: the one that `optimizer_builder_fun` returned. None: the net only computes losses.
         started: the shards have met.
     """
 
@@ -83,7 +88,7 @@ class Net:
         self._batches: Iterator[Any] = iter(())
 
     def build(self, inputs: InputBuilder, optimizer: OptimizerBuilder | None) -> None:
-        """Call the functions that are called once. Raises ConfigError for what they must not return."""
+        """Call the functions that are called once. Raises ConfigError for bad results."""
         self._batches = _batches(inputs, self.model)
         if optimizer is None:
             return
@@ -100,19 +105,21 @@ class Net:
         here = process.current()
         if self._meets is not None:
             return 1.0 / self._meets.num_shards
-        # Under a launcher the job's own `reduce` says whether gradients are added up or averaged.
+        # Under a launcher the job's own `reduce` decides whether gradients are summed or averaged.
         sums = here is not None and here.place.job.reduce is Reduce.kSum
         return 1.0 / here.place.topology.workers_per_group if here is not None and sums else 1.0
 
     # --- running -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Meet the other shards; all have the parameters of shard 0 then. The first `run` does it, too.
+        """Meet the other shards; after that all have the parameters of shard 0.
+
+        The first `run` does the same.
 
         Raises:
             ConfigError: another process is this shard, or has other settings.
             StoreError: the store cannot be used, or not all shards came in time.
-            WireError: another shard cannot be reached, or refuses this one.
+            TransportError: another shard cannot be reached, or refuses this one.
         """
         if self._over:
             raise ConfigError("net", None, "has been finalized: make another one to go on")
@@ -153,11 +160,14 @@ class Net:
         )
 
     def run(self, iterations: int = 1) -> float:
-        """So many iterations; returns the loss of the last one, on this shard, as the forward function has scaled it.
+        """Run iterations; return the loss of the last one.
+
+        The loss is that of this shard, scaled as the forward function has scaled it.
 
         Raises:
-            ConfigError: there are no batches left, or a builder function returned what it must not.
-            JobError, PeerLost: the job cannot go on. What `start` raises.
+            ConfigError: there are no batches left, or a builder function returned an invalid value.
+            JobError, PeerLost: the job cannot go on.
+            Exception: the errors of `start`.
         """
         if type(iterations) is not int or iterations < 1:
             raise ConfigError("iterations", iterations, "must be a whole number >= 1")
@@ -194,9 +204,9 @@ class Net:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def finalize(self) -> None:
-        """End this shard's part: shard 0 writes `final.safetensors`, then the exit nets run.
+        """End this shard's part of the job.
 
-        The end of the script does the same.
+        Shard 0 writes `final.safetensors`, then the exit nets run. The end of the script does the same.
 
         Raises:
             JobError, PeerLost: the job failed meanwhile.
@@ -222,8 +232,13 @@ class Net:
             net()
 
 
+<<<<<<< HEAD
 def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     """What the function gives, again and again."""
+=======
+def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
+    """Return an endless iterator over the batches of the function."""
+>>>>>>> prose-a
     source = inputs(model)
     if source is None:
         return _called(inputs, model)
@@ -233,8 +248,13 @@ def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     return _repeated(source)
 
 
+<<<<<<< HEAD
 def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     while True:  # the first call was the one that told us how it is meant
+=======
+def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
+    while True:  # the first call, in `_batches`, has set the first batch already
+>>>>>>> prose-a
         yield model.batch
         inputs(model)
 
@@ -246,13 +266,14 @@ def _repeated(source: Iterable[Any]) -> Iterator[Any]:
         for batch in source:
             count += 1
             yield batch
+        # An exhausted iterator, which cannot be iterated again.
         if count == before:
             why = "has no more batches; return something that can be iterated again, such as a DataLoader"
             raise ConfigError("input_builder_fun", f"{count} batches", why)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """The same on a device."""
+    """Return the batch on a device."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, torch.Tensor):

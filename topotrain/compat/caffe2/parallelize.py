@@ -1,7 +1,7 @@
-"""Caffe2's words, as `tt.data_parallel`: Parallelize, on Gloo.
+"""Caffe2's interface as `tt.data_parallel`: Parallelize, on Gloo.
 
-Rule: they are translated and nothing more. A process is one shard with one device: worker `shard_id` of the AllReduce
-layout, with the server of that number beside it (`nets`, `shards`).
+This module only translates. A process is one shard with one device: worker `shard_id` of the AllReduce layout, with the
+server of the same number beside it (`nets`, `shard_rendezvous`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 PATIENCE_S = 300.0
-"""As long as Caffe2's barrier before training."""
+"""The same as Caffe2's barrier before training."""
 
 
 def Parallelize(
@@ -48,11 +48,12 @@ def Parallelize(
     workspace: str | Path = "workspace/parallelize",
     **others: Any,
 ) -> "Net":
-    """Make a net of a model, its input, its loss and its optimizer: `caffe2.python.data_parallel_model.Parallelize`.
+    """Make a net of a model, its input, its loss and its optimizer.
 
-    Nobody is waited for here: shards meet in `RunInitNet`, or when the net runs for the first time. Then all of them
-    have the parameters of shard 0. Without a rendezvous it is an ordinary training loop in this process; under
-    `topotrain run`, which has placed this process already, the rendezvous is not used.
+    This is `caffe2.python.data_parallel_model.Parallelize`. It does not wait: shards meet in `RunInitNet`, or when the
+    net runs for the first time. Then all of them have the parameters of shard 0. Without a rendezvous it is an ordinary
+    training loop in this process. Under `topotrain run`, which has placed this process already, the rendezvous is not
+    used.
 
     Args:
         model: a module, or a `Model` around one.
@@ -63,18 +64,18 @@ def Parallelize(
         optimizer_builder_fun: model -> a `torch.optim` optimizer. None: the net only computes losses, in this process.
         devices: the number of this process's GPU, as a list of one: several GPUs are several shards. [0] for a CPU.
         rendezvous: dict(kv_handler=…, shard_id=…, num_shards=…, engine="GLOO", exit_nets=None), and `interface`, the
-            network interface to use ("lo"). engine "NCCL" adds up on GPUs. exit_nets: functions to call at the end.
-        optimize_gradient_memory: changes nothing: PyTorch frees the gradients between layers by itself.
+            network interface to use ("lo"). engine "NCCL" sums on GPUs. exit_nets: functions to call at the end.
+        optimize_gradient_memory: has no effect: PyTorch frees the gradients between layers by itself.
         cpu_device: compute on the CPU.
         barrier_net_timeout_sec: how long shards wait for each other before training.
         workspace: where shard 0 writes the result.
-        others: none; a word of Caffe2's that means nothing here is refused.
+        others: none; an argument of Caffe2's that has no meaning here is refused.
 
     Raises:
-        ConfigError: something of this cannot be.
+        ConfigError: an argument is invalid.
     """
     for name, value in others.items():
-        why = "is no word of Parallelize here; see docs/data-parallel.md for those that are"
+        why = "is not an argument of Parallelize here; docs/data-parallel.md lists the accepted ones"
         raise ConfigError(name, value, why)
     for name, builder in (
         ("input_builder_fun", input_builder_fun),
@@ -122,7 +123,7 @@ def _device(devices: Sequence[int], cpu: bool) -> torch.device:
     if cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("cpu_device", cpu, "must be True where there is no NVIDIA GPU, or no build of torch for it")
+        raise ConfigError("cpu_device", cpu, "must be True without an NVIDIA GPU, or without a build of torch for it")
     count = torch.cuda.device_count()
     if numbers[0] >= count:
         raise ConfigError("devices", numbers, f"must be from 0 to {count - 1}: this machine has {count}")
@@ -134,7 +135,7 @@ def _device(devices: Sequence[int], cpu: bool) -> torch.device:
 
 def _net(function: str, net: object) -> Net:
     if not isinstance(net, Net):
-        raise ConfigError(f"{function} net", type(net).__name__, "must be what Parallelize returned")
+        raise ConfigError(f"{function} net", type(net).__name__, "must be the net that Parallelize returned")
     return net
 
 
@@ -149,10 +150,11 @@ def RunNet(net: Net, num_iterations: int = 1) -> float:
 
 
 def FinalizeAfterCheckpoint(net: Net) -> None:
-    """After loading a checkpoint into the model of shard 0: give all shards its parameters.
+    """Give all shards the parameters of shard 0, after it loaded a checkpoint.
 
     Raises:
-        ConfigError: the net runs already. What `Net.start` raises.
+        ConfigError: the net runs already.
+        Exception: the errors of `Net.start`.
     """
     if _net("FinalizeAfterCheckpoint", net).started and net.optimizer is not None:
         raise ConfigError("FinalizeAfterCheckpoint", None, "must come before RunInitNet and the first RunNet")
@@ -160,14 +162,17 @@ def FinalizeAfterCheckpoint(net: Net) -> None:
 
 
 def GetLearningRateBlobNames(net: Net) -> list[str]:
-    """The names under which `FetchBlob` gives the learning rates, one for each group of parameters."""
+    """Return the names of the learning rates for `FetchBlob`, one per parameter group."""
     optimizer = _net("GetLearningRateBlobNames", net).optimizer
     groups = [] if optimizer is None else optimizer.param_groups
     return [f"optimizer/{number}/lr" for number in range(len(groups))]
 
 
 def FetchBlob(net: Net, name: str) -> Any:
-    """A learning rate, or what a builder function has put into `model.blobs`. Raises ConfigError if there is none."""
+    """Return a learning rate, or a value that a function has put into `model.blobs`.
+
+    Raises ConfigError if there is none.
+    """
     rates = GetLearningRateBlobNames(_net("FetchBlob", net))
     if net.optimizer is not None and name in rates:
         return net.optimizer.param_groups[rates.index(name)]["lr"]

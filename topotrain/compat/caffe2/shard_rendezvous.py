@@ -1,8 +1,8 @@
-"""How the shards of a `Parallelize` meet: over a directory or a Redis server, in Caffe2's words.
+"""The rendezvous of `Parallelize` shards, over a directory or a Redis server.
 
-Rule: a store outlives the jobs that use it. Every shard has a seat under its `shard_id` (`rendezvous.seats`), and every
-start of all shards gets a room of its own in the store (`rendezvous.rounds`): nothing that an earlier one left behind
-is read again.
+A store outlives the jobs that use it. So every shard claims its `shard_id` (`discovery.rank_claims`), and every start
+of all shards gets a prefix of its own in the store (`discovery.generations`). No value of an earlier start is read
+again.
 """
 
 import fcntl
@@ -26,14 +26,14 @@ from topotrain.launch.by_hand.manual_server import WaitNotice
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _DEFAULT = "parallelize"
-_LINGER = 4  # beats of a seat
+_LINGER = 4  # beats of a claim
 
 
 class FileStoreHandler:
-    """Shards meet in a directory that all of them see: `FileStoreHandlerCreate`.
+    """A rendezvous in a directory that all shards see: `FileStoreHandlerCreate`.
 
     Args:
-        path: the directory; it is made (mode 0700) if it is not there, and must belong to this user alone.
+        path: the directory; it is made (mode 0700) if it is missing, and must belong to this user alone.
         prefix: name of the run, for a directory that several runs use at the same time.
     """
 
@@ -44,18 +44,18 @@ class FileStoreHandler:
         self._url = f"file://{quote(str(Path(path).absolute()))}"
 
     def url(self, job: str) -> str:
-        """The store's URL for the keys of one job."""
+        """Return the store's URL for the keys of one job."""
         return f"{self._url}?job={job}"
 
 
 class RedisStoreHandler:
-    """Shards meet on a Redis server: `RedisStoreHandlerCreate`.
+    """A rendezvous on a Redis server: `RedisStoreHandlerCreate`.
 
     Args:
         host, port: of the server.
         prefix: name of the run, for a server that several runs use at the same time.
-        user, password: to log in with; read the password from where only you can, as for any other secret.
-        tls: the server speaks TLS; ca: file with the authority that has signed its certificate ("": the system's).
+        user, password: the login. Read the password from a private place, as any other secret.
+        tls: the server speaks TLS. ca: file with the authority that has signed its certificate ("": the system's).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RedisStoreHandler:
         self._more = f"&ca={quote(ca)}" if tls and ca else ""
 
     def url(self, job: str) -> str:
-        """The store's URL for the keys of one job, password and all."""
+        """Return the store's URL for the keys of one job, with the password."""
         return f"{self._url}?job={job}{self._more}"
 
 
@@ -99,7 +99,7 @@ def _text(field: str, value: object) -> str:
 
 
 class ShardStart:
-    """All shards of one start have met: a store that only they use, and this shard's seat.
+    """The rendezvous of all shards of one start, with a store that only they use.
 
     Args:
         handler: where they meet.
@@ -107,7 +107,7 @@ class ShardStart:
         patience_s: how long to wait for the others.
 
     Raises:
-        ConfigError: another process is this shard, or has been told another `num_shards`.
+        ConfigError: another process is this shard, or has another `num_shards`.
         StoreError: the store cannot be used, or not all shards came in time.
     """
 
@@ -118,15 +118,13 @@ class ShardStart:
         try:
             self._seat = RankClaim(self._whole, shard_id, str(num_shards))
         except RankTaken:
-            why = "must be another number in each process: a process that lives is this shard already"
+            why = "must be another number in each process: a live process is this shard already"
             raise ConfigError("shard_id", shard_id, why) from None
         try:
             room = self._meet(shard_id, num_shards, patience_s)
         except BaseException as error:
             if isinstance(error, ConfigError):
-                time.sleep(
-                    _LINGER * rank_claims.BEAT_S
-                )  # so that those with whom we do not belong together see it, too
+                time.sleep(_LINGER * rank_claims.BEAT_S)  # so that the processes that do not match see it, too
             self.close()
             raise
         self.url = handler.url(f"{job}.{room}")
@@ -147,7 +145,7 @@ class ShardStart:
             raise StoreError(f"{missing} did not come within {patience_s:g} s") from None
 
     def close(self) -> None:
-        """Leave; shard 0 clears away what this start has written."""
+        """Leave; shard 0 deletes the values that this start has written."""
         self._seat.close()
         if self._opened is not None and self._seat.number == 0:
             with suppress(StoreError):
@@ -159,14 +157,14 @@ class ShardStart:
 
 
 def shard_name(shard: Address | int) -> str:
-    """What the door calls a worker, or the server beside it."""
+    """Return the name of a worker, or of the server beside it, for messages."""
     if isinstance(shard, int):
         return f"shard {shard}"
     return f"shard {shard.index}" if shard.role is Role.WORKER else f"the server of shard {shard.index}"
 
 
 class _Lobby(PollingStore):
-    """Where shards wait for each other, and see whether they belong together."""
+    """The store in which shards wait for each other, and check that they match."""
 
     def __init__(self, store: Store, seat: RankClaim, num_shards: int) -> None:
         super().__init__(store, f"lobby/{num_shards}", seat)
@@ -176,7 +174,7 @@ class _Lobby(PollingStore):
     def look(self, others: dict[int, str]) -> None:
         for number, says in sorted(others.items()):
             if says != str(self._size):
-                why = f"must be the same in all processes, and shard {number} says {says}"
+                why = f"must be the same in all processes, and shard {number} has {says}"
                 raise ConfigError("num_shards", self._size, why)
         self.missing = [number for number in self.missing if number not in others]
         if self.missing:
@@ -184,7 +182,7 @@ class _Lobby(PollingStore):
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine. Raises ConfigError where there is none."""
+    """Return the IPv4 address of a network interface. Raises ConfigError without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
@@ -202,7 +200,7 @@ ENGINES = {"GLOO": Engine.kGloo, "NCCL": Engine.kNccl}
 
 
 class ShardRendezvous:
-    """What stands in the dictionary `rendezvous`, checked."""
+    """The checked content of the dictionary `rendezvous`."""
 
     NAMES = ("kv_handler", "shard_id", "num_shards", "engine", "exit_nets", "interface", "transport")
 
@@ -211,7 +209,7 @@ class ShardRendezvous:
             raise ConfigError("rendezvous", given, f"must be a dictionary with {', '.join(self.NAMES)}")
         for name in given:
             if name not in self.NAMES:
-                raise ConfigError("rendezvous", name, f"its words are {', '.join(self.NAMES)}")
+                raise ConfigError("rendezvous", name, f"its keys must be among {', '.join(self.NAMES)}")
         self.handler = given.get("kv_handler")
         if not isinstance(self.handler, FileStoreHandler | RedisStoreHandler):
             kinds = "FileStoreHandler(path) or RedisStoreHandler(host, port, prefix)"

@@ -1,1 +1,1 @@
-"""The training loops of Hugging Face and Lightning."""
+"""Integrations with the training loops of Hugging Face and Lightning."""

@@ -1,9 +1,9 @@
-"""Hugging Face accelerate: an `Accelerator` whose `prepare` is also topotrain's.
+"""Hugging Face accelerate: an `Accelerator` with topotrain's `prepare`.
 
     from topotrain.compat.integrations.accelerate import Accelerator
 
-Rule: accelerate sees one process, and of a job's workers only the main one is its main process. In an ordinary process
-this is the plain `accelerate.Accelerator`. Only scripts import this file; it needs the extra `transformers`.
+accelerate sees one process, and of a job's workers only the main one is its main process. In an ordinary process this
+is the plain `accelerate.Accelerator`. Only scripts import this file; it needs the extra `transformers`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,10 +29,13 @@ except ImportError as error:
 
 
 class PlacedAccelerator(accelerate.Accelerator):
-    """An Accelerator that knows which worker this is, and that the servers may be the ones to clip."""
+    """An Accelerator that knows its worker's rank, and that servers may clip."""
 
     def take_place(self) -> None:
-        """Only the job's main worker is a main process: the others log, print and save nothing."""
+        """Make only the job's main worker a main process.
+
+        The others log, print and save nothing.
+        """
         if self.num_processes > 1:
             external_loop.refuse(
                 "accelerate's number of processes", self.num_processes, "must be 1: topotrain starts them"
@@ -43,24 +46,26 @@ class PlacedAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """As in accelerate; with `grads: kHidden` the servers clip, at the step."""
+        """Clip as accelerate; with `grads: kHidden` the servers clip, at the step."""
         self.unscale_gradients()
         return api.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 class Accelerator(PlacedAccelerator):
-    """`accelerate.Accelerator`; in a job `prepare` ties model, optimizer and the first loader to it."""
+    """`accelerate.Accelerator`; in a job `prepare` ties its arguments to the job."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.take_place()
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate, in any order; the first DataLoader is the one to train on, others stay whole.
+        """Prepare as accelerate, in any order; the first DataLoader is divided.
+
+        That is the one to train on. Others stay whole.
 
         Raises:
-            ConfigError: an optimizer comes without its model, or there are two models or optimizers, or what
-                `topotrain.prepare` refuses.
+            ConfigError: an optimizer comes without its model, or there are two models or optimizers, or
+                `topotrain.prepare` refuses an argument.
         """
         made = super().prepare(*args, **kwargs)
         found = list(made) if isinstance(made, tuple) else [made]
@@ -77,14 +82,17 @@ class Accelerator(PlacedAccelerator):
 
 
 def divide(model: nn.Module, optimizer: Any, loader: Any, counted: bool = False) -> external_loop.ExternalAccounting:
-    """Tie what accelerate has prepared to the job: from here on `loader` gives this worker's share. See `guest.tie`."""
+    """Tie objects that accelerate has prepared to the job, see `external_loop.tie`.
+
+    From here on `loader` gives this worker's share.
+    """
     # Below accelerate's own loader, which knows from one batch ahead whether a batch is the epoch's last.
     loader.base_dataloader, handing = external_loop.tie(model, optimizer.optimizer, loader.base_dataloader, counted)
     return handing
 
 
 class ForwardingLoader:
-    """A loader of accelerate; everything but the loop is the loader's own."""
+    """A loader of accelerate that notes each batch; all else is the loader's own."""
 
     def __init__(self, loader: Any, handing: external_loop.ExternalAccounting) -> None:
         self._loader, self._handing = loader, handing
@@ -98,7 +106,7 @@ class ForwardingLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not there yet: this object is being copied or unpickled
+        if name == "_loader":  # not set yet: this object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -1,7 +1,7 @@
-"""topotrain inside the loop of another library, which reads ahead, logs and saves on its own.
+"""topotrain inside the loop of another library, which reads ahead, logs and saves.
 
-Rule: the library sees one ordinary process. A batch counts for a step when it is handed to the model, not when the
-library has drawn it: many draw one batch more than they use, to know which is the last.
+The library sees one ordinary process. A batch counts for a step when it is given to the model, not when the library has
+drawn it: many libraries draw one batch more than they use, to know which is the last.
 """
 
 import os
@@ -19,7 +19,7 @@ from topotrain.training import api
 from topotrain.training import context as process
 from topotrain.training.data.distributed_loader import BatchAccounting, ShardedLoader
 
-# What torchrun, MPI and Slurm say of the processes that they have started; a worker is none of those.
+# The variables of torchrun, MPI and Slurm for the processes that they have started; a worker is not one of those.
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID"),
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -29,22 +29,25 @@ LAUNCHER_VARIABLES = (
 
 
 def hide_launcher() -> None:
-    """In a job: forget how this process's unit was started, or the library would wait for processes of its own."""
+    """Hide from the library, in a job, how this process's unit was started.
+
+    Otherwise the library would wait for processes of its own.
+    """
     if process.current() is not None:
         for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
 
 
 def missing(library: str, extra: str) -> ImportError:
-    """What is raised where the library is not installed."""
+    """Return the error for a library that is not installed."""
     return ImportError(f"{library} is not installed: pip install 'topotrain[{extra}]'")
 
 
 class ExternalAccounting:
-    """The ledger of a loader that somebody reads ahead: a draw is noted once its batch is handed on.
+    """The accounting of a loader with read-ahead: draws are noted when used.
 
     Args:
-        ledger: where draws are noted.
+        ledger: notes the draws.
     """
 
     def __init__(self, ledger: BatchAccounting) -> None:
@@ -52,20 +55,23 @@ class ExternalAccounting:
         self._drawn: deque[tuple[int, int, float, int]] = deque()
 
     def drawn(self, stream: int, seq: int, weight: float, samples: int) -> None:
-        """The library has drawn a batch."""
+        """Remember that the library has drawn a batch."""
         self._drawn.append((stream, seq, weight, samples))
 
     def left_early(self, epoch: int, batches: int) -> None:
-        """The library has left the loop; what it had drawn and not used is void."""
+        """Forget the drawn batches, because the library has left the loop."""
         self._drawn.clear()
         self._ledger.left_early(epoch, batches)
 
     def lost(self, stream: int, batches: int) -> None:
-        """As the loader tells it."""
+        """Note lost batches, as the loader reports them."""
         self._ledger.lost(stream, batches)
 
     def hand_on(self) -> float:
-        """The first of the drawn batches goes to the model now. Returns its weight; 0: it is there to keep in step."""
+        """Note that the first of the drawn batches goes to the model now.
+
+        Returns its weight. 0: the batch only keeps the worker in step.
+        """
         if not self._drawn:
             return 0.0
         stream, seq, weight, samples = self._drawn.popleft()
@@ -74,12 +80,16 @@ class ExternalAccounting:
 
 
 def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = False) -> tuple[Any, ExternalAccounting]:
-    """`topotrain.prepare`, for a library that reads ahead: (the worker's share of the loader, its handing).
+    """Prepare for a library that reads ahead; return its loader and accounting.
 
-    Only in a job. counted: the library takes `len(loader)` for what an epoch has, and validates, or ends, by it. A
-    group that got fewer batches than that, or none, would do neither; so each group gets a fixed part.
+    This is `topotrain.prepare`, and works only in a job.
 
-    Raises ConfigError as `prepare` does; and with `counted` for leases, and for a group without a batch.
+    Args:
+        counted: the library takes `len(loader)` as the length of an epoch, and validates, or ends, by it. A group with
+            fewer batches than that, or none, would do neither. So each group gets a fixed part.
+
+    Raises:
+        ConfigError: as `prepare`, and with `counted` for leases, and for a group without a batch.
     """
     here = process.current()
     assert here is not None
@@ -89,9 +99,9 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
         raise ConfigError("shard", Shard.kLease.value, accepted)
     refuse("cluster.backup", here.place.job.cluster.backup, "must be 0: the library counts its batches")
     if here.resumed is not None or here.place.identity.incarnation:
-        accepted = "must not happen here: the library's loop has a state of its own, and would begin anew"
+        accepted = "must not happen here: the library's loop has a state of its own, and would start from the beginning"
         raise ConfigError("restart", str(here.me), accepted)
-    here.emit(Unrepeatable(str(here.me), "the loop is another library's, whose state nobody could put back", job=True))
+    here.emit(Unrepeatable(str(here.me), "the loop is another library's, and its state cannot be restored", job=True))
     here.counted = counted
     _, _, share = api.prepare(model, optimizer, loader)
     assert isinstance(share, ShardedLoader)
@@ -102,19 +112,19 @@ def tie(model: nn.Module, optimizer: Optimizer, loader: Any, counted: bool = Fal
 
 
 def refuse(field: str, value: object, accepted: str) -> None:
-    """Raise ConfigError in a job if `value` is true: the library would do something that does not hold there."""
+    """Raise ConfigError in a job if `value`, a feature of the library, is on."""
     if value and process.current() is not None:
         raise ConfigError(field, value, accepted)
 
 
 def has_final_values_only_at_the_end() -> bool:
-    """Whether groups go on without each other, so that the job's result is known when all have ended."""
+    """Whether groups go on without each other, so that the result comes at the end."""
     here = process.current()
     return here is not None and here.worker is not None and here.place.topology.worker_groups > 1
 
 
 def with_final_values(save: Callable[[], object]) -> None:
-    """On worker (0,0): call `save` once more when the job has ended and its result stands in the model."""
+    """On worker (0,0), call `save` again when the model has the job's result."""
     here = process.current()
     assert here is not None
     before = here.finishing

@@ -1,10 +1,10 @@
-"""Lightning: a strategy for one device, whose steps are taken by a job.
+"""Lightning: a strategy for one device that takes its steps in a job.
 
     Trainer(accelerator="cpu", devices=1, strategy=TopotrainStrategy())
 
-Rule: Lightning sees one process, and of a job's workers only the main one is its global zero. In an ordinary process
-this is the plain strategy for one device. Only scripts import this file; it needs the extra `lightning`.
-Works with `pytorch_lightning` and with `lightning`: whichever the script has imported, else whichever is there.
+Lightning sees one process, and of a job's workers only the main one is its global zero. In an ordinary process this is
+the plain strategy for one device. Only scripts import this file; it needs the extra `lightning`. It works with
+`pytorch_lightning` and with `lightning`: the one that the script has imported, else the one that is installed.
 """
 
 import sys
@@ -26,7 +26,7 @@ _NAMES = ("pytorch_lightning", "lightning.pytorch")
 
 
 def _package() -> str:
-    """The name of the package that the script uses."""
+    """Return the name of the package that the script uses."""
     there = [name for name in _NAMES if name in sys.modules]
     there += [name for name in _NAMES if find_spec(name.split(".")[0]) is not None]
     if not there:
@@ -43,14 +43,16 @@ else:
 
 
 class TopotrainStrategy(SingleDeviceStrategy):
-    """One device, in a job: model, optimizer and training loader are tied to it when `fit` begins.
+    """One device in a job: `fit` ties model, optimizer and training loader to it.
 
     Args:
         device: where this worker computes, as for `SingleDeviceStrategy`.
         more: the same.
 
-    Raises ConfigError (at `fit`) for what cannot hold in a job: several optimizers or training loaders, a training
-    loader that is loaded again, clipping by Lightning where the script does not see the mean.
+    Raises:
+        ConfigError: at `fit`, for settings that fail in a job: several optimizers or training loaders, a training
+        loader
+            that is loaded again, clipping by Lightning where the script does not see the mean.
     """
 
     strategy_name = "topotrain"
@@ -66,7 +68,10 @@ class TopotrainStrategy(SingleDeviceStrategy):
         return api.is_main()
 
     def process_dataloader(self, dataloader: object) -> object:
-        """The first loader of a fit, after the sanity check's, is the training loader; the others stay whole."""
+        """Divide the first loader of a fit, after the sanity check's.
+
+        That is the training loader. The others stay whole.
+        """
         trainer = self.lightning_module.trainer
         if process.current() is None or trainer.state.fn != "fit" or trainer.sanity_checking:
             return dataloader
@@ -84,7 +89,7 @@ class TopotrainStrategy(SingleDeviceStrategy):
         if not isinstance(loader, DataLoader):
             raise ConfigError("train_dataloaders", type(loader).__name__, "must be a torch.utils.data.DataLoader")
         if not self.optimizers:
-            accepted = "is not known yet in configure_optimizers: say Trainer(max_steps=...)"
+            accepted = "is not known yet in configure_optimizers: give Trainer(max_steps=...)"
             raise ConfigError("trainer.estimated_stepping_batches", None, accepted)
         if len(self.optimizers) > 1:
             raise ConfigError("configure_optimizers", f"{len(self.optimizers)} optimizers", "must return one")
@@ -95,11 +100,11 @@ class TopotrainStrategy(SingleDeviceStrategy):
             external_loop.refuse("gradient_clip_val", trainer.gradient_clip_val, accepted)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning; it may have read a batch ahead."""
+        """Take a step as Lightning, which may have read a batch ahead."""
         if self._handing is not None:
             self._handing.hand_on()
         return super().training_step(*args, **kwargs)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state, gathered from the servers, on the worker that writes it."""
+        """Return the state, gathered from the servers, on the worker that writes it."""
         return super().optimizer_state(optimizer) if self.is_global_zero else {}

@@ -2,9 +2,9 @@
 
     from topotrain.compat.integrations.transformers import Trainer
 
-Rule: the Trainer sees one process. Its batch is the group's, its dataloader gives this worker's share, and only the
-main worker logs and saves. In an ordinary process this is the plain `transformers.Trainer`. Only scripts import this
-file; it needs the extra `transformers`.
+The Trainer sees one process. Its batch is the group's, its dataloader gives this worker's share, and only the main
+worker logs and saves. In an ordinary process this is the plain `transformers.Trainer`. Only scripts import this file;
+it needs the extra `transformers`.
 """
 
 from typing import Any
@@ -25,33 +25,34 @@ except ImportError as error:
 
 _RESUME = "must be left out: continuing a job is not built"
 _TOO_SMALL = "a batch has fewer samples than the group has workers: with accumulation drop the last, or make it larger"
-_BEST = "must be false: the job's result is what the servers have at its end"
+_BEST = "must be false: the job's result is the servers' values at its end"
 
 
 class Trainer(transformers.Trainer):
-    """`transformers.Trainer`; takes the same arguments.
+    """`transformers.Trainer`, with the same arguments.
 
-    Raises ConfigError in a job for what cannot hold there: resuming, and loading the best model at the end.
+    In a job it raises ConfigError for resuming, and for loading the best model at the end.
     """
 
     _handing: external_loop.ExternalAccounting | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in transformers; the accelerator learns which worker this is."""
+        """Do as transformers, then give the accelerator this worker's rank."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = accelerate.PlacedAccelerator
         self.accelerator.take_place()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
+        """Train as transformers. Raises ConfigError for settings that fail in a job."""
         external_loop.refuse("resume_from_checkpoint", resume_from_checkpoint, _RESUME)
         external_loop.refuse("load_best_model_at_end", self.args.load_best_model_at_end, _BEST)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """As in transformers; when training begins, this is where model, optimizer and loader are tied to the job.
+        """Return the loader; when training begins, tie it to the job.
 
-        Earlier than the schedule is made, since a group's epoch may have fewer steps.
+        Model and optimizer are tied at the same time. This is before the schedule is made, since a group's epoch may
+        have fewer steps.
         """
         loader = super().get_train_dataloader()
         if self.is_in_train and process.current() is not None:
@@ -61,7 +62,10 @@ class Trainer(transformers.Trainer):
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """As in transformers; a loss that is a sum over items counts by this worker's number of them."""
+        """Take a step as transformers.
+
+        A loss that is a sum over items counts by this worker's number of items.
+        """
         if self._handing is not None:
             counted = self._handing.hand_on()
             if num_items_in_batch is not None and counted:
@@ -73,13 +77,16 @@ class Trainer(transformers.Trainer):
         return loss
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """In the midst of training only the main worker evaluates, unless something depends on what comes out."""
+        """Evaluate; during training on the main worker only.
+
+        All workers evaluate if training depends on the result.
+        """
         if api.is_main() or self._steered():
             return super()._evaluate(*args, **kwargs)  # type: ignore[no-any-return]
         return {}
 
     def _steered(self) -> bool:
-        """Whether a metric may change how training goes on, on all workers alike."""
+        """Whether a metric may change training, on all workers alike."""
         if self.args.metric_for_best_model is not None or isinstance(self.lr_scheduler, ReduceLROnPlateau):
             return True
         return any(
@@ -89,7 +96,10 @@ class Trainer(transformers.Trainer):
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in transformers; where groups end one after the other, once more with the job's final parameters."""
+        """Save as transformers.
+
+        Where groups end one after the other, it saves once more with the job's final parameters.
+        """
         super().save_model(output_dir, _internal_call)
         if not _internal_call and external_loop.has_final_values_only_at_the_end():
             external_loop.with_final_values(lambda: self._save(output_dir))

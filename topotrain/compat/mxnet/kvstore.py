@@ -1,4 +1,4 @@
-"""`tt.kvstore`: values by key, pushed and pulled by hand, in MXNet's words (Chen et al., 2015; Li et al., 2014).
+"""MXNet's key-value store as `tt.kvstore`: explicit pushes and pulls by key.
 
     kv = tt.kvstore.create("dist_sync")
     kv.init("w", torch.zeros(3, 4))
@@ -6,8 +6,9 @@
     kv.push("w", gradient)
     kv.pull("w", out=w)
 
-Rule: a key is a table of the job's servers (`tables`), its rows are rows of the value, and nothing of it stays here.
-Several stores may live in one script, of one kind or of several. In an ordinary process there is one worker.
+The interface is that of Chen et al., 2015, and Li et al., 2014. A key is a table of the job's servers
+(`extensions.tables`), and its rows are rows of the value. Nothing of it stays in this process. One script may have
+several stores, of one kind or of several. In an ordinary process there is one worker.
 """
 
 import math
@@ -33,7 +34,7 @@ _SAME = {"dist": "dist_sync", "device": "local", "dist_device_sync": "dist_sync"
 
 
 def create(name: str = "local") -> "KVStore":
-    """A store of its own. All workers of a job create the same stores in the same order.
+    """Make a store. All workers of a job make the same stores in the same order.
 
     Args:
         name: "dist_sync": a push counts when every worker has pushed the key, and the sum of all is one update.
@@ -49,7 +50,7 @@ def create(name: str = "local") -> "KVStore":
 
 
 class KVStore:
-    """A store; made by `create`."""
+    """A key-value store; made by `create`."""
 
     def __init__(self, kind: str, kept: TableBackend) -> None:
         self._kind = kind
@@ -76,21 +77,23 @@ class KVStore:
         return self._kept.workers
 
     def barrier(self) -> None:
-        """Return when every worker has come here as often as this one."""
+        """Return when every worker has called this as often as this one."""
         self._kept.barrier()
 
     # --- values --------------------------------------------------------------------------------------------------
 
     def init(self, key: Key | Sequence[Key], value: Any) -> None:
-        """Say what keys there are, and what they are at first: what worker 0 says counts. All workers call this.
+        """Declare keys with their first values.
+
+        All workers call this, and the values of worker 0 count.
 
         Args:
             key: a text or a number, or a list of them.
             value: a CPU tensor of any shape, or a number; for a list of keys a list. A sparse COO tensor makes a table
-                whose other rows are zero and take no memory until they are pushed or pulled.
+                with zeros in all other rows, which take no memory until they are pushed or pulled.
 
         Raises:
-            ConfigError: the key is there with another shape or dtype, or the value is nothing of the above.
+            ConfigError: the key exists with another shape or dtype, or the value is none of the above.
         """
         for each, one in pairs(key, value):
             self._init(each, tensor_of(each, one))
@@ -134,11 +137,11 @@ class KVStore:
         self._kept.give(kept.table, *rows_of(kept, value))
 
     def push(self, key: Key | Sequence[Key], value: Any, priority: int = 0) -> None:
-        """Send a value to the servers; several values of one key (a list) are added up first.
+        """Send a value to the servers; several values of one key (a list) are summed.
 
-        Without an optimizer the sum replaces what is there ("dist_async": is added to it), with one it is the gradient.
-        A sparse COO tensor sends, and changes, its rows alone, but in a key that was dense at `init` and has an
-        optimizer: that one moves all rows. Returns at once; the value may be changed afterwards.
+        Without an optimizer the sum replaces the value ("dist_async": is added to it). With one it is the gradient. A
+        sparse COO tensor sends, and changes, its rows alone, except in a key that was dense at `init` and has an
+        optimizer: the optimizer moves all rows. Returns at once, and the value may be changed afterwards.
 
         Raises:
             ConfigError: an unknown key, or another shape or dtype than the key's.
@@ -149,14 +152,15 @@ class KVStore:
                 raise ConfigError(f"kv.push {each!r}", values, "must have a value")
             total = summed([self._checked(each, kept, one) for one in as_list(values)])
             self._tell_rule()
-            # An optimizer of whole keys moves all rows, also those whose gradient is zero.
+            # An optimizer of whole keys moves all rows, also those with a zero gradient.
             ids, rows = rows_of(kept, total.to_dense() if kept.spec.dense and self._rule.text else total)
             self._kept.push(kept.table, ids, rows * self._factor if self._factor != 1.0 else rows)
 
     def pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
-        """Write what the key is into `out` (a tensor, or several), and return it; without `out` a new tensor.
+        """Write the value of a key into `out` (a tensor, or several), and return it.
 
-        With "dist_sync" it is what came of this worker's last push, so that it waits for the others' pushes.
+        Without `out` it returns a new tensor. With "dist_sync" it is the value after this worker's last push, so it
+        waits for the pushes of the others.
 
         Raises:
             ConfigError: an unknown key, or an `out` of another shape or dtype.
@@ -175,21 +179,21 @@ class KVStore:
         return self.pull(key, value if out is None else out, priority)
 
     def broadcast(self, key: Key | Sequence[Key], value: Any, out: Any = None, priority: int = 0) -> Any:
-        """`init`, then `pull`: everybody has worker 0's value."""
+        """`init`, then `pull`: all workers get worker 0's value."""
         self.init(key, value)
         return self.pull(key, out, priority)
 
     def row_sparse_pull(self, key: Key | Sequence[Key], out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
-        """Rows of a key, by number: only these travel.
+        """Pull rows of a key, by number: only these travel.
 
         Args:
             key: of at least two dimensions; its rows are counted along the first.
-            out: None: a sparse COO tensor of the key's shape is returned. Or a dense tensor of that shape, whose rows
-                `row_ids` are written (the others stay), or a sparse COO tensor that takes the result.
-            row_ids: whole numbers, of any shape, in any order; a number may occur several times.
+            out: None: a sparse COO tensor of the key's shape is returned. Or a dense tensor of that shape, in which the
+                rows `row_ids` are written and the others stay. Or a sparse COO tensor that takes the result.
+            row_ids: whole numbers, of any shape, in any order. A number may occur several times.
 
         Raises:
-            ConfigError: an unknown key, a key without rows, or a row that it has not.
+            ConfigError: an unknown key, a key without rows, or a row number out of range.
         """
         found = []
         for (each, target), (_, ids) in zip(pairs(key, out), pairs(key, row_ids, lists=True), strict=True):
@@ -222,7 +226,7 @@ class KVStore:
         except (TypeError, ValueError, RuntimeError):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", ids, "row_ids must be whole numbers") from None
         if not given.numel():
-            given = given.long()  # no rows at all, of whatever type
+            given = given.long()  # no rows at all, of any type
         if given.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
             raise ConfigError(f"kv.row_sparse_pull {key!r}", str(given.dtype), "row_ids must be whole numbers")
         numbers: torch.Tensor = torch.unique(given.long())
@@ -236,12 +240,14 @@ class KVStore:
     # --- the optimizer -------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Optimizer, rescale_grad: float = 1.0) -> None:
-        """From here on a push is a gradient, and the servers do what this optimizer does. All workers call this.
+        """Make a push a gradient from here on, which the servers apply.
+
+        All workers call this.
 
         Args:
-            optimizer: `tt.kvstore.SGD(lr=0.1)` and its sisters, or any element-wise `torch.optim` object; what counts
-                are its class and the numbers of its first group, which are read again at every push.
-            rescale_grad: what every push is multiplied by, 1 / (batch size x workers) say.
+            optimizer: `tt.kvstore.SGD(lr=0.1)` and its siblings, or any element-wise `torch.optim` object. Its class
+                and the numbers of its first group count, and are read again at every push.
+            rescale_grad: factor of every push, such as 1 / (batch size x workers).
 
         Raises:
             ConfigError: an optimizer that the servers cannot run.
@@ -251,7 +257,9 @@ class KVStore:
                 "kv.set_optimizer", type(optimizer).__name__, "must be tt.kvstore.SGD(lr=0.1), or a torch.optim object"
             )
         if not isinstance(rescale_grad, int | float) or not math.isfinite(rescale_grad):
-            raise ConfigError("kv.set_optimizer rescale_grad", rescale_grad, "must be a number, 1 / kv.num_workers say")
+            raise ConfigError(
+                "kv.set_optimizer rescale_grad", rescale_grad, "must be a number, such as 1 / kv.num_workers"
+            )
         text = rule_text(optimizer)
         for kept in self._keys.values():
             check_rule(kept.spec, text, self._kept.import_module)  # refuses here what servers would refuse
@@ -262,9 +270,9 @@ class KVStore:
         return "" if self._optimizer is None else rule_text(self._optimizer)
 
     def _tell_rule(self) -> None:
-        """The numbers have changed: told before the push for which they count.
+        """Send changed numbers of the optimizer before the push for which they count.
 
-        Whom a sync push waits for may be some pushes ahead of worker 0, whose numbers count for it.
+        The servers take those of worker 0 for a sync push. Other workers may be some pushes ahead of it.
         """
         speaks = self._kept.rank == 0 or self._kind == "dist_async"
         self._rule.tell(self._kept, (kept.table for kept in self._keys.values() if speaks))

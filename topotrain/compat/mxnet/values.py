@@ -1,4 +1,4 @@
-"""What a script hands to a key-value store: keys with values, checked, and a value as rows of its table."""
+"""Check keys and values of a key-value store, and map values to table rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ Key = int | str
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:
-    """One key: the table's name, and how the value lies in its rows."""
+    """One key: the table's specification, and the layout of the value in its rows."""
 
     spec: TableSpec
     layout: ValueLayout
@@ -26,22 +26,25 @@ class KeyLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the value."""
+        """The dtype of the value."""
         return self.spec.torch_dtype
 
 
 def is_list(key: Any) -> bool:
-    """Whether several keys are meant."""
+    """Whether the argument is a list of keys."""
     return isinstance(key, list | tuple)
 
 
 def as_list(values: Any) -> list[Any]:
-    """One value or several, as several."""
+    """Return one value or several as a list."""
     return list(values) if isinstance(values, list | tuple) else [values]
 
 
 def pairs(key: Any, value: Any, lists: bool = False) -> list[tuple[Key, Any]]:
-    """Keys with their values. One key has one value (with `lists`, perhaps several); many keys have as many."""
+    """Return keys with their values.
+
+    One key has one value (with `lists`, perhaps several); many keys have as many.
+    """
     if not is_list(key):
         if isinstance(value, list | tuple) and not lists:
             raise ConfigError(f"kv key {key!r}", f"{len(value)} values", "one key has one value")
@@ -58,12 +61,16 @@ def pairs(key: Any, value: Any, lists: bool = False) -> list[tuple[Key, Any]]:
 
 
 def _check_key(key: Any) -> None:
+    # To isinstance a bool is an int, too.
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise ConfigError("kv key", key, "must be a text or a whole number, or a list of them")
 
 
 def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A value as a CPU tensor without history; a Python number has the dtype of the key, at first float32."""
+    """Return a value as a CPU tensor without history.
+
+    A Python number has the dtype of the key, at first float32.
+    """
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=dtype or torch.float32)
     if not isinstance(value, torch.Tensor):
@@ -77,7 +84,10 @@ def tensor_of(key: Key, value: Any, dtype: torch.dtype | None = None) -> torch.T
 
 
 def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A value's rows in the table, and their numbers: all, or those that a sparse value has."""
+    """Return a value's row numbers in the table, and the rows.
+
+    A dense value has all rows, a sparse one only some.
+    """
     if value.layout is torch.strided or value.dim() < 2:
         return torch.arange(kept.layout.rows), kept.layout.split(value.to_dense())
     value = value.coalesce()
@@ -89,7 +99,7 @@ def rows_of(kept: KeyLayout, value: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def summed(values: list[torch.Tensor]) -> torch.Tensor:
-    """The sum, from left to right."""
+    """Return the sum, from left to right."""
     total: torch.Tensor = values[0]
     for value in values[1:]:
         total = total + value

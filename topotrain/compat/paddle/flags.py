@@ -1,7 +1,7 @@
-"""Paddle's flags: their names, what they may be, and how gflags writes them. Without torch.
+"""Paddle's flags: names, accepted values, and the syntax of gflags. Without torch.
 
-Rule: a flag means on the command line of `topotrain pserver` what it means in `tt.init`, and both sides accept all of
-them, so that one list can be given to both.
+A flag has the same meaning on the command line of `topotrain pserver` and in `tt.init`. Both accept all of them, so one
+list can be given to both.
 """
 
 import difflib
@@ -24,17 +24,17 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """Paddle's flags with their defaults; `host` and `wait_s` are ours.
+    """Paddle's flags with their defaults; `host` and `wait_s` are topotrain's own.
 
-    use_gpu: whether `tt.device` may name a GPU. port, ports_num: every pserver has so many servers, the first at
+    use_gpu: whether `tt.device` may name a GPU. port, ports_num: every pserver has `ports_num` servers, the first at
     `port`. num_of_gradient_servers: how many trainers there are. pservers: hosts, separated by commas, the same list in
     the same order everywhere. trainer_id: 0 to num_of_gradient_servers - 1. is_local: train in this process alone.
     async_sgd: trainers do not wait for each other. save_dir: where trainer 0 writes the result. host: which one of
     `pservers` this pserver is. wait_s: how many seconds all wait for all before training starts. ports_num_for_sparse
-    and comment change nothing; trainer_count must be 1 and rdma_tcp "tcp".
+    and comment have no effect. trainer_count must be 1 and rdma_tcp "tcp".
 
     Raises:
-        ConfigError: a value that cannot be meant.
+        ConfigError: an invalid value.
     """
 
     use_gpu: bool = False
@@ -81,7 +81,7 @@ class Flags:
         return [host.strip() for host in self.pservers.split(",")]
 
     def job(self) -> Job:
-        """The job: synchronous, one group of all trainers, or a group for each where they do not wait."""
+        """Return the job: one synchronous group, or asynchronous groups of one trainer."""
         groups = self.num_of_gradient_servers if self.async_sgd else 1
         cluster = Cluster(
             nworker_groups=groups,
@@ -96,12 +96,12 @@ class Flags:
         return Job(name="pserver", cluster=cluster)
 
     def store(self) -> StaticStore:
-        """Where the servers are: those of the first host first, in the order of their ports."""
+        """Return the servers' addresses, host by host, in the order of their ports."""
         ports = range(self.port, self.port + self.ports_num)
         return StaticStore([_joined(host, port) for host in self.hosts for port in ports])
 
     def name(self, address: Address) -> str:
-        """What Paddle calls a worker or a server."""
+        """Return Paddle's name of a worker or a server."""
         if address.role is Role.WORKER:
             return f"trainer {address.group + address.index}"  # one of them is 0
         host, port = divmod(address.index, self.ports_num)
@@ -109,12 +109,15 @@ class Flags:
 
     @property
     def words(self) -> str:
-        """What trainers and pservers must have been told alike."""
+        """The settings that must be the same for trainers and pservers, in one text."""
         how = "async" if self.async_sgd else "sync"
         return f"{self.num_of_gradient_servers} trainers, {len(self.hosts)} x {self.ports_num} ports, {how}"
 
     def servers_here(self) -> list[Address]:
-        """The servers of this pserver. Raises ConfigError where it is not clear which one of the hosts this is."""
+        """Return the servers of this pserver.
+
+        Raises ConfigError where it is not clear which one of the hosts this is.
+        """
         here = self.hosts.index(self._own_host())
         return [Address(Role.SERVER, 0, here * self.ports_num + port) for port in range(self.ports_num)]
 
@@ -131,16 +134,16 @@ class Flags:
         mine = [host for host in self.hosts if _is_here(host)]
         if len(mine) != 1:
             found = "none of them is" if not mine else f"{' and '.join(mine)} are"
-            raise ConfigError("pservers", self.pservers, f"{found} on this machine: say which with --host")
+            raise ConfigError("pservers", self.pservers, f"{found} on this machine: choose one with --host")
         return mine[0]
 
 
 COMPARE = "num_of_gradient_servers, pservers (and their order), ports_num and async_sgd"
-"""What differs when a pserver refuses a trainer."""
+"""The settings to compare when a pserver refuses a trainer."""
 
 
 def from_values(values: Mapping[str, Any]) -> Flags:
-    """Flags from values by name, as `tt.init` takes them. Raises ConfigError."""
+    """Return flags from values by name, as `tt.init` takes them. Raises ConfigError."""
     kinds = {f.name: f.type for f in fields(Flags)}
     found: dict[str, Any] = {}
     for given, value in values.items():
@@ -154,10 +157,12 @@ def from_values(values: Mapping[str, Any]) -> Flags:
 
 
 def parse(words: Sequence[str]) -> Flags:
-    """Flags from a command line, as gflags reads it: --port=7164, --port 7164, --use_gpu, --nouse_gpu.
+    """Return flags from a command line, in the syntax of gflags.
+
+    That is --port=7164, --port 7164, --use_gpu, --nouse_gpu.
 
     Raises:
-        ConfigError: a flag that there is none, a value that it cannot have, or a word that is no flag.
+        ConfigError: an unknown flag, an invalid value, or a word that is not a flag.
     """
     values: dict[str, Any] = {}
     rest = list(words)
@@ -176,9 +181,10 @@ def parse(words: Sequence[str]) -> Flags:
 
 
 def _one(name: str, value: str | None, rest: list[str]) -> tuple[str, str]:
-    """A flag with its value, which may be the next word."""
+    """Return a flag with its value, which may be the next word."""
     known = {f.name: f.type for f in fields(Flags)}
     switch = known.get(name) in (bool, "bool")
+    # Gflags writes --nouse_gpu for --use_gpu=false.
     off = name.removeprefix("no")
     if name not in known and known.get(off) in (bool, "bool") and value is None:
         return off, "false"
@@ -226,7 +232,7 @@ def _address(host: str) -> str:
 
 
 def _is_here(host: str) -> bool:
-    """Whether the address is one of this machine's: only then something can be bound to it."""
+    """Whether the address belongs to this machine, so that a socket can be bound."""
     address = _address(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:

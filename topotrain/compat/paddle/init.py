@@ -1,7 +1,6 @@
-"""Paddle's words: `tt.init` makes a script a trainer, `topotrain pserver` makes a process the parameter servers.
+"""Paddle's interface: `tt.init` for trainers, and the command `topotrain pserver`.
 
-Rule: they are translated and nothing more: see `flags` for what they say, `manual_worker` and `manual_server` for what
-happens.
+This module only translates. See `flags` for the settings, `manual_worker` and `manual_server` for the processes.
 """
 
 import os
@@ -17,19 +16,19 @@ from topotrain.training import context as process
 
 
 def init(**flags: Any) -> None:
-    """Make this process trainer `trainer_id` of a job whose pservers are started by hand, as `paddle.init` did.
+    """Make this process a trainer of a job with manually started pservers.
 
         tt.init(use_gpu=False, port=7164, ports_num=1, is_local=False, num_of_gradient_servers=2,
                 pservers="host1,host2", trainer_id=0)
 
-    Call it before `tt.prepare`. With `is_local=True`, the default, this stays an ordinary process; under `topotrain
-    run`, which has placed it already, nothing changes.
+    This is `paddle.init`, for trainer `trainer_id`. Call it before `tt.prepare`. With `is_local=True`, the default, it
+    changes nothing. Under `topotrain run`, which has placed it already, nothing changes.
 
     Args:
         flags: see `flags.Flags`; the same names and meanings as for `topotrain pserver`.
 
     Raises:
-        ConfigError: an unknown flag, or a value that it cannot have.
+        ConfigError: an unknown flag, or an invalid value.
     """
     found = from_values(flags)
     if found.is_local or process.placed():
@@ -42,12 +41,12 @@ def init(**flags: Any) -> None:
 
 
 def run_pserver(flags: Flags) -> None:
-    """Be a pserver until the trainers have ended. Raises what `serving.serve` raises."""
+    """Serve as a pserver until the trainers have ended. Raises the errors of `serve`."""
     serve(flags.job(), flags.servers_here(), flags.store(), load_secret(os.environ), terms=terms_of(flags))
 
 
 def terms_of(flags: Flags) -> SharedSettings:
-    """What trainers and pservers must agree about, in Paddle's words."""
+    """Return the settings that trainers and pservers must share, in Paddle's terms."""
     trainers = flags.num_of_gradient_servers
     apart = (
         f"every trainer needs a trainer_id of its own, from 0 to num_of_gradient_servers - 1; "

@@ -1,4 +1,4 @@
-"""TensorFlow 1's ClusterSpec: which task of which job is at which address. Without torch."""
+"""TensorFlow 1's ClusterSpec: the addresses of all tasks, by job. Without torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from topotrain.config.job import ConfigError
 Tasks = Sequence[str] | Mapping[int, str]
 
 SCHEMES = ("tcp://", "grpc://")
-"""What may stand before HOST:PORT: `Server.target` has the first one, TensorFlow's programs write the second one."""
+"""Accepted before HOST:PORT: `Server.target` has the first one, TensorFlow's programs the second."""
 
 
 class ClusterSpec:
-    """Which task of which job is where: `tf.train.ClusterSpec`.
+    """The addresses of all tasks, by job: `tf.train.ClusterSpec`.
 
     Args:
-        cluster: job name -> list of HOST:PORT, or task number -> HOST:PORT; or another ClusterSpec. Before HOST:PORT
-            one of `SCHEMES` may stand; it is left out.
+        cluster: job name -> list of HOST:PORT, or task number -> HOST:PORT; or another ClusterSpec. HOST:PORT may begin
+            with one of `SCHEMES`, which is left out.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: any other argument.
     """
 
     def __init__(self, cluster: "Mapping[str, Tasks] | ClusterSpec") -> None:
@@ -34,7 +34,7 @@ class ClusterSpec:
         self._tasks = {job: _tasks_of(job, tasks) for job, tasks in given.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data: a list per job, or a dictionary where numbers are left out."""
+        """Return plain data: a list per job, or a dictionary with missing numbers."""
         return {
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._tasks.items()
@@ -46,22 +46,22 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a job has. ValueError if there is no such job."""
+        """Return how many tasks a job has. Raises ValueError if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The numbers of a job's tasks. ValueError if there is no such job."""
+        """Return the numbers of a job's tasks. Raises ValueError for an unknown job."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """HOST:PORT of a task. ValueError if there is no such job or task."""
+        """Return HOST:PORT of a task. Raises ValueError for an unknown job or task."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(f"no task {task_index} in job {job_name!r}, it has {', '.join(map(str, tasks))}")
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """HOST:PORT of every task of a job by number, None where a number is left out."""
+        """Return HOST:PORT of each task of a job by number, None for missing numbers."""
         tasks = self._job(job_name)
         return [tasks.get(number) for number in range(max(tasks, default=-1) + 1)]
 
@@ -104,5 +104,5 @@ def _tasks_of(job: str, tasks: Any) -> dict[int, str]:
 
 
 def without_scheme(address: str) -> str:
-    """HOST:PORT of an address that may begin with one of `SCHEMES`."""
+    """Return HOST:PORT of an address that may begin with one of `SCHEMES`."""
     return next((address.removeprefix(scheme) for scheme in SCHEMES if address.startswith(scheme)), address)

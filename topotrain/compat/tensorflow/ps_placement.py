@@ -1,6 +1,6 @@
-"""Which ps task is home to which parameter: TensorFlow's strategies, which decide one parameter after the other.
+"""TensorFlow's strategies for placing parameters on ps tasks, one after the other.
 
-Rule: the choice depends on nothing but the parameters and their order, so that all workers choose alike.
+The choice depends only on the parameters and their order, so all workers choose alike.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,22 @@ Strategy = Callable[[torch.Tensor], int]
 
 
 class RoundRobinStrategy:
-    """Each parameter goes to the next task."""
+    """Places each parameter on the next task."""
 
     def __init__(self, num_tasks: int) -> None:
         self._tasks, self._next = _counted(num_tasks), 0
 
     def __call__(self, parameter: torch.Tensor) -> int:
-        """The number of its task."""
+        """Return the number of its task."""
         chosen = self._next
         self._next = (chosen + 1) % self._tasks
         return chosen
 
 
 class GreedyLoadBalancingStrategy:
-    """Each parameter goes to the task that has the least load so far, the first of those that have equally little.
+    """Places each parameter on the task with the least load so far.
+
+    Of several with equal load it takes the first.
 
     Args:
         num_tasks: how many there are.
@@ -39,23 +41,23 @@ class GreedyLoadBalancingStrategy:
         self._loads, self._load_of = [0.0] * _counted(num_tasks), load_fn
 
     def __call__(self, parameter: torch.Tensor) -> int:
-        """The number of its task."""
+        """Return the number of its task."""
         chosen = self._loads.index(min(self._loads))
         self._loads[chosen] += self._load_of(parameter)
         return chosen
 
 
 def byte_size_load_fn(parameter: torch.Tensor) -> float:
-    """A load for `GreedyLoadBalancingStrategy`: the bytes of the values."""
+    """Return a load for `GreedyLoadBalancingStrategy`: the bytes of the values."""
     return float(parameter.numel() * parameter.element_size())
 
 
 class ReplicaDeviceSetter:
-    """Gives every parameter that it is called with a home among `tasks` ps tasks.
+    """Places every parameter that it is called with on one of `tasks` ps tasks.
 
     Args:
         tasks: how many there are.
-        ps_device: what the names of places begin with.
+        ps_device: prefix of the names of places.
         strategy: parameter -> number of the task.
     """
 
@@ -63,7 +65,10 @@ class ReplicaDeviceSetter:
         self._tasks, self._device, self._strategy = tasks, ps_device, strategy
 
     def __call__(self, parameter: torch.Tensor) -> str:
-        """Choose a home; returns its name, "/job:ps/task:1". Raises ConfigError for a strategy's wrong answer."""
+        """Choose a task; return its name, such as "/job:ps/task:1".
+
+        Raises ConfigError if the strategy gives an invalid number.
+        """
         task = self._strategy(parameter)
         if type(task) is not int or not 0 <= task < self._tasks:
             raise ConfigError("ps_strategy", task, f"must give a whole number from 0 to {self._tasks - 1}")
@@ -71,7 +76,7 @@ class ReplicaDeviceSetter:
         return f"{self._device}/task:{task}"
 
     def assign(self, model: nn.Module) -> nn.Module:
-        """Choose a home for all parameters of a model that exists already, in their order."""
+        """Choose a task for all parameters of an existing model, in their order."""
         for parameter in model.parameters():
             self(parameter)
         return model

@@ -1,7 +1,7 @@
-"""TensorFlow 1's words, as `tt.train`: ClusterSpec and Server for between-graph replication.
+"""TensorFlow 1's interface as `tt.train`: ClusterSpec, Server, placement.
 
-Rule: they are translated and nothing more. A "ps" task is a server, a "worker" task joins the job (`manual_server`,
-`manual_worker`); every worker is a group of its own unless all tasks say `sync=True`.
+This module only translates. A "ps" task is a server, and a "worker" task joins the job (`manual_server`,
+`manual_worker`). Every worker is a group of its own unless all tasks have `sync=True`.
 """
 
 import os
@@ -63,17 +63,18 @@ class Server:
     process already, nothing changes.
 
     Args:
-        server_or_cluster_def: a ClusterSpec, or what makes one. It must name every task of the jobs "ps" and "worker".
+        server_or_cluster_def: a ClusterSpec, or an argument for one. It must name every task of the jobs "ps" and
+            "worker".
         job_name: "ps" or "worker".
         task_index: number of the task in its job.
-        sync: workers take every step together; the same on all tasks. See `SyncReplicasOptimizer`.
+        sync: workers take every step together. It must be the same on all tasks. See `SyncReplicasOptimizer`.
         session: the cluster is driven by clients (`tt.Session`): every task stays in `join`, for one session after the
-            other; the same on all tasks.
+            other. It must be the same on all tasks.
         workspace: where worker 0 writes the result; "": ./workspace/tensorflow.
         wait_s: seconds to wait for the other tasks before training starts.
 
     Raises:
-        ConfigError: there is no such task, or the cluster is none that can be trained on.
+        ConfigError: there is no such task, or the cluster cannot be trained on.
     """
 
     def __init__(
@@ -125,20 +126,19 @@ class Server:
 
     @property
     def server_def(self) -> dict[str, Any]:
-        """The cluster and this task's place in it, as plain data."""
+        """The cluster and this task's number in it, as plain data."""
         return {"cluster": self.cluster.as_dict(), "job_name": self.job_name, "task_index": self.task_index}
 
     def join(self) -> None:
-        """On a "ps" task: serve until all workers have ended. On a "worker": end this worker's part.
+        """Serve on a "ps" task until all workers have ended; end a worker's part.
 
-        With `session=True`: be there for clients, until the process is stopped.
-
-        Ctrl-C in a task that only serves ends its process with code 130 (SystemExit).
+        With `session=True` it serves clients, until the process is stopped. Ctrl-C in a task that only serves ends its
+        process with code 130 (SystemExit).
 
         Raises:
-            ConfigError: nobody can be let in at this task's address.
+            ConfigError: no connection can be accepted at this task's address.
             JobError: the job cannot go on.
-            WireError: the port cannot be used, or another task refuses this one.
+            TransportError: the port cannot be used, or another task refuses this one.
         """
         if self._placed:
             return
@@ -172,7 +172,7 @@ class Server:
 
 @contextmanager
 def _stopped_by_user(job: str, index: int) -> Iterator[None]:
-    """Ctrl-C is how a task is ended that only serves; it says so in a line, and not by a traceback."""
+    """End a serving task after Ctrl-C with a line instead of a traceback."""
     try:
         yield
     except KeyboardInterrupt:
@@ -181,7 +181,7 @@ def _stopped_by_user(job: str, index: int) -> Iterator[None]:
 
 
 def _complete(cluster: ClusterSpec, job: str) -> list[str]:
-    """The addresses of all tasks of a job; every task needs to know how many there are."""
+    """Return the addresses of all tasks of a job; ConfigError if one is missing."""
     if job not in cluster.jobs or not cluster.num_tasks(job):
         raise ConfigError("cluster", cluster.as_dict(), f'must have at least one task of the job "{job}"')
     tasks = cluster.job_tasks(job)
@@ -204,7 +204,7 @@ def _job_of(servers: int, workers: int, sync: bool, workspace: str) -> Job:
 
 
 def _task(address: Address) -> str:
-    """TensorFlow's name of a task."""
+    """Return TensorFlow's name of a task."""
     if address.role is Role.SERVER:
         return f"/job:ps/task:{address.index}"
     return f"/job:worker/task:{address.group + address.index}"  # one of them is 0
@@ -213,13 +213,13 @@ def _task(address: Address) -> str:
 def SyncReplicasOptimizer(
     opt: Optimizer, replicas_to_aggregate: int, total_num_replicas: int | None = None
 ) -> Optimizer:
-    """Say that every step adds up the gradients of all workers: `tf.train.SyncReplicasOptimizer`.
+    """Check that every step sums the gradients of all workers.
 
-    Which steps belong together is decided on the ps tasks, so they have to know: every task gives `sync=True` to
-    `Server`. The optimizer comes back as it is.
+    This is `tf.train.SyncReplicasOptimizer`. The ps tasks decide which steps belong together, so every task must give
+    `sync=True` to `Server`. The optimizer is returned unchanged.
 
     Raises:
-        ConfigError: the job is asynchronous, or not all of its workers are to be added up: there are no backup workers.
+        ConfigError: the job is asynchronous, or not all of its workers would count: there are no backup workers here.
     """
     here = process.current()
     if here is None:
@@ -234,7 +234,7 @@ def SyncReplicasOptimizer(
     return opt
 
 
-# --- which ps task has which variable ----------------------------------------------------------------------------
+# --- placement of variables on ps tasks --------------------------------------------------------------------------
 
 
 def replica_device_setter(
@@ -244,7 +244,7 @@ def replica_device_setter(
     cluster: ClusterSpec | Mapping[str, Tasks] | None = None,
     ps_strategy: Any = None,
 ) -> ReplicaDeviceSetter | None:
-    """What chooses a ps task for every parameter: `tf.train.replica_device_setter`.
+    """Return a chooser of ps tasks for parameters: `tf.train.replica_device_setter`.
 
         with tt.train.device(tt.train.replica_device_setter(cluster=cluster)):
             model = Net()
@@ -252,9 +252,9 @@ def replica_device_setter(
     Without it parameters are cut into equal parts over all ps tasks, which is nearly always the better choice.
 
     Args:
-        ps_tasks: their number; 0: those of `cluster`. Where there are none, None comes back.
-        ps_device: what the names of places begin with.
-        cluster: a ClusterSpec, or what makes one.
+        ps_tasks: their number. 0: those of `cluster`. With no ps tasks None is returned.
+        ps_device: prefix of the names of places.
+        cluster: a ClusterSpec, or an argument for one.
         ps_strategy: parameter -> number of the task; None: `RoundRobinStrategy`.
     """
     if type(ps_tasks) is not int or ps_tasks < 0:
@@ -274,16 +274,18 @@ def replica_device_setter(
 
 @contextmanager
 def device(setter: object) -> Iterator[None]:
-    """Parameters that modules get inside this block have their home where `setter` says (None: anywhere).
+    """Place parameters that modules get inside this block by `setter`.
+
+    None: they are placed anywhere.
 
     Raises:
-        ConfigError: something else, such as the name of a device.
+        ConfigError: another argument, such as the name of a device.
     """
     if setter is None:
         yield
         return
     if not isinstance(setter, ReplicaDeviceSetter):
-        accepted = "must be what tt.train.replica_device_setter gives, or None"
+        accepted = "must be the result of tt.train.replica_device_setter, or None"
         if isinstance(setter, str):
             accepted += f"; a place by its name is tt.device({setter!r})"
         raise ConfigError("tt.train.device", setter, accepted)

@@ -1,8 +1,9 @@
 """The command `topotrain`: run a job, plan it, compare several.
 
-Rule: bad input is found before anything starts, and told in one block on stderr with exit code 2. Codes: 0 done, 1 the
-program raised or a process died, 2 bad input, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. `--help` and `plan` answer at once:
-whatever is slow to import (torch above all) is imported where it is used.
+* Bad input is found before anything starts. It ends with one block on stderr and exit code 2.
+* Exit codes: 0 done, 1 the program raised or a process died, 2 bad input, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
+* `--help` and `plan` answer at once. So modules that are slow to import (torch above all) are imported where they are
+  used.
 """
 
 import json
@@ -56,7 +57,7 @@ VALUED = frozenset(
     | {"--kill-every", "--for", "--seed", "--freeze", "--whom", "--pairs", "--at", "--kills"}
     | {"--seeds", "--layout", "--only", "--group", "--workers", "--within"}
 )
-"""Options that are followed by a value, of all commands."""
+"""Options of all commands that are followed by a value."""
 
 CONFS = (".conf", ".yaml", ".yml")
 
@@ -101,16 +102,16 @@ Program = Annotated[
 ]
 Args = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ARGS", help="Handed to the script untouched, also those that begin with --."),
+    typer.Argument(metavar="ARGS", help="Passed to the script unchanged, also those that begin with --."),
 ]
 
 
 class BadInput(Exception):
-    """Something the user gave cannot be used; the text says what and why."""
+    """Input that cannot be used; the text says what is wrong and why."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The console script: never returns, raises SystemExit with the code of the command."""
+    """Run the console script; raises SystemExit with the code of the command."""
     words = list(sys.argv[1:] if argv is None else argv)
     _look_behind_program(words)
     app(args=separate(words), prog_name="topotrain")
@@ -118,7 +119,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _look_behind_program(words: Sequence[str]) -> None:
-    """Say which words behind the script look like options of the command; behind a "--" they are meant for it."""
+    """Warn of words after the script that look like options of the command.
+
+    After a "--" they are meant for the script.
+    """
     at = _program_at(words)
     rest = words[at + 1 :] if at is not None else ()
     if at is None or rest[:1] == ["--"] or not any(word.startswith("--") for word in rest):
@@ -132,10 +136,11 @@ def _look_behind_program(words: Sequence[str]) -> None:
 
 
 def separate(argv: Sequence[str]) -> list[str]:
-    """Mark the end of our options with "--" behind PROGRAM, so that what follows reaches the script as it is.
+    """Mark the end of the command's options with "--" after PROGRAM.
 
-    PROGRAM is the second positional argument of `run` and `plan`, the third of `launch`, and the first .py file of
-    `compare`. Behind that of `chaos` our options go on: there the script's own need a "--" before them.
+    So the words after it reach the script unchanged. PROGRAM is the second positional argument of `run` and `plan`, the
+    third of `launch`, and the first .py file of `compare`. After that of `chaos` the command's options go on: the
+    script's own need a "--" before them there.
     """
     words = list(argv)
     at = _program_at(words)
@@ -146,7 +151,7 @@ def separate(argv: Sequence[str]) -> list[str]:
 
 
 def _program_at(words: Sequence[str]) -> int | None:
-    """Where PROGRAM is; None where there is none, or a "--" stands before it."""
+    """Return the index of PROGRAM, or None without one, or after a "--"."""
     positionals = 0
     skip = False
     for at, word in enumerate(words):
@@ -155,6 +160,7 @@ def _program_at(words: Sequence[str]) -> int | None:
         elif word == "--":
             return None
         elif word.startswith("-"):
+            # The next word is then the value of this option.
             skip = word in VALUED
         else:
             positionals += 1
@@ -183,7 +189,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the command; typer reads the text at `app` for the help."""
+    """Take options before the command; typer reads the text at `app` for the help."""
 
 
 @app.command("run", epilog=RUN_EXAMPLE)
@@ -207,7 +213,7 @@ def run(
     resume: Annotated[
         Path | None,
         typer.Option(
-            "--resume", metavar="WORKSPACE", help="Go on from the newest snapshot there, or from the named one."
+            "--resume", metavar="WORKSPACE", help="Continue from the newest snapshot there, or from the named one."
         ),
     ] = None,
     profile: Annotated[
@@ -219,7 +225,7 @@ def run(
     ] = None,
     forkserver: Annotated[
         str,
-        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."),
     ] = "",
 ) -> None:
     """Train a job on this machine.
@@ -254,7 +260,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="SIZES", help="Of a forward's argument, if no loader tells: 32x64:int64."),
+        typer.Option("--input", metavar="SIZES", help="Of a forward's argument, without a loader: 32x64:int64."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the cut graph of a split model (PNG).")
@@ -263,10 +269,10 @@ def plan(
         bool, typer.Option("--measure", help="placement kAuto: time the modules here, and show partition blocks.")
     ] = False,
 ) -> None:
-    """Show who would live where; nothing is started.
+    """Show which unit runs which worker and server; nothing is started.
 
-    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`; and, where one model is split
-    over the workers of a group, the cut graph.
+    With PROGRAM also slices and memory, for which the script runs up to `tt.prepare`. Where one model is split over the
+    workers of a group, the cut graph is shown, too.
     """
     with _refusing():
         from topotrain.tools.plan.layout_plan import plan as rehearse
@@ -282,7 +288,7 @@ def plan(
         schema, cut = _seen(job, inputs or (), measure)
         found = rehearse(job, schema)
         if cut is not None:
-            found = replace(found, memory=())  # the cut knows more of it: who holds what, and activations
+            found = replace(found, memory=())  # the cut has its own estimate, with owners and activations
         if cut is None and (plot or measure or inputs):
             raise BadInput("--input, --plot and --measure are about a split model: this job splits none")
         if as_json:
@@ -298,7 +304,7 @@ def plan(
 
 @app.command("launch", epilog=LAUNCH_EXAMPLE)
 def launch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a launcher; a wrong one lists those there are.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a launcher; a wrong one lists the known ones.")],
     conf: Conf,
     program: Program = None,
     args: Args = None,
@@ -311,22 +317,20 @@ def launch(
     hosts: Annotated[str, typer.Option("--hosts", metavar="A,B", help="Names of the machines.")] = "",
     passed: Annotated[
         list[str] | None,
-        typer.Option("--pass", metavar="WORD", help="For the launcher's own tool, as it is; may be given repeatedly."),
+        typer.Option("--pass", metavar="WORD", help="For the launcher's own tool, unchanged; may be given repeatedly."),
     ] = None,
     job_id: Annotated[str, typer.Option("--id", help="The job's name where units meet, instead of a new one.")] = "",
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow a queued job to its end, and end with its code.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", min=0, help="ray, kubernetes: all may start again N times.")
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="ray, kubernetes: all may restart N times.")
     ] = 0,
     image: Annotated[str, typer.Option("--image", help="kubernetes: of the container, with the script in it.")] = "",
     namespace: Annotated[str, typer.Option("--namespace", help="kubernetes: instead of `default`.")] = "",
     form: Annotated[str, typer.Option("--format", metavar="KIND", help="kubernetes: trainjob or jobset.")] = "",
     output: Annotated[str, typer.Option("--output", metavar="FILE", help="kubernetes: instead of stdout.")] = "",
-    with_secret: Annotated[
-        bool, typer.Option("--with-secret", help="kubernetes: write the job's secret down, too.")
-    ] = False,
+    with_secret: Annotated[bool, typer.Option("--with-secret", help="kubernetes: include the job's secret.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
@@ -380,7 +384,7 @@ def compare(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where everything is written.")] = Path(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all results.")] = Path(
         "workspace/compare"
     ),
     sets: Sets = None,
@@ -390,7 +394,7 @@ def compare(
     ] = False,
     running: Annotated[
         str,
-        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+        typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."),
     ] = "",
 ) -> None:
     """Train one program under several job files, in turn.
@@ -444,10 +448,10 @@ def _job_and_snapshot(
     args: list[str] | None,
     resume: Path | None,
 ) -> "tuple[Job, str]":
-    """The job that is asked for, and the folder of the snapshot that it goes on from, if any."""
+    """Return the requested job, and the folder of the snapshot to resume from, if any."""
     if resume is None:
         if conf is None:
-            raise BadInput("no job file: give one, or --resume WORKSPACE to go on with the job of a workspace")
+            raise BadInput("no job file: give one, or --resume WORKSPACE to continue the job of a workspace")
         job = _load(conf, sets, program, args)
         return job, commands_resume.asked_for(job)
     found = commands_resume.earlier(resume, sets or () if conf is None else ())
@@ -465,9 +469,13 @@ def _load(
     needs_program: bool = True,
     elsewhere: bool = False,
 ) -> Job:
-    """Read a job and check that its files can be read; `elsewhere`: not on this machine. Raises ConfigError, BadInput.
+    """Read a job and check that its files can be read.
 
-    OSError: the job file cannot be read.
+    elsewhere: the program is not on this machine.
+
+    Raises:
+        ConfigError, BadInput: the job is invalid, or a file cannot be read.
+        OSError: the job file cannot be read.
     """
     from topotrain.config.job_file import load_with_warnings
 
@@ -492,7 +500,10 @@ _LINK_PART = re.compile(r"(?:([a-z]+)=)?(\d+\.?\d*|\.\d+)([a-z%]*)")
 
 
 def parse_link(text: str) -> Link:
-    """The link that `--emulate` names: "100mbit,20ms", "1gbit,jitter=5ms,loss=0.01". Raises ConfigError."""
+    """Parse the link of `--emulate`.
+
+    Such as "100mbit,20ms" or "1gbit,jitter=5ms,loss=0.01". Raises ConfigError.
+    """
     values: dict[str, float] = {}
     for part in text.lower().replace(" ", "").split(","):
         found = _LINK_PART.fullmatch(part)
@@ -500,20 +511,23 @@ def parse_link(text: str) -> Link:
         name = name or next((field for field in ("bandwidth", "delay") if unit in _LINK_FIELDS[field]), "")
         if unit not in _LINK_FIELDS.get(name, {}):
             accepted = "must be such as 100mbit, 1gbit, 20ms, jitter=5ms or loss=0.01, separated by commas"
-            raise ConfigError("--emulate", text, f"{part!r} is no part of a link: {accepted}")
+            raise ConfigError("--emulate", text, f"{part!r} is not a part of a link: {accepted}")
         if name in values:
-            raise ConfigError("--emulate", text, f"{name} is named twice")
+            raise ConfigError("--emulate", text, f"{name} is given twice")
         values[name] = float(amount) * _LINK_FIELDS[name][unit]
     return Link(**values)
 
 
 def _linked(job: Job, emulate: str) -> Job:
-    """The job with the link of `--emulate`, if one is given. Raises ConfigError."""
+    """Return the job with the link of `--emulate`, if given. Raises ConfigError."""
     return replace(job, cluster=replace(job.cluster, link=parse_link(emulate))) if emulate else job
 
 
 def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchema, CutPlan | None]":
-    """What the script hands to `tt.prepare`, and how it would be cut; the script's own exception gives exit code 1."""
+    """Run the script up to `tt.prepare`; return its model's schema and cut.
+
+    An exception of the script gives exit code 1.
+    """
     from topotrain.parallel.api.dry_run import look
     from topotrain.tools.plan.layout_plan import PlannedSchema
 
@@ -535,7 +549,7 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
 
 
 def _drawable(file: Path | None) -> None:
-    """Find out before the script runs whether a picture can be drawn."""
+    """Check before the script runs that a picture can be drawn."""
     from topotrain.tools.monitor import loss_plot
 
     if file is not None:
@@ -545,7 +559,7 @@ def _drawable(file: Path | None) -> None:
 
 
 def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Confs, program and its arguments. Raises BadInput."""
+    """Return job files, program and its arguments. Raises BadInput."""
     at = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
     confs = list(words[:at])
     for word in confs:
@@ -576,9 +590,9 @@ def _program(path: Path) -> None:
 
 
 def _writable(what: str, file: Path, private: bool = False) -> None:
-    """Find out before hours of training whether `file` can be written; what it holds stays.
+    """Check before hours of training that `file` can be written; its content stays.
 
-    private: it is for this user alone; else the user has named it, and its mode is what the umask gives.
+    private: it is for this user alone. Else the user has named it, and its mode is what the umask gives.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     try:
@@ -594,7 +608,7 @@ def _writable(what: str, file: Path, private: bool = False) -> None:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn what is wrong with the input into one block and code 2, and a signal before the job into its code."""
+    """Turn bad input into one block and code 2, and an early signal into its code."""
     try:
         yield
     except (ConfigError, BadInput) as error:
@@ -602,8 +616,8 @@ def _refusing() -> Iterator[None]:
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # whoever read our stdout has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python flushes stdout once more when it ends
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends
         raise typer.Exit(1) from None
 
 

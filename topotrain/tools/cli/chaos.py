@@ -1,4 +1,4 @@
-"""The command `topotrain chaos`: run a job, kill its processes while it runs, and say what came of it."""
+"""The command `topotrain chaos`: kill processes of a running job, and report."""
 
 import json
 import re
@@ -26,11 +26,14 @@ Example:
 _UNITS = {"ms": 0.001, "s": 1.0, "min": 60.0, "": 1.0}
 _SPAN = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|min|)")
 _NO_CAP = 1_000_000
-"""Restarts: here the dice, and not a cap, end a job's troubles."""
+"""Restarts: in this command the fault plan, not a cap, ends the faults of a job."""
 
 
 def seconds(option: str, text: str) -> float:
-    """How long "500ms", "2s", "1min" or "3" is. Raises ConfigError for anything else, and for no time at all."""
+    """Return the seconds of "500ms", "2s", "1min" or "3".
+
+    Raises ConfigError for anything else, and for a time of 0.
+    """
     found = _SPAN.fullmatch(text.strip())
     length = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if length <= 0:
@@ -48,7 +51,7 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             str | None, typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`.")
         ] = None,
         args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="Behind a --: handed to the script.")
+            list[str] | None, typer.Argument(metavar="ARGS", help="After a --: passed to the script.")
         ] = None,
         sets: Annotated[
             list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
@@ -57,12 +60,14 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             str, typer.Option("--kill-every", metavar="TIME", help="Mean time between two kills, such as 2s.")
         ] = "2s",
         lasting: Annotated[
-            str, typer.Option("--for", metavar="TIME", help="How long it is tormented, from its first step on.")
+            str, typer.Option("--for", metavar="TIME", help="How long faults are injected, from the first step on.")
         ] = "60s",
-        seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the dice: when, how, whom.")] = 0,
+        seed: Annotated[
+            int, typer.Option("--seed", metavar="N", help="Seed of the faults: times, kinds, targets.")
+        ] = 0,
         freeze: Annotated[
             float,
-            typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the blows: stop for 0.1 to 3 s."),
+            typer.Option("--freeze", metavar="SHARE", min=0.0, max=1.0, help="Of the faults: stop for 0.1 to 3 s."),
         ] = 0.0,
         whom: Annotated[str, typer.Option("--whom", metavar="ROLE", help="worker or server, instead of both.")] = "",
         pairs: Annotated[
@@ -73,23 +78,25 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             typer.Option(
                 "--at",
                 metavar="MOMENT",
-                help="Also when processes start, start again or end, or are back: start, again, end, back.",
+                help="Also when processes start, restart, end, or are back: start, again, end, back.",
             ),
         ] = None,
         kills: Annotated[
             int,
-            typer.Option("--kills", metavar="N", min=0, help="Let it alone after so many blows; 0: only --for ends."),
+            typer.Option("--kills", metavar="N", min=0, help="End after so many faults; 0: only --for ends them."),
         ] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
         forkserver: Annotated[
             str,
-            typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+            typer.Option(
+                "--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."
+            ),
         ] = "",
     ) -> None:
         """Train a job on this machine while its processes are killed.
 
-        Ends with a verdict, and with the job's exit code: 0 if it came to its end all the same.
+        Ends with a verdict, and with the job's exit code: 0 if the job finished all the same.
         """
         with desk.refusing():
             from topotrain.config.topology import layout
@@ -114,7 +121,7 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
 
 
 def verdict(result: "ComparedResult", tormentor: "FaultInjector") -> dict[str, Any]:
-    """What was done to the job, what it did about it, and what it says that it counted."""
+    """Return the faults, the job's reaction to them, and its own counts."""
     report = result.report.as_data(result.outcome)
     waits = sorted(found["waited_s"] for found in report["incidents"] if found["waited_s"] is not None)
     return {

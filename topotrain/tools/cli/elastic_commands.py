@@ -1,4 +1,7 @@
-"""The commands `topotrain leave` and `topotrain join`: worker groups, or workers, leave a running job or come to it."""
+"""The commands `topotrain leave` and `topotrain join`, for a running job.
+
+Worker groups leave or join an asynchronous job, workers a job of one group.
+"""
 
 import json
 from pathlib import Path
@@ -54,10 +57,11 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         within: Within = "10s",
         as_json: AsJson = False,
     ) -> None:
-        """Let a worker group leave a job while the others train on, or a worker leave a job of one group.
+        """Let a worker group leave a running job, or a worker a job of one group.
 
-        A group: returns when its processes have ended; what it has not read goes to the others. A worker: the job takes
-        a snapshot and goes on from there with one worker less; returns when it trains again.
+        A group: the others train on and get the data that it has not read; returns when its processes have ended. A
+        worker: the job takes a snapshot and continues from it with one worker less. The command returns when it trains
+        again.
         """
         _wish(desk, workspace, "leave", group, workers, within, as_json)
 
@@ -69,10 +73,10 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         within: Within = "10s",
         as_json: AsJson = False,
     ) -> None:
-        """Let a worker group come (again) to a job that runs, or a worker come to a job of one group.
+        """Let a worker group join a running job (again), or a worker a job of one group.
 
-        A group: returns when it starts. A worker: the job takes a snapshot and goes on from there with one worker more;
-        returns when it trains again.
+        A group: returns when it starts. A worker: the job takes a snapshot and continues from it with one worker more.
+        The command returns when it trains again.
         """
         _wish(desk, workspace, "join", group, workers, within, as_json)
 
@@ -88,7 +92,10 @@ def _wish(
 
 
 def _meant(verb: str, group: int | None, workers: int | None, within_s: float) -> "GroupRequest | ResizeRequest":
-    """A group, if one is named, and else workers, one unless told otherwise. Raises ConfigError."""
+    """Return a request for the named group, or else for workers (default: one).
+
+    Raises ConfigError.
+    """
     from topotrain.launch.recovery.elastic_groups import GroupRequest
     from topotrain.launch.recovery.resize import ResizeRequest
 

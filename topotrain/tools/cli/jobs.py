@@ -1,7 +1,7 @@
 """The commands `topotrain jobs …` and `topotrain store`.
 
-Rule: as everywhere, what the user gave wrongly ends with code 2 and one block on stderr; a store that cannot be used
-ends with code 1. Nothing here loads torch.
+As in all commands, bad input ends with code 2 and one block on stderr. A store that cannot be used ends with code 1.
+Nothing here loads torch.
 """
 
 import json
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 VARIABLE = "TOPOTRAIN_RENDEZVOUS"
 PATIENCE = 5.0
-"""Seconds for which a store is looked for."""
+"""Seconds for which the commands try to reach a store."""
 
 jobs = typer.Typer(
-    help="The jobs that a store knows: list them, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None
+    help="The jobs of a store: list them, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Rendezvous = Annotated[
@@ -51,9 +51,9 @@ def register(app: typer.Typer) -> None:
 
 @jobs.command("list", epilog=LIST_EXAMPLE)
 def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
-    """All jobs, the latest first.
+    """List all jobs, the latest first.
 
-    "lost" is one that says it runs and has given no sign of life for half a minute.
+    "lost" is a job that is recorded as running, without a heartbeat for half a minute.
     """
     with _registry(rendezvous) as registry:
         records = registry.list()
@@ -67,7 +67,7 @@ def list_(rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
 
 @jobs.command("view")
 def view(id: Id, rendezvous: Rendezvous = "", as_json: AsJson = False) -> None:
-    """What is known of one job."""
+    """Show the record of one job."""
     with _registry(rendezvous) as registry:
         record = registry.view(id)
         if as_json:
@@ -86,27 +86,27 @@ def stop(id: Id, rendezvous: Rendezvous = "") -> None:
         from topotrain.comm.store.discovery.job_registry import ENDED
 
         state = registry.stop(id).state
-        print(f"{id} has ended already: {state}" if state in ENDED else f"{id} is told to stop")
+        print(f"{id} has ended already: {state}" if state in ENDED else f"{id} is asked to stop")
 
 
 def store(
     url: Annotated[str, typer.Argument(metavar="URL", help="tcp://ADDRESS:PORT, an address of this machine.")],
 ) -> None:
-    """Serve a store until Ctrl-C, for jobs to meet at.
+    """Serve a store until Ctrl-C, for the rendezvous of jobs.
 
-    Its values live in memory. Who uses it needs the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
+    Its values are in memory. Its clients need the same secret: TOPOTRAIN_TOKEN, TOPOTRAIN_TOKEN_FILE, or
     ~/.config/topotrain/token.
     """
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, serve_store
     from topotrain.comm.store.store_url import parse
 
-    # Blocked before the store's threads are made, who inherit that: both signals come to `sigwait` alone.
+    # Blocked before the store's threads are made, which inherit that: both signals come to `sigwait` alone.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         address = parse(url)
         if address.scheme != "tcp" or address.job:
-            raise address.fail("must be tcp://ADDRESS:PORT: only such a store is served by us")
+            raise address.fail("must be tcp://ADDRESS:PORT: only such a store can be served")
         served = serve_store(address.host, address.port, load_secret(os.environ))
     except StoreError as error:
         raise _failed(str(error), 2) from None
@@ -118,7 +118,7 @@ def store(
 
 @contextmanager
 def _registry(rendezvous: str) -> "Iterator[Registry]":
-    """The registry of a store; what goes wrong is told, with its code."""
+    """Open the registry of a store; errors are printed, and end with their code."""
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.discovery.job_registry import Registry, UnknownJob
 
@@ -131,8 +131,8 @@ def _registry(rendezvous: str) -> "Iterator[Registry]":
         raise _failed(str(error), 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # whoever read our stdout has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for Python flushes stdout once more when it ends
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout once more when it ends
         raise typer.Exit(1) from None
     finally:
         opened.close()
@@ -159,7 +159,7 @@ def _when(record: "JobRecord") -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns of equal width; what came from elsewhere cannot steer the terminal."""
+    """Return columns of equal width; foreign text cannot control the terminal."""
     clean = [tuple("".join(c if c.isprintable() else "?" for c in cell) for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*clean)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in clean)

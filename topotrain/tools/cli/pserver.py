@@ -1,4 +1,4 @@
-"""The command `topotrain pserver`, with Paddle's flags. Codes as those of the other commands."""
+"""The command `topotrain pserver`, with Paddle's flags and the usual exit codes."""
 
 import signal
 import sys
@@ -12,9 +12,9 @@ EXAMPLE = """\b
 Example:
   topotrain pserver --use_gpu=False --port=7164 --ports_num=1 --num_of_gradient_servers=2
 """
-HELP = """Be parameter servers for trainers that are started by hand (`tt.init`), as Paddle's pserver.
+HELP = """Serve parameters for trainers that are started by hand (`tt.init`), as Paddle's pserver.
 
-Ends when all trainers have ended. Flags, which trainers give to `tt.init` alike:
+Ends when all trainers have ended. Trainers give the same flags to `tt.init`:
 
 \b
   --num_of_gradient_servers=1  how many trainers there are
@@ -23,7 +23,7 @@ Ends when all trainers have ended. Flags, which trainers give to `tt.init` alike
   --pservers=127.0.0.1         hosts of all pservers, separated by commas
   --host=                      which one of them this is, if that is not clear
   --async_sgd=False            trainers do not wait for each other
-  --wait_s=600                 seconds to wait for everybody before training starts
+  --wait_s=600                 seconds to wait for all processes before training starts
   --use_gpu=False              of the trainers; servers compute on the CPU
 """
 
@@ -36,10 +36,10 @@ def register(app: typer.Typer) -> None:
 
 def pserver(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="--FLAG=VALUE", help="As gflags takes them.", show_default=False)
+        list[str] | None, typer.Argument(metavar="--FLAG=VALUE", help="In the syntax of gflags.", show_default=False)
     ] = None,
 ) -> None:
-    """Typer reads HELP."""
+    """Serve; typer shows HELP instead of this text."""
     from topotrain.compat.paddle.flags import parse
 
     try:
@@ -53,7 +53,7 @@ def pserver(
     from topotrain.comm.store import StoreError
     from topotrain.comm.transport import Refused, TransportError
     from topotrain.compat.paddle.init import run_pserver
-    from topotrain.core.client.client import JobError  # torch, only now
+    from topotrain.core.client.client import JobError  # loads torch, so only now
 
     try:
         run_pserver(flags)

@@ -1,8 +1,8 @@
-"""What `topotrain run --resume WORKSPACE` and `resume: true` mean: which snapshot, and of which job.
+"""Find the snapshot and the job for `topotrain run --resume` and `resume: true`.
 
-Rule: the job goes on as itself unless another file is given: a snapshot carries the job's text and so the names of its
-program and arguments. Another file may lay the job out in another way; what cannot be another is the model and the kind
-of optimizer, which the servers compare. Nothing here loads torch.
+The job continues unchanged unless another file is given: a snapshot contains the job's text, and so the names of its
+program and arguments. Another file may have another layout. The model and the kind of optimizer must be the same, and
+the servers compare them. Nothing here loads torch.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,19 @@ from topotrain.launch.recovery import resume_point
 
 @dataclass(frozen=True, slots=True)
 class ResumeSnapshot:
-    """What an earlier start has left: the snapshot's folder, and the job that it is of."""
+    """A snapshot of an earlier start: its folder, and its job."""
 
     path: str
     job: Job
 
 
 def earlier(workspace: Path, sets: Sequence[str] = ()) -> ResumeSnapshot:
-    """The newest snapshot of a workspace, or the one whose folder is named; its job is set up there, with overrides.
+    """Return the newest snapshot of a workspace, or the one with the named folder.
+
+    Its job gets this workspace, and the overrides.
 
     Raises:
-        ConfigError: there is none, or none that can be read.
+        ConfigError: there is no snapshot that can be read.
     """
     found: Manifest | None
     if (workspace / MANIFEST).is_file():
@@ -44,12 +46,15 @@ def earlier(workspace: Path, sets: Sequence[str] = ()) -> ResumeSnapshot:
 
 
 def asked_for(job: Job) -> str:
-    """See `lives.asked_for`."""
+    """See `resume_point.asked_for`."""
     return resume_point.asked_for(job, Path(job.workspace))
 
 
 def refuse_elsewhere(job: Job) -> None:
-    """Raise ConfigError where units are started one by one: nobody there could start groups later."""
+    """Raise ConfigError where units are started one by one, if groups join later.
+
+    No launcher could start those groups there.
+    """
     if job.start_groups:
         accepted = "needs `topotrain run`, through which groups join"
         raise ConfigError("start_groups", job.start_groups, accepted)

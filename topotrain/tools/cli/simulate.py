@@ -1,4 +1,4 @@
-"""The command `topotrain simulate`: rehearse a job under faults, in virtual time, and say whether it counted right."""
+"""The command `topotrain simulate`: test a job under faults, in virtual time."""
 
 import json
 import os
@@ -23,7 +23,7 @@ Example:
   topotrain simulate --seeds 1000
 """
 _SHOWN = 20
-"""Seeds that are named when many are wrong."""
+"""Wrong seeds that are listed at most."""
 
 
 def register(app: typer.Typer, desk: CommandContext) -> None:
@@ -31,9 +31,9 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
 
     @app.command("simulate", epilog=EXAMPLE)
     def simulate(
-        seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of everything that is chance.")] = 0,
+        seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all random choices.")] = 0,
         seeds: Annotated[
-            int, typer.Option("--seeds", metavar="COUNT", min=1, help="Rehearse so many seeds, from N on.")
+            int, typer.Option("--seeds", metavar="COUNT", min=1, help="Simulate so many seeds, from N on.")
         ] = 1,
         where: Annotated[
             str,
@@ -41,14 +41,14 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         ] = "",
         only: Annotated[
             str,
-            typer.Option("--only", metavar="I,J", help="Of the seed's faults only these; a - alone: none."),
+            typer.Option("--only", metavar="I,J", help="Only these of the seed's faults; a - alone: none."),
         ] = "",
         as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON on stdout.")] = False,
     ) -> None:
-        """Rehearse a job under faults, on a pretended network in virtual time.
+        """Simulate a job under faults, on a simulated network in virtual time.
 
-        The same servers as in a job; of the script only what it pushes is made up. Ends with code 1 if a batch was
-        lost or counted twice, or if somebody would wait for ever.
+        It has the same servers as a real job; only the script's pushes are made up. Ends with code 1 if a batch was
+        lost or counted twice, or if a process would wait for ever.
         """
         with desk.refusing():
             job = _job(where)
@@ -61,7 +61,7 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
 
 
 def _stay() -> None:
-    """Of all threads one runs at a time: on one core the turn is handed over several times as fast."""
+    """Run on one core, where the threads, which take turns, switch faster."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
@@ -82,14 +82,14 @@ def _job(where: str) -> "Job | None":
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A verdict, and what it comes down to if it is a bad one."""
+    """A verdict, with the shortest schedule that gives the same if it is bad."""
 
     verdict: "TrialVerdict"
     shortest: "TrialVerdict | None"
     kept: tuple[int, ...]
 
     def command(self) -> str:
-        """What repeats the shortest."""
+        """Return the command that repeats the shortest schedule."""
         only = ",".join(map(str, self.kept)) or "-"
         return f'topotrain simulate --seed {self.verdict.seed} --layout "{self.verdict.layout}" --only {only}'
 
@@ -124,7 +124,7 @@ def _one(seed: int, job: "Job | None", name: str, only: str, as_json: bool) -> i
 
 
 def _numbers(only: str, count: int) -> tuple[int, ...] | None:
-    """Which faults are wanted; None: all. Raises ConfigError."""
+    """Return the numbers of the chosen faults; None: all. Raises ConfigError."""
     if not only:
         return None
     words = [] if only == "-" else only.split(",")

@@ -1,6 +1,7 @@
-"""The command `topotrain unit`: one unit of a job on this machine, started by hand or by any launcher.
+"""The command `topotrain unit`: run one unit of a job on this machine.
 
-Rule: unit 0 shows the job and makes its report; the others say on stderr that they are there, and how it ended.
+A user or any launcher starts it. Unit 0 shows the job and makes its report. The others print on stderr that they have
+started, and how the job ended.
 """
 
 import json
@@ -33,7 +34,7 @@ Example:
 
 @dataclass(frozen=True, slots=True)
 class CommandContext:
-    """What all commands have in common: reading a job, checking a file to be written, refusing, complaining."""
+    """The functions of all commands: load a job, check a file, refuse, complain."""
 
     load: Callable[[Path, list[str] | None, str | None, list[str] | None], Job]
     writable: Callable[[str, Path], None]
@@ -56,13 +57,13 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             str | None, typer.Argument(metavar="PROGRAM", help="The training script, instead of the file's `program`.")
         ] = None,
         args: Annotated[
-            list[str] | None, typer.Argument(metavar="ARGS", help="Handed to the script untouched.")
+            list[str] | None, typer.Argument(metavar="ARGS", help="Passed to the script unchanged.")
         ] = None,
         sets: Annotated[
             list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
         ] = None,
         rendezvous: Annotated[
-            str, typer.Option("--rendezvous", metavar="URL", help="Where the units meet, or TOPOTRAIN_RENDEZVOUS.")
+            str, typer.Option("--rendezvous", metavar="URL", help="Store of the units, or TOPOTRAIN_RENDEZVOUS.")
         ] = "",
         rank: Annotated[
             int | None,
@@ -72,7 +73,7 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
             int | None, typer.Option("--nprocs", metavar="N", help="How many units, or a launcher's variable.")
         ] = None,
         host: Annotated[
-            str, typer.Option("--host", metavar="ADDR", help="At which address other hosts reach this one.")
+            str, typer.Option("--host", metavar="ADDR", help="The address at which other hosts reach this one.")
         ] = "",
         report: Annotated[
             Path | None, typer.Option("--report", metavar="FILE", help="Unit 0 writes the result as JSON to this file.")
@@ -81,13 +82,15 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
         quiet: Annotated[bool, typer.Option("--quiet", help="No progress, only what the program prints.")] = False,
         forkserver: Annotated[
             str,
-            typer.Option("--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="One that is running already."),
+            typer.Option(
+                "--forkserver", hidden=True, envvar=FORKSERVER_VARIABLE, help="A fork server that runs already."
+            ),
         ] = "",
     ) -> None:
         """Run one unit of a job on this machine.
 
-        Start it once per unit, by hand or by a launcher, in any order and on any hosts; they find each other, train,
-        and end together.
+        Start it once per unit, by hand or by a launcher, in any order and on any hosts. The units find each other,
+        train, and end together.
         """
         with desk.refusing():
             from topotrain.comm.store import StoreError
@@ -115,7 +118,10 @@ def register(app: typer.Typer, desk: CommandContext) -> None:
 def _start(
     desk: CommandContext, args: Sequence[str], rank: int | None, nprocs: int | None, rendezvous: str, host: str
 ) -> "LaunchInfo":
-    """What this unit has been told. Raises ConfigError; leaves with code 2 for a URL or a secret that is none."""
+    """Return the start of this unit from options and environment.
+
+    Raises ConfigError, and ends with code 2 for an invalid URL or secret.
+    """
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError
     from topotrain.comm.store.store_url import parse
@@ -132,13 +138,13 @@ def _start(
         ours = [word for word in args if word.partition("=")[0] in ("--rank", "--nprocs", "--rendezvous")]
         if not ours:
             raise
-        raise ConfigError(ours[0], None, "must stand before PROGRAM: what follows it is the program's") from None
+        raise ConfigError(ours[0], None, "must be given before PROGRAM: words after it are the program's") from None
     return start
 
 
 @dataclass(slots=True)
 class _Window:
-    """What a unit shows while it runs, and the report that unit 0 makes of it."""
+    """The display of a unit while it runs, and the report that unit 0 makes."""
 
     rank: int
     quiet: bool
@@ -185,7 +191,7 @@ class _Window:
 def _tell(
     ended: "NodeResult", window: _Window, desk: CommandContext, report: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    """How the job ended, in words and, by unit 0, as data."""
+    """Print how the job ended; unit 0 also writes it as data."""
     outcome = ended.outcome
     if outcome.code:
         desk.complain(_story(ended))
@@ -210,7 +216,10 @@ def _tell(
 
 
 def _story(ended: "NodeResult") -> str:
-    """The first cause and where it was; all of it where it was and at unit 0, elsewhere a line."""
+    """Return the first cause and its place.
+
+    It is complete for unit 0 and the unit of the cause, and one line for the others.
+    """
     end = ended.end
     if end.failed is None:
         return end.text or f"the job ended with code {end.code}"

@@ -1,1 +1,1 @@
-"""What a job will look like, before it starts."""
+"""Plan a job before it starts."""

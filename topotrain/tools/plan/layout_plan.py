@@ -1,8 +1,7 @@
-"""What a job will look like before anything runs: who lives where, what each server owns, what each process needs.
+"""Plan a job: the layout, the share of each server, the memory of each process.
 
-Rule: pure, and without torch. The layout follows from the cluster block alone; a `PlannedSchema` of the model's
-parameters (which the doors learn from the user's script) adds slices and memory. Sizes are bytes; a printed MB is 10^6
-bytes.
+The plan is pure, and needs no torch. The layout follows from the cluster block alone. A `PlannedSchema` of the model's
+parameters, which comes from the user's script, adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +19,10 @@ MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PlannedSchema:
-    """A model as the planner sees it: its unique parameters, and the optimizer's state elements per parameter element.
+    """The planner's view of a model: its unique parameters, and optimizer facts.
 
-    `state_factor` is 0 for plain SGD, 1 for momentum, 2 for Adam. `momentum` is the optimizer's, 0 where it has none.
+    `state_factor` is the number of optimizer state elements per parameter element: 0 for plain SGD, 1 for momentum, 2
+    for Adam. `momentum` is the optimizer's, 0 where it has none.
     """
 
     parameters: tuple[Parameter, ...]
@@ -32,7 +32,7 @@ class PlannedSchema:
 
 @dataclass(frozen=True, slots=True)
 class ServerShare:
-    """What one server owns: its slices, their elements without padding, and the bytes of their values."""
+    """The share of one server: slices, elements without padding, bytes of values."""
 
     server: Address
     unit: int
@@ -43,13 +43,17 @@ class ServerShare:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEstimate:
-    """Bytes one resident needs for training state, an estimate: activations and torch itself are not in it.
+    """The estimated bytes of training state of one worker or server.
 
-    `values` counts a worker's copy in full, also where the workers of a group share one buffer on a host. `staging`
-    holds what is on its way: a worker's local part (and the group's mean under kVisible), and on a server one buffer
-    per contributing worker, because sums are made in rank order, one for the mean that is shown under kVisible, plus
-    two copies where server groups synchronize. `second`: all that another server needs, whose second copy lives here.
-    While a fresh second copy is told everything, both ends hold values and state of that server once more.
+    Activations and torch itself are not included. `values` counts a worker's copy in full, also where the workers of a
+    group share one buffer on a host. `staging` holds data on its way:
+
+    * on a worker its local part, and the group's mean under kVisible;
+    * on a server one buffer per contributing worker, because sums are made in rank order, and one for the mean that
+      workers see under kVisible, plus two copies where server groups synchronize.
+
+    `second` is the memory of another server's replica in this process. While a new replica is filled, both ends
+    hold values and state of that server once more.
     """
 
     resident: Address
@@ -62,13 +66,16 @@ class ProcessEstimate:
 
     @property
     def total(self) -> int:
-        """All of it together, in bytes."""
+        """The sum, in bytes."""
         return self.values + self.gradients + self.staging + self.state + self.second
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """A rehearsed job. Without a program `slices` is None, `shares` and `memory` are empty. Build it with `plan`."""
+    """A planned job; build it with `plan`.
+
+    Without a program `slices` is None, and `shares` and `memory` are empty.
+    """
 
     topology: Topology
     slices: SliceMap | None = None
@@ -77,7 +84,10 @@ class LayoutPlan:
     warning: str = ""
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data for `plan --json`: the layout, with a program also `tensors`, `imbalance`, `slices`, `memory`."""
+        """Return plain data for `plan --json`.
+
+        It has the layout, and with a program also `tensors`, `imbalance`, `slices`, `memory`.
+        """
         data = self.topology.as_data() | ({"warning": self.warning} if self.warning else {})
         if self.slices is None:
             return data
@@ -91,7 +101,7 @@ class LayoutPlan:
         }
 
     def explain(self) -> str:
-        """The same for a reader: the layout in words and tables, then slices and memory where they are known."""
+        """Return the plan as text: the layout, then slices and memory where known."""
         text = self.topology.explain().rstrip("\n") + (f"\n\nwarning: {self.warning}" if self.warning else "")
         if self.slices is None:
             return text
@@ -104,7 +114,7 @@ class LayoutPlan:
             for share in self.shares
         ]
         homes = sum(parameter.home >= 0 for parameter in slices.parameters)
-        how = f"kept whole, {homes} where the script wants them" if homes else "cut over the servers of each group"
+        how = f"kept whole, {homes} placed by the script" if homes else "cut over the servers of each group"
         return [
             f"{len(slices.parameters)} tensors, {how} (imbalance {slices.imbalance:.1%}):",
             *columns(("server", "unit", "slices", "elements", "values MB"), rows),
@@ -118,7 +128,7 @@ class LayoutPlan:
 
 
 def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
-    """Rehearse `job` on paper. Raises ConfigError where the cluster's counts do not fit together."""
+    """Plan `job`. Raises ConfigError where the cluster's counts do not fit together."""
     topology = layout(job.cluster)
     if schema is None:
         momentum = 0.0 if job.updater is None else job.updater.momentum
@@ -160,7 +170,7 @@ def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerSh
 
 
 def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[ProcessEstimate]) -> ProcessEstimate:
-    """A second copy is told all that its server is told, and holds the same."""
+    """Add the memory of a replica: it gets all data of its server, and holds the same."""
     if topology.cluster.replicas < 2:
         return mine
     seat, standing = mine.resident.index, ReplicaPlacement(domains(topology)).standing
@@ -169,9 +179,10 @@ def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[Pr
 
 
 def _passing_on(topology: Topology, rank: int) -> int:
-    """What a server holds of other servers' parts in a collective of our own, in parts of one server's size.
+    """Return how many parts a server holds in a collective of topotrain.
 
-    For all parts its worker's push and their mean; besides, what its children in each part's tree send, and new values.
+    A part has one server's size. For every server's part it holds its worker's push and the mean. Besides it holds data
+    from its children in the tree of each part, and new values.
     """
     n = topology.shards
     if not topology.relayed:
@@ -210,12 +221,12 @@ def _memory_data(memory: ProcessEstimate) -> dict[str, Any]:
 
 
 def mb(size: int) -> str:
-    """Bytes as a reader wants them, in MB."""
+    """Return bytes as text, in MB."""
     return f"{size / MB:,.2f}"
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Text columns two spaces apart: the first to the left, numbers to the right."""
+    """Return text columns two spaces apart, numbers aligned to the right."""
     table = [tuple(header), *map(tuple, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]) for row in table]

@@ -1,4 +1,4 @@
-"""How one model would be cut over the workers of a group, found without a job: for `topotrain plan`."""
+"""Cut one model over the workers of a group without a job, for `topotrain plan`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from topotrain.tools.monitor.graph_report import CutPlan
 
 @dataclass(frozen=True, slots=True)
 class ModelCut:
-    """A planned cut: what `plan` shows, and the schema with its parts and owners."""
+    """A planned cut: the plan to show, and the schema with its parts and owners."""
 
     plan: CutPlan
     parameters: tuple[Parameter, ...]
@@ -39,18 +39,18 @@ def cut_of(
     measured: bool = False,
     state_factor: float = 0.0,
 ) -> ModelCut | None:
-    """Cut a model on paper; None where every worker of the job holds all of it.
+    """Cut a model for a plan; return None where every worker holds all of it.
 
     Args:
-        job: whose groups share a model, by its conf or by the script's tags.
-        model: as the script hands it to `prepare`; not changed.
-        loader: the script's, which tells the shapes of the forward's arguments.
-        said: these instead, as `--input` gives them.
-        measured: with kAuto, go by times measured here, and show the result as partition blocks.
+        job: its groups share a model, by its conf or by the script's tags.
+        model: as the script passes it to `prepare`. It is not changed.
+        loader: the script's, which gives the shapes of the forward's arguments.
+        said: shapes to use instead, as `--input` gives them.
+        measured: with kAuto, use times measured here, and show the result as partition blocks.
         state_factor: elements of optimizer state per element of a parameter.
 
     Raises:
-        ConfigError: it cannot be cut in this way, or shapes are not known.
+        ConfigError: the model cannot be cut in this way, or shapes are not known.
     """
     workers = job.cluster.nworkers_per_group
     if workers == 1 or not (job.splits or tagged(model)):
@@ -74,7 +74,7 @@ def cut_of(
 
 
 def _real(given: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments to compute with: those that are sizes only become zeros."""
+    """Return arguments to compute with: sizes without data become zeros."""
 
     def real(value: Any) -> Any:
         return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
@@ -83,7 +83,7 @@ def _real(given: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _warnings(planned: Sequence[ProcessNeed], here: MemoryLimits) -> tuple[str, ...]:
-    """What would not fit, if the job ran here and as this process."""
+    """Return the parts that would not fit, if the job ran here as this process."""
     try:
         check(planned, here)
     except ConfigError as error:

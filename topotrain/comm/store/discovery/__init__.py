@@ -1,1 +1,1 @@
-"""Which process is which: environments of launchers, generations, ranks, registered jobs."""
+"""Identify processes: launchers' environments, generations, ranks, jobs."""

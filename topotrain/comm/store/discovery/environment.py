@@ -1,11 +1,11 @@
-"""env://: the store that this process's environment tells of, and whether it is to be served here.
+"""Find, and where needed serve, the store that the environment names (env://).
 
 TOPOTRAIN_RENDEZVOUS, a URL, comes first. Else MASTER_ADDR and MASTER_PORT, as most launchers set them, name a tcp://
-store of our own. Under torchrun (TORCHELASTIC_USE_AGENT_STORE) torch's own store has that port: it then holds one value
-of ours, the URL of our store, which the unit of rank 0 serves at a free port (at the address TOPOTRAIN_HOST, if that is
-set; else at the loopback if all processes are on one machine, else at MASTER_ADDR).
+store of topotrain. Under torchrun (TORCHELASTIC_USE_AGENT_STORE) torch's own store has that port. It then holds one
+value, the URL of topotrain's store, which the unit of rank 0 serves at a free port. Its address is TOPOTRAIN_HOST, if
+that is set; else the loopback if all processes are on one machine, else MASTER_ADDR.
 
-Rule: whoever finds an old URL in torch's store (of a start before a restart) looks again until the right one answers.
+A process that finds an old URL in torch's store (of a start before a restart) retries until the right one answers.
 """
 
 import time
@@ -37,18 +37,21 @@ Open = Callable[[str, bytes | None, float, Mapping[str, str]], Store]
 
 @dataclass(frozen=True, slots=True)
 class MasterAddress:
-    """What MASTER_ADDR and MASTER_PORT say; torch: the port is that of torch's own store, of this attempt."""
+    """The values of MASTER_ADDR and MASTER_PORT.
+
+    torch: the port is that of torch's own store, of this attempt.
+    """
 
     host: str
     port: int
     torch: bool
     attempt: str
     alone: bool  # all processes are on this machine
-    reach: str  # where others reach this machine, if that is said
+    reach: str  # the address at which others reach this machine, if it is set
 
 
 def find(url: StoreUrl, environ: Mapping[str, str], secret: bytes | None, patience: float, opens: Open) -> Store:
-    """The store that env:// stands for. Raises StoreError."""
+    """Open the store that env:// stands for. Raises StoreError."""
     named = _named(url, environ)
     if named:
         return opens(named, secret, patience, environ)
@@ -84,9 +87,9 @@ def _serve(name: str, port: int, secret: bytes) -> "TcpServer | None":
     except AddressInUse as error:
         store = TcpStore(name, port, secret, 0.0)
         try:
-            store.keys("no-such-key")  # a store of ours: nothing is left to do
+            store.keys("no-such-key")  # it answers: a store of topotrain is served there already
         except StoreError as other:
-            raise StoreError(f"{error}; what listens there is no store of ours: {other}") from None
+            raise StoreError(f"{error}; what listens there is not a topotrain store: {other}") from None
         finally:
             store.close()
         return None
@@ -119,7 +122,7 @@ def _master(url: StoreUrl, environ: Mapping[str, str]) -> MasterAddress:
 
 
 def _tell(master: MasterAddress, secret: bytes) -> "TcpServer":
-    """Serve a store at the master's address, and say so in torch's store."""
+    """Serve a store at the master's address, and publish its URL in torch's store."""
     from topotrain.comm.store.tcp_store_server import TcpServer
 
     store = _torch_store(master)
@@ -140,7 +143,7 @@ def _is_local(master: MasterAddress) -> bool:
 
 
 def _told(master: MasterAddress, secret: bytes, patience: float) -> Store:
-    """The store of which torch's store tells, once it answers."""
+    """Open the store at the URL that torch's store holds, once it answers."""
     store, until = _torch_store(master), time.monotonic() + MEETING_S
     while True:
         text = _ask(master, lambda: store.get(_key(master))).decode()
@@ -164,7 +167,7 @@ def _told(master: MasterAddress, secret: bytes, patience: float) -> Store:
 def _torch_store(master: MasterAddress) -> Any:
     import torch.distributed as dist
 
-    make: Any = vars(dist)["TCPStore"]  # re-exported without a word in its type stubs
+    make: Any = vars(dist)["TCPStore"]  # re-exported without being declared in its type stubs
     deadline = timedelta(seconds=MEETING_S)
     return _ask(master, lambda: make(master.host, master.port, None, False, deadline, wait_for_workers=False))
 

@@ -1,8 +1,11 @@
-"""A new room in a store for every start of the same job, for a store outlives the jobs that use it.
+"""Give every start of the same job its own prefix in a store.
 
-Rule: rank 0 decides. Each rank writes down a number that nobody else has; rank 0 names the room and the numbers that it
-has read; a rank goes in when its own number is among them, and rank 0 lets all go in once each has agreed. So what
-earlier starts have left behind, or a rank that has died while it waited, never gets into a room with those who live.
+A store outlives the jobs that use it.
+
+* Rank 0 decides. Each rank writes a number that no other process has.
+* Rank 0 proposes a prefix (the "room" of the records) together with the numbers that it has read.
+* A rank agrees when its own number is among them, and rank 0 opens the prefix once every rank has agreed.
+* So values of earlier starts, and ranks that died while they waited, never share a prefix with live ranks.
 """
 
 import json
@@ -16,10 +19,12 @@ _ROUND = "round"
 
 
 def join(store: Store, rank: int, size: int, timeout: float) -> str:
-    """Wait until all `size` ranks are there; returns the name of their room, which no other start has.
+    """Wait until all `size` ranks are there; return the name of their prefix.
+
+    No other start has the same prefix.
 
     Raises:
-        TimeoutError: they were not all there after `timeout` seconds; names one that is missing.
+        TimeoutError: they were not all there after `timeout` seconds. The text names one that is missing.
         StoreError: the store cannot be used.
     """
     until = time.monotonic() + timeout
@@ -48,7 +53,10 @@ def _heard(store: Store, rank: int, until: float, known: bytes | None = None) ->
 
 
 def _agrees(store: Store, rank: int, said: bytes, name: str, until: float) -> bool:
-    """Whether the rank goes into the room; False when it was started anew and has another number now."""
+    """Whether the rank agrees to the prefix.
+
+    False when it was restarted and has another number now.
+    """
     number = _read(said)["number"]
     while True:
         heard = _read(said)

@@ -1,7 +1,8 @@
-"""Who is which number among processes that are started by hand: one process each, for as long as it lives.
+"""Claim ranks among processes that are started by hand, one process per rank.
 
-Rule: whoever has a seat writes it anew every BEAT_S seconds; one that is not written anew is free after LIFE_S. So a
-seat that somebody has left behind is never taken for somebody who lives: only who was seen to write twice is there.
+* A process renews its claim every BEAT_S seconds. A claim that is not renewed expires after LIFE_S seconds.
+* A process counts as alive only when it was seen to renew its claim. So the claim of a dead process is never mistaken
+  for that of a live one.
 """
 
 import json
@@ -18,19 +19,19 @@ _PAUSE_S = 0.1
 
 
 class RankTaken(StoreError):
-    """Another process has this seat, and lives."""
+    """Another process has claimed this rank, and is alive."""
 
 
 class RankClaim:
-    """One number of a job, taken by this process.
+    """One rank of a job, claimed by this process.
 
     Args:
-        store: for these seats alone.
-        number: which seat.
-        says: what the others may read of us.
+        store: for these claims alone.
+        number: the rank.
+        says: text that the other processes may read.
 
     Raises:
-        SeatTaken: somebody who lives has it.
+        RankTaken: a live process has claimed the rank.
         StoreError: the store cannot be used.
     """
 
@@ -45,7 +46,10 @@ class RankClaim:
         self._thread.start()
 
     def others(self) -> dict[int, str]:
-        """What the others say who have been seen to live since the first look, by number."""
+        """Return the texts of the processes that have renewed their claims, by rank.
+
+        A process counts once it was seen to renew since the first look.
+        """
         found = {}
         for key in self._store.keys("seats/"):
             number = int(key.rpartition("/")[2])
@@ -57,7 +61,7 @@ class RankClaim:
         return found
 
     def close(self) -> None:
-        """Leave the seat to whoever wants it."""
+        """Give the claim up."""
         self._over.set()
         self._thread.join()
         with suppress(StoreError):
@@ -77,15 +81,15 @@ class RankClaim:
         while not self._store.compare_and_set(self._key, None, self._value, LIFE_S):
             there = self._store.get(self._key)
             if known is not None and there not in (None, known):
-                raise RankTaken(f"{self._key} belongs to another process, which lives")
+                raise RankTaken(f"{self._key} belongs to another process, which is alive")
             known = there or known
             time.sleep(_PAUSE_S)
 
     def _keep(self) -> None:
         while not self._over.wait(BEAT_S):
             value = self._next()
-            with suppress(StoreError):  # nobody needs the store while training goes on
-                # Where we were stopped for so long that our seat was gone: again, if nobody else has it.
+            with suppress(StoreError):  # the store is not needed while training goes on
+                # If this process was stopped until its claim expired: claim again, unless another process has.
                 for expected in (self._value, None):
                     if self._store.compare_and_set(self._key, expected, value, LIFE_S):
                         self._value = value
@@ -93,14 +97,17 @@ class RankClaim:
 
 
 class PollingStore(PrefixStore):
-    """A part of a store; whoever waits in it looks around every `BEAT_S` seconds, and may raise what it sees."""
+    """A part of a store that watches the other claims while it waits.
+
+    `watch` calls `look` every `BEAT_S` seconds, which may raise.
+    """
 
     def __init__(self, store: Store, prefix: str, seat: RankClaim) -> None:
         super().__init__(store, prefix)
         self._seat = seat
 
     def look(self, others: dict[int, str]) -> None:
-        """Judge what the others say."""
+        """Judge the texts of the others; may raise."""
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
         """See `Store`."""

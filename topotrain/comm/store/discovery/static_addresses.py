@@ -1,7 +1,7 @@
-"""A store for jobs whose servers' addresses are written down beforehand: it holds them, and nothing else.
+"""A read-only store for jobs with servers at configured addresses.
 
-Rule: whoever is started by hand knows from its own list where the servers are, so nobody has to be asked, and nothing
-can be told: writing anything but what the list says already is an error.
+Each process that is started by hand has its own list of the servers' addresses. So a lookup needs no other process.
+Writing is an error, unless the value is the one in the list.
 """
 
 import ipaddress
@@ -16,14 +16,16 @@ _ACCEPTED = "must be HOST:PORT, such as 10.0.0.1:7164 or [::1]:7164"
 
 
 class StaticStore:
-    """A `Store` that answers `server/G/K` and `door/G/K` with the URL of server K of group G.
+    """A `Store` of fixed URLs: server K of group G is at `server/G/K`.
+
+    `door/G/K` holds the same URL.
 
     Args:
         addresses: HOST:PORT of every server, group by group. A name is looked up when it is asked for.
         shards: servers in each group; 0: all are of one group.
 
     Raises:
-        StoreError: an address that is none, or that is there twice in a way that cannot be meant.
+        StoreError: an address is invalid, or the addresses do not fill whole groups.
     """
 
     def __init__(self, addresses: Sequence[str], shards: int = 0) -> None:
@@ -36,7 +38,10 @@ class StaticStore:
         self._parts = [split_address(address) for address in addresses]
 
     def place(self, group: int, index: int) -> tuple[str, int]:
-        """The numeric address and the port of a server. Raises StoreError, also when a name is not known."""
+        """Return the numeric address and the port of a server.
+
+        Raises StoreError, also for an unknown name.
+        """
         number = group * self.shards + index
         if index >= self.shards or number >= len(self._parts):
             raise StoreError(f"server {group}/{index} is not among {', '.join(self.addresses)}")
@@ -44,7 +49,10 @@ class StaticStore:
         return numeric(host), port
 
     def get(self, key: str) -> bytes | None:
-        """The URL under one of the two kinds of key. Raises StoreError for any other."""
+        """Return the URL under one of the two kinds of key.
+
+        Raises StoreError for any other.
+        """
         check_key(key)
         found = _KEY.fullmatch(key)
         if found is None:
@@ -52,36 +60,39 @@ class StaticStore:
         return url_of(*self.place(int(found[1]), int(found[2]))).encode()
 
     def watch(self, key: str, timeout: float, known: bytes | None = None) -> bytes:
-        """The URL, at once. Raises StoreError for what will never be there."""
+        """Return the URL at once. Raises StoreError for a value that will never be there."""
         value = self.get(key)
         if value is None or value == known:
             raise StoreError(f"{key} never changes: it is {known!r} in the list of addresses")
         return value
 
     def set(self, key: str, value: bytes, ttl: float | None = None) -> None:
-        """Say again what the list says. Raises StoreError for anything else."""
+        """Accept the value that the list has. Raises StoreError for any other."""
         held = self.get(key)
         if value != held:
             raise StoreError(f"{key} is {value!r}, but {held!r} in the list of addresses")
 
     def compare_and_set(self, key: str, expected: bytes | None, value: bytes, ttl: float | None = None) -> bool:
-        """Raises StoreError: a list decides nothing."""
+        """Raise StoreError: a list of addresses cannot be written."""
         raise StoreError(f"{key}: a list of addresses cannot be written")
 
     def delete(self, key: str) -> None:
-        """Raises StoreError."""
+        """Raise StoreError: a list of addresses cannot be written."""
         raise StoreError(f"{key}: a list of addresses cannot be written")
 
     def keys(self, prefix: str = "") -> list[str]:
-        """Raises StoreError: nobody looks for servers here, who they are follows from the layout."""
+        """Raise StoreError: a list of addresses cannot be searched.
+
+        The servers' numbers follow from the layout, so no process needs to search.
+        """
         raise StoreError("a list of addresses cannot be searched")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT. Raises StoreError."""
+    """Return host and port of HOST:PORT. Raises StoreError."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in bare and bare == host) or not port.isascii() or not port.isdigit():
@@ -92,7 +103,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def numeric(host: str) -> str:
-    """The address of a host: itself if it is one, else the first that its name has. Raises StoreError."""
+    """Return a host's numeric address; of a name, the first one.
+
+    Raises StoreError.
+    """
     if host == "localhost":
         return "127.0.0.1"
     try:
@@ -102,15 +116,18 @@ def numeric(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise StoreError(f"host {host!r}: is no address, and the name is not known here ({error.strerror})") from None
+        raise StoreError(f"host {host!r}: not an address, and the name is not known here ({error.strerror})") from None
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL of a numeric address: what other machines can reach is encrypted."""
+    """Return the URL of a numeric address.
+
+    An address that other machines can reach is encrypted (tls://).
+    """
     scheme = "tcp" if ipaddress.ip_address(host).is_loopback else "tls"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def as_data(store: StaticStore) -> Mapping[str, object]:
-    """What another process needs to make the same."""
+    """Return the data from which another process makes the same store."""
     return {"addresses": list(store.addresses), "shards": store.shards}

@@ -1,11 +1,11 @@
-"""TensorFlow's client session: a process outside of the cluster drives a placed model that the cluster computes.
+"""TensorFlow's client session: a client outside drives a model on the cluster.
 
     with tt.Session("tcp://worker7:2222") as session:
         for x, y in loader:
             loss = session.run(train, x, y)
 
-Rule: the client's model is a description and the values to begin with. What it computes is written down
-(`split.recording`) and sent as plain data; the cluster holds and changes the values, and gives them back at the end.
+The client's model is a description and the first values. Its computation is recorded (`parallel.remote`) and sent as
+plain data. The cluster holds and changes the values, and returns them at the end.
 """
 
 import os
@@ -44,15 +44,15 @@ class TrainOp:
 
 
 def minimize(model: Any, optimizer: Any) -> TrainOp:
-    """The step that makes a model's loss smaller: `optimizer.minimize(loss)`.
+    """Make the training step for a model and an optimizer: `optimizer.minimize(loss)`.
 
     Args:
         model: returns the loss, a tensor with one element.
-        optimizer: of torch's own classes, over the model's parameters; its settings count at every run, so a scheduler
-            works.
+        optimizer: of torch's own classes, over the model's parameters. Its settings are read at every run, so a
+            scheduler works.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: the arguments are not a module and an optimizer.
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         given = f"{type(model).__name__}, {type(optimizer).__name__}"
@@ -61,16 +61,16 @@ def minimize(model: Any, optimizer: Any) -> TrainOp:
 
 
 class Session:
-    """A connection to a cluster, and the one model that it computes: `train_api.Session`.
+    """A connection to a cluster, and the one model that it computes: `tf.Session`.
+
+    The target computes the modules without a place. The token is that of the cluster (TOPOTRAIN_TOKEN, or its file).
 
     Args:
         target: a worker's `tt.train.Server.target`, such as "tcp://worker7:2222" ("grpc://worker7:2222" means the
-            same); "": this process computes itself.
-
-    What nobody has placed is computed by the target. The token is that of the cluster (TOPOTRAIN_TOKEN, or its file).
+            same). "": this process computes itself.
 
     Raises:
-        ConfigError: nobody answers there, or has another token, or has a session already.
+        ConfigError: no task answers there, or it has another token, or a session already.
     """
 
     def __init__(self, target: str = "") -> None:
@@ -88,27 +88,27 @@ class Session:
             told, _ = self._ask({"do": "open"})
             self._cluster = TaskCluster(told["workers"], told["servers"], told["task"])
 
-    # --- what the script says ------------------------------------------------------------------------------------
+    # --- the interface for scripts -------------------------------------------------------------------------------
 
     def run(self, fetch: "nn.Module | TrainOp", *args: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
         """Compute on the cluster, and wait for the result.
 
         Args:
-            fetch: what `minimize` gave: one step of training; the loss comes back, as a number without a history. Or
-                its model: evaluated with the cluster's values in its present mode (`model.eval()`), no gradients; its
-                output comes back.
+            fetch: the result of `minimize`: one step of training, which returns the loss, as a number without a
+                history. Or its model: it is evaluated with the cluster's values in its present mode (`model.eval()`),
+                without gradients, and its output is returned.
             args: of the model's forward; tensors on the CPU.
-            feed_dict: more of them, by the names that forward has for them.
+            feed_dict: more of them, by the names of forward's parameters.
 
         Raises:
-            ConfigError: the model cannot be captured (with the line), or says a place that does not exist, or asks for
-                a function that the cluster does not run.
-            JobError: a task could not do it, in words that name the task; the session is over then.
+            ConfigError: the model cannot be captured (with the line), or names a place that does not exist, or calls a
+                function that the cluster does not run.
+            JobError: a task failed. The text names the task, and the session is over then.
         """
         train = fetch if isinstance(fetch, TrainOp) else None
         model = train.model if train is not None else fetch
         if not isinstance(model, nn.Module):
-            accepted = "must be a model, or what tt.train.minimize gives"
+            accepted = "must be a model, or the result of tt.train.minimize"
             raise ConfigError("session.run", type(fetch).__name__, accepted)
         kwargs = dict(feed_dict or {})
         if self._over:
@@ -118,7 +118,7 @@ class Session:
         return self._there(model, train, args, kwargs)
 
     def pull(self) -> None:
-        """Bring the cluster's values home: parameters and buffers of the model are what they are there.
+        """Copy the cluster's values into the parameters and buffers of the model.
 
         Raises:
             JobError: a task is gone.
@@ -131,7 +131,10 @@ class Session:
                 self._kept.tensors[number].copy_(tensor)
 
     def close(self) -> None:
-        """Bring the values home and leave the cluster to the next client. Does nothing the second time."""
+        """Pull the values and leave the cluster to the next client.
+
+        Does nothing the second time.
+        """
         if self._talk is None or self._over:
             return
         try:
@@ -188,7 +191,7 @@ class Session:
             raise ConfigError("session.run", type(train.optimizer).__name__, accepted)
 
     def _graph(self, model: nn.Module, train: TrainOp | None, args: Any, kwargs: Any) -> tuple[int, bool]:
-        """The number of the description of such a call, which the cluster knows, and whether it draws masks."""
+        """Return the number of a call's description, and whether it draws masks."""
         kind = (train is not None, tuple(module.training for module in model.modules()), _kind((args, kwargs)))
         if kind not in self._graphs:
             kept = self._kept or ModelState.of(model, self._cluster)
@@ -204,7 +207,7 @@ class Session:
         return self._graphs[kind]
 
     def _begin(self, kept: ModelState, train: TrainOp | None) -> None:
-        """Hand the model over."""
+        """Send the model to the cluster."""
         parameters = [tensor for tensor in kept.tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             raise ConfigError("model", None, "has no parameters: nothing to train")
@@ -218,7 +221,7 @@ class Session:
         self._began, self._trained = True, train
 
     def _news(self, train: TrainOp | None) -> str:
-        """The optimizer's settings, if they are not what the cluster knows."""
+        """Return the optimizer's settings if the cluster has older ones, else ""."""
         if train is None or self._kept is None:
             return ""
         parameters = [tensor for tensor in self._kept.tensors if isinstance(tensor, nn.Parameter)]
@@ -237,7 +240,7 @@ class Session:
         except SessionClosed as error:
             self._end("the cluster is gone")
             raise JobError(f"{self._target} is gone: {error}", False) from error
-        except BaseException:  # Ctrl-C in the middle: what comes next would be an answer to this
+        except BaseException:  # after Ctrl-C here the next reply would be the one to this request
             self._end("a run was interrupted")
             raise
         if "error" in told:
@@ -263,7 +266,7 @@ class Session:
 
 
 def _here(model: nn.Module, train: TrainOp | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the cluster would do."""
+    """Compute in this process, as the cluster would."""
     if train is None:
         with torch.no_grad():
             return model(*args, **kwargs)

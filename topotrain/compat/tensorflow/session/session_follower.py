@@ -1,4 +1,4 @@
-"""A task of a session that does what the session's first worker says: a worker, or a ps task that serves."""
+"""A task that follows the session's first worker: another worker, or a ps task."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -27,12 +27,12 @@ def follow(
     secret: bytes,
     run: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Take part in one session. Raises Gone.
+    """Take part in one session. Raises SessionClosed.
 
     Args:
-        talk: to the first worker. said, tensors: its first words.
+        talk: to the first worker. said, tensors: its first message.
         counts: how many workers and ps tasks there are. host: where others reach this task.
-        run: does on the thread of its choice what takes as long as the session, and returns then.
+        run: runs a function that takes as long as the session, on a thread of its choice, and returns after it.
     """
     try:
         meet = SessionRendezvous.from_data(said.get("meet"))
@@ -43,7 +43,7 @@ def follow(
         talk.say(failed(me, error, None).told())
         return
     talk.say({})
-    talk.hear()  # all tasks have said that they can: go
+    talk.hear()  # all tasks have agreed: begin
     if part is None:
         _serve(me, talk, meet, host, secret, run)
     else:
@@ -77,13 +77,13 @@ def _serve(
 
 
 class _Following:
-    """A worker that does what the first worker of the session says."""
+    """A worker that carries out the requests of the session's first worker."""
 
     def __init__(self, me: TaskAddress, talk: SessionConnection, part: SessionWorker) -> None:
         self._me, self._talk, self._part = me, talk, part
 
     def follow(self, secret: bytes, host: str) -> None:
-        """Until the session's end."""
+        """Carry out requests until the session's end."""
         why = f"{self._me}: the session's first worker is gone"
         try:
             self._part.enter(secret, host)
@@ -99,7 +99,7 @@ class _Following:
         except Exception as error:
             found = failed(self._me, error, self._part)
             why = str(found)
-            self._part.leave(found.bare)  # before the words: the first worker may be waiting for this one
+            self._part.leave(found.bare)  # before the reply: the first worker may be waiting for this one
             with suppress(SessionClosed):
                 self._talk.say(found.told())
         finally:

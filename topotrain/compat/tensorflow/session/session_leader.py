@@ -1,4 +1,4 @@
-"""The worker that a client has called: it hears the client, tells the other tasks, and takes its own part."""
+"""The first worker of a session: it serves the client and leads the other tasks."""
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from topotrain.parallel.remote.graph_description import states_from
 
 
 class SessionLeader:
-    """The first worker of a session: hears the client, tells the others, and takes its own part.
+    """Serves the client of a session, leads the other tasks, and does its own part.
 
     Args:
         talk: to the client.
@@ -45,7 +45,7 @@ class SessionLeader:
         self._store: StoreService | None = None
 
     def lead(self) -> None:
-        """Until the client closes the session, or is gone, or a step fails."""
+        """Serve until the client closes the session, or is gone, or a step fails."""
         why = f"the client of {self._me} is gone"
         try:
             self._talk.say({"workers": self._count("worker"), "servers": self._count("ps"), "task": self._me.index})
@@ -60,7 +60,10 @@ class SessionLeader:
                 self._talk.say({})
 
     def _hear_out(self) -> str:
-        """Do what the client says, to the end; why it had to end, "" if the client has closed it. Raises Gone."""
+        """Carry out the client's requests; return why the session had to end.
+
+        "": the client has closed it. Raises SessionClosed.
+        """
         while True:
             said, tensors = self._talk.hear()
             if said.get("do") == "close":
@@ -88,7 +91,7 @@ class SessionLeader:
             return ({},)
         part = self._part
         if part is None or do not in ("learn", "run", "pull"):
-            raise ConfigError("session", str(do)[:80], "is nothing that can be done now")
+            raise ConfigError("session", str(do)[:80], "cannot be done now: must be learn, run or pull after start")
         if do == "learn":
             self._together(said, lambda: part.learn(said["number"], said["description"], said["loss"]))
             return ({},)
@@ -141,7 +144,7 @@ class SessionLeader:
     def _together(
         self, said: Mapping[str, Any], own: Callable[[], Any]
     ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
-        """All workers do it, this one, too. Raises the error that explains most."""
+        """Have all workers do it, this one too. Raises the error that explains most."""
         workers = {task: talk for task, talk in self._others.items() if task.job == "worker"}
         for task, talk in workers.items():
             self._say(task, talk, said)
@@ -150,7 +153,10 @@ class SessionLeader:
     def _all(
         self, others: Mapping[TaskAddress, SessionConnection], own: Callable[[], Any], goes_on: bool = False
     ) -> tuple[Any, list[tuple[dict[str, Any], list[torch.Tensor]]]]:
-        """Do one's own part while these do theirs. goes_on: after an error the session can go on."""
+        """Do the own part while the others do theirs.
+
+        goes_on: after an error the session can go on.
+        """
         failures, result, replies = [], None, []
         try:
             result = own()
@@ -188,7 +194,7 @@ class SessionLeader:
 
 
 def _flat(nested: Any, found: list[torch.Tensor]) -> Any:
-    """The same nest with tensors replaced by their numbers in `found`, where they are put."""
+    """Return the same nest with tensors replaced by their new numbers in `found`."""
     if isinstance(nested, torch.Tensor):
         found.append(nested)
         return CallInput(len(found) - 1)

@@ -1,8 +1,9 @@
-"""What a session's processes say to each other: words (JSON) with tensors behind them, over a proven connection.
+"""Messages between a session's processes: JSON with tensors behind it.
 
-Rule: a header of fixed size has every length, a length is checked before a byte behind it is read, and memory is taken
-for what has come, not for what was announced. The handshake is that of the stores (`rendezvous.greeting`), with a key
-of its own; other machines are talked to over TLS.
+* A header of fixed size has every length, and a length is checked before a byte behind it is read.
+* Memory is allocated for bytes that have come, not for bytes that were announced.
+* The handshake is that of the stores (`tcp_store_handshake`), with a key of its own.
+* Connections to other machines use TLS.
 """
 
 import json
@@ -24,7 +25,7 @@ from topotrain.parallel.remote.argument_codec import read_json
 from topotrain.parallel.remote.graph_description import TensorForm
 
 MAX_WORDS = 64 << 20
-"""Bytes of the words of one frame."""
+"""Bytes of the JSON of one frame."""
 MAX_BODY = 1 << 36
 """Bytes of the tensors of one frame."""
 FRAME_S = 120.0
@@ -36,11 +37,11 @@ _MAGIC = b"ttSe"
 
 
 class SessionClosed(Exception):
-    """The other side has hung up, or does not keep to the protocol."""
+    """The other side has closed the connection, or does not keep to the protocol."""
 
 
 def identity(secret: bytes) -> Identity:
-    """What both sides of a session prove."""
+    """Return the identity that both sides of a session prove."""
     return Identity("topotrain session", job_key(secret, "session"), 0, 0, "")
 
 
@@ -51,7 +52,7 @@ class SessionConnection:
         self._line = line
 
     def say(self, words: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send words, and tensors on the CPU. Raises Gone."""
+        """Send a message with tensors on the CPU. Raises SessionClosed."""
         flat = [tensor.detach().contiguous().resolve_conj().resolve_neg() for tensor in tensors]
         text = json.dumps({"words": words, "tensors": [TensorForm.of(tensor).to_data() for tensor in flat]}).encode()
         if len(text) > MAX_WORDS:
@@ -67,25 +68,28 @@ class SessionConnection:
             raise SessionClosed(str(error)) from error
 
     def hear(self, seconds: float | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The next words and their tensors; they begin within so many seconds, None: whenever they do. Raises Gone."""
+        """Return the next message and its tensors. Raises SessionClosed.
+
+        seconds: in which the message must begin; None: any time.
+        """
         try:
             self._line.settimeout(seconds)
             first = self._line.recv(1)
             if not first:
-                raise SessionClosed("it has hung up")
+                raise SessionClosed("it has closed the connection")
             self._line.settimeout(FRAME_S)
             magic, size, body = _HEAD.unpack(first + self._exactly(_HEAD.size - 1))
             if magic != _MAGIC or size > MAX_WORDS or body > MAX_BODY:
-                raise SessionClosed("it does not speak as a session does")
+                raise SessionClosed("it does not keep to the protocol of sessions")
             words, forms = _opened(read_json(bytes(self._exactly(size))))
             if sum(form.nbytes for form in forms) != body:
-                raise SessionClosed("its tensors have other sizes than it says")
+                raise SessionClosed("its tensors have other sizes than its header gives")
             return words, [self._tensor(form) for form in forms]
         except (OSError, ConfigError) as error:
             raise SessionClosed(str(error)) from error
 
     def close(self) -> None:
-        """Hang up; whoever is just listening is woken."""
+        """Close the connection, which wakes a thread that waits for a message."""
         with suppress(OSError):  # it may be down already
             self._line.shutdown(socket.SHUT_RDWR)
         self._line.close()
@@ -97,26 +101,30 @@ class SessionConnection:
         return torch.frombuffer(self._exactly(form.nbytes), dtype=dtype).view(form.sizes)
 
     def _exactly(self, size: int) -> bytearray:
+        # Grows with the bytes that come, so an announced size allocates nothing.
         came = bytearray()
         while len(came) < size:
             part = self._line.recv(min(size - len(came), _PIECE))
             if not part:
-                raise SessionClosed("it has hung up")
+                raise SessionClosed("it has closed the connection")
             came += part
         return came
 
 
 def _opened(data: Any) -> tuple[dict[str, Any], list[TensorForm]]:
     if not isinstance(data, dict) or data.keys() != {"words", "tensors"} or not isinstance(data["words"], dict):
-        raise SessionClosed("it does not speak as a session does")
+        raise SessionClosed("it does not keep to the protocol of sessions")
     tensors = data["tensors"]
     if not isinstance(tensors, list) or len(tensors) > _MAX_TENSORS:
-        raise SessionClosed("it says too many tensors")
+        raise SessionClosed("it announces too many tensors")
     return data["words"], [TensorForm.from_data(tensor) for tensor in tensors]
 
 
 def call(host: str, port: int, secret: bytes) -> SessionConnection:
-    """Open a connection to a task. Raises OSError where nobody answers, WireError where we are not let in."""
+    """Open a connection to a task.
+
+    Raises OSError where no process answers, TransportError where it refuses this one.
+    """
     _, address = resolve(host, port)
     sock = socket.create_connection((address, port), timeout=DEADLINE)
     try:

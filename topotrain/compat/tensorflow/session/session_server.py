@@ -1,8 +1,10 @@
-"""A task of a cluster that clients drive: it waits for a session, takes its part in it, and waits for the next one.
+"""A task of a cluster that clients drive, in one session after the other.
 
-Rule: one session at a time. Whoever speaks first has to prove that it knows the token; the worker that a client calls
-(the first of the session) tells all other tasks what to do, over one connection to each, and a connection that ends is
-the end of the session. So a client that dies, and a task that dies, free the others.
+* There is one session at a time.
+* A peer has to prove that it knows the token before anything else.
+* The worker that a client connects to is the first of the session. It sends requests to all other tasks, over one
+  connection to each.
+* A connection that ends is the end of the session. So a client that dies, and a task that dies, free the others.
 """
 
 import queue
@@ -30,13 +32,13 @@ if TYPE_CHECKING:
 
 MAX_CALLERS = 64
 GRACE_S = 10.0
-"""How long a client waits for the end of a session that is ending."""
+"""Seconds for which a client waits for the end of a session that is ending."""
 _CLOSING_S = 5.0
 _BACKLOG = 64
 
 
 class SessionServer:
-    """One task's process. It can be called as soon as it is made.
+    """One task's process. It accepts connections as soon as it is made.
 
     Args:
         cluster: the addresses of all tasks, by job.
@@ -44,7 +46,7 @@ class SessionServer:
         secret: 32 bytes, the same on all tasks and in the client.
 
     Raises:
-        StoreError: nobody can be let in at this address.
+        StoreError: no connection can be accepted at this address.
     """
 
     def __init__(self, cluster: Mapping[str, Sequence[str]], me: TaskAddress, secret: bytes) -> None:
@@ -54,7 +56,7 @@ class SessionServer:
         self._host = numeric(host)
         self._listener, self._certificate = _listen(self._host, port, secret)
         self._identity = identity(secret)
-        self._turn = threading.Lock()  # the session that this task belongs to has it
+        self._turn = threading.Lock()  # held by the session that this task belongs to
         self._lock = threading.Lock()
         self._callers: dict[socket.socket, threading.Thread] = {}
         self._over = threading.Event()
@@ -63,7 +65,7 @@ class SessionServer:
         self._doorman.start()
 
     def stay(self) -> None:
-        """Be there for one session after the other, until the process is stopped (KeyboardInterrupt) or `close`."""
+        """Serve sessions until the process is stopped (KeyboardInterrupt) or `close`."""
         tell(f"{self._me}: ready at tcp://{self._me.address}")
         try:
             while not self._over.is_set():
@@ -74,7 +76,7 @@ class SessionServer:
             self.close()
 
     def close(self) -> None:
-        """Hang up on everybody. A session that is under way ends."""
+        """Close all connections. A session that is under way ends."""
         self._over.set()
         self._served.put(None)
         with suppress(OSError):
@@ -90,7 +92,10 @@ class SessionServer:
             thread.join(_CLOSING_S)
 
     def _in_stay(self, serve: Callable[[], None]) -> None:
-        """Do it on the thread that stays: Ctrl-C reaches that one, and servers say why they end."""
+        """Run a server on the thread of `stay`.
+
+        Ctrl-C reaches that thread, and servers print why they end.
+        """
         done = threading.Event()
 
         def served() -> None:
@@ -102,7 +107,7 @@ class SessionServer:
         self._served.put(served)
         done.wait()
 
-    # --- who calls ---------------------------------------------------------------------------------------------------
+    # --- connections -------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._over.is_set():
@@ -119,7 +124,7 @@ class SessionServer:
             if room:
                 thread.start()
             else:
-                refuse(sock, Refused("FULL", "this task has no room for a connection now"))
+                refuse(sock, Refused("FULL", "this task cannot take a connection now"))
                 sock.close()
 
     def _let_in(self, sock: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What all tasks of a session do alike: tell what went wrong, and take what is theirs of a model."""
+"""The common part of all tasks of a session: errors, and the own part of a model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from topotrain.config.job import ConfigError
 from topotrain.core.client.client import JobError, PeerLost
 from topotrain.parallel.remote.graph_description import StateDescription, states_from
 
-_EXPECTED = (JobError, PeerLost, TransportError)  # they follow from something else
+_EXPECTED = (JobError, PeerLost, TransportError)  # consequences of another error
 
 
 @dataclass(frozen=True, slots=True)
 class TaskAddress:
-    """A task by its place: "ps" or "worker", its number, and where it is reached."""
+    """A task: "ps" or "worker", its number, and its address."""
 
     job: str
     index: int
@@ -29,11 +29,11 @@ class TaskAddress:
 
 
 class TaskFailed(Exception):
-    """A task could not do what it was told.
+    """A task could not do what it was asked to.
 
     Args:
-        text: what the client is to read, with the task's name. config: it is the client's to change.
-        cause: it is no consequence of something that happened elsewhere.
+        text: for the client, with the task's name. config: the client can correct it.
+        cause: it is not a consequence of an error elsewhere.
         bare: the text without the task's name.
     """
 
@@ -42,14 +42,17 @@ class TaskFailed(Exception):
         self.config, self.cause, self.bare = config, cause, bare or text
 
     def told(self) -> dict[str, Any]:
-        """As the other side hears it."""
+        """Return the message for the other side."""
         return {"error": str(self), "config": self.config, "cause": self.cause}
 
 
 def part_of(
     meet: SessionRendezvous, index: int, said: Mapping[str, Any], tensors: Sequence[torch.Tensor]
 ) -> SessionWorker:
-    """The part of worker `index` in a session, as the first worker says it. Raises ConfigError."""
+    """Return the part of worker `index` in a session. Raises ConfigError.
+
+    said, tensors: the first worker's message.
+    """
     states = states_from(said["states"], meet.workers, meet.servers)
     mine = numbers_of(states, index)
     if said["numbers"] != mine or not isinstance(said["optimizer"], str):
@@ -59,19 +62,19 @@ def part_of(
 
 
 def check_values(states: Sequence[StateDescription], tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ConfigError for values of other forms than the states have."""
+    """Raise ConfigError for values of other forms than the states have."""
     forms = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in tensors]
     if forms != [(state.form.dtype, state.form.sizes) for state in states]:
         raise ConfigError("states", None, "must have the values that they are described with")
 
 
 def numbers_of(states: Sequence[StateDescription], worker: int) -> list[int]:
-    """Of the states that a worker holds."""
+    """Return the numbers of the states that a worker holds."""
     return [number for number, state in enumerate(states) if state.worker == worker]
 
 
 def hear(task: TaskAddress, talk: SessionConnection) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """What a task answers. Raises Failed where it could not do it, or is gone."""
+    """Return a task's reply. Raises TaskFailed where it failed, or is gone."""
     try:
         said, tensors = talk.hear()
     except SessionClosed as error:
@@ -82,7 +85,10 @@ def hear(task: TaskAddress, talk: SessionConnection) -> tuple[dict[str, Any], li
 
 
 def failed(task: TaskAddress, error: BaseException, part: SessionWorker | None) -> TaskFailed:
-    """An error of a task; part: its own, which may know the cause."""
+    """Return an error of a task as TaskFailed.
+
+    part: the task's own, which may know the cause.
+    """
     text = words(error) if part is None else part.reason(error)
-    whole = text if isinstance(error, _EXPECTED) else f"{task}: {text}"  # that has the name of who is to blame
+    whole = text if isinstance(error, _EXPECTED) else f"{task}: {text}"  # the former name the task that failed first
     return TaskFailed(whole, isinstance(error, ConfigError), not isinstance(error, _EXPECTED), text)

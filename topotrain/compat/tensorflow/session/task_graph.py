@@ -1,7 +1,7 @@
-"""One worker's part in a session: it holds what is placed on it, and runs the cut graphs when it is told to.
+"""One worker's part in a session: its states, and the cut graphs that it runs.
 
-The session is a job of its own: servers hold the parameters, the workers of one group are the cluster's, and every
-value travels over the group's passage.
+The session is a job of its own. Servers hold the parameters, the workers of one group are the cluster's, and every
+value travels over the group's activation channel.
 """
 
 import re
@@ -34,7 +34,7 @@ from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
 
 OVER = "the session is over"
-_LEAST_ROOM = 64 << 20  # bytes that a value may have, whatever the machine says of its memory
+_LEAST_ROOM = 64 << 20  # bytes that a value may always have, whatever memory the machine reports
 _CAUSE_S = 1.5
 _NAME = re.compile(r"session-[0-9a-f]{16}")
 
@@ -48,7 +48,7 @@ TERMS = SharedSettings("session", "the ClusterSpec", 60.0, _task)
 
 @dataclass(frozen=True, slots=True)
 class SessionRendezvous:
-    """Where the processes of a session meet: its job's name, the URL of its store, how many there are, who begins."""
+    """The rendezvous of a session: name, store, number of processes, first worker."""
 
     name: str
     store: str
@@ -58,17 +58,17 @@ class SessionRendezvous:
 
     @staticmethod
     def from_data(data: Any) -> "SessionRendezvous":
-        """As another task says it. Raises ConfigError."""
+        """Check the data of another task. Raises ConfigError."""
         kinds = {"name": str, "store": str, "workers": int, "servers": int, "first": int}
         if not isinstance(data, dict) or {name: type(value) for name, value in data.items()} != kinds:
-            raise ConfigError("session", None, "must say where its processes meet")
+            raise ConfigError("session", None, "must have name, store, workers, servers and first")
         meet = SessionRendezvous(**data)
         if not _NAME.fullmatch(meet.name) or not meet.store.startswith("tcp://") or not 0 <= meet.first < meet.workers:
             raise ConfigError("session", None, "must have a name, the URL of a tcp:// store and a first worker")
         return meet
 
     def job(self) -> Job:
-        """One synchronous group of all workers."""
+        """Return the job: one synchronous group of all workers."""
         cluster = Cluster(
             nworkers_per_group=self.workers,
             nservers_per_group=self.servers,
@@ -117,7 +117,10 @@ class SessionWorker:
         self._store: Store | None = None
 
     def enter(self, secret: bytes, host: str) -> None:
-        """Meet the servers and the other workers. Raises WireError, JobError, PeerLost, StoreError."""
+        """Meet the servers and the other workers.
+
+        Raises TransportError, JobError, PeerLost, StoreError.
+        """
         job, me = self._meet.job(), Address(Role.WORKER, 0, self._index)
         self._store = open_store(self._meet.store, secret)
         place = place_of(job, self._store, secret, TERMS, host)
@@ -140,9 +143,9 @@ class SessionWorker:
         self._worker.before_commit.append(lambda *_: self._meeting.stepped())
 
     def learn(self, number: int, data: Any, loss: bool) -> None:
-        """Take a description that is to be run under this number. Raises ConfigError."""
+        """Keep a description to be run under this number. Raises ConfigError."""
         if type(number) is not int or number in self._graphs:
-            raise ConfigError("description", number, "has a number that is none, or that another one has")
+            raise ConfigError("description", number, "must have a whole number that no other description has")
         description = GraphDescription.from_data(data, self._meet.workers, len(self._states))
         box = None if loss else OutputCollector()
         most = max(_LEAST_ROOM, room().least() or 0)
@@ -151,14 +154,17 @@ class SessionWorker:
         self._graphs[number] = _Graph(runner, box, description)
 
     def run(self, number: int, inputs: Sequence[torch.Tensor], dice: torch.Tensor | None, settings: str) -> Any:
-        """Run a description; one with a loss is a step of training. Returns the output, on the first worker.
+        """Run a description; one with a loss is a step of training.
+
+        Returns the output, on the first worker.
 
         Args:
             inputs: its arguments, on the first worker. dice: a state of torch's generator, if it draws.
             settings: the optimizer's, if they are new.
 
         Raises:
-            ConfigError: arguments of other forms. And whatever torch, or the job, makes of the step.
+            ConfigError: arguments of other forms.
+            Exception: the errors of torch, or of the job, in the step.
         """
         graph = self._graphs[number]
         if self._index == self._meet.first:
@@ -194,7 +200,7 @@ class SessionWorker:
         return self._dice.get_state()
 
     def values(self) -> dict[int, torch.Tensor]:
-        """What this worker holds, by number, as it is now."""
+        """Return the present values that this worker holds, by number."""
         found = {}
         for number, state in enumerate(self._states):
             if state.worker == self._index:
@@ -202,14 +208,14 @@ class SessionWorker:
         return found
 
     def reason(self, error: BaseException) -> str:
-        """An error in words, with the cause if a server knows it."""
+        """Return the text of an error, with the cause if a server knows it."""
         if isinstance(error, JobError | PeerLost | TransportError) and self._roads is not None:
             exchange, until = self._roads.exchange, time.monotonic() + _CAUSE_S
             return exchange.hear_out(lambda: time.monotonic() >= until) or str(exchange.failure or error)
         return words(error)
 
     def leave(self, why: str) -> None:
-        """End this part; the servers are told why, and tell the others."""
+        """End this part; the servers get the reason, and send it to the others."""
         roads, self._roads = self._roads, None
         if roads is not None:
             with suppress(TransportError, PeerLost):
@@ -220,20 +226,23 @@ class SessionWorker:
 
 
 class _Meeting(WorkerSync):
-    """A worker would not notice a backward that reaches none of its parameters."""
+    """Worker synchronization that also starts a push without own gradients.
+
+    A worker would not notice a backward that reaches none of its parameters.
+    """
 
     def __init__(self, passage: ActivationChannel, begins: Callable[[], None]) -> None:
         super().__init__(passage)
         self._begins = begins
 
     def begun(self) -> None:
-        """A backward begins here."""
+        """Note that a backward begins here."""
         super().begun()
         self._begins()
 
 
 def words(error: BaseException) -> str:
-    """An error as its author would tell it, with the notes that were put to it."""
+    """Return the text of an error, with the notes that were added to it."""
     text = str(error) if isinstance(error, ConfigError | JobError) else f"{type(error).__name__}: {error}"
     return "; ".join([text, *getattr(error, "__notes__", ())])
 
