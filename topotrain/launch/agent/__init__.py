@@ -1,1 +1,1 @@
-"""A unit: the process that starts, watches and ends the processes of one place."""
+"""A unit: the process that starts, watches and ends some of the processes of a job."""
