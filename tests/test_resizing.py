@@ -129,7 +129,7 @@ def test_the_job_goes_on_with_one_worker_less_once_there_is_a_snapshot() -> None
 @pytest.mark.parametrize(
     ("changed", "wish", "words"),
     [
-        (job(replace(SANDBLASTER, nworker_groups=2)), ResizeRequest("leave", 1), "2 worker groups.*say --group"),
+        (job(replace(SANDBLASTER, nworker_groups=2)), ResizeRequest("leave", 1), "2 worker groups.*use --group"),
         (job(snapshot_s=0), ResizeRequest("leave", 1), "takes none .snapshot_s: 0"),
         (job(), ResizeRequest("leave", 3), "has 3 workers, and one has to stay"),
         (job(), ResizeRequest("join", 0), "at least 1"),

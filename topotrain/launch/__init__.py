@@ -21,11 +21,15 @@ OnEvent = Callable[[Event], None]
 class UnitPlace:
     """The rank, addresses and folders of one unit.
 
-    rank: the unit's number, from 0. nprocs: the number of units. rendezvous: the URL of the store where all units meet.
+    rank: the unit's number, from 0.
+    nprocs: the number of units.
+    rendezvous: the URL of the store where all units meet.
     run_dir: the folder, on the unit's host, with the files that the launcher has prepared for the job (see
-    workspace.py). forkserver: the socket of the host's forkserver; "" if the unit starts its own. hosts: the number of
-    every unit's host, separated by commas; "" where all units run on one host. host: the address at which other units
-    reach this one. sockets: a private folder with a short path that all units of the host share; "": the forkserver's.
+        workspace.py).
+    forkserver: the socket of the host's forkserver; "" if the unit starts its own.
+    hosts: the number of every unit's host, separated by commas; "" where all units run on one host.
+    host: the address at which other units reach this one.
+    sockets: a private folder with a short path that all units of the host share; "": the forkserver's.
     """
 
     rank: int
@@ -83,9 +87,10 @@ def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
 class JobOutcome:
     """How a job ended.
 
-    code: 0 for success, 1 for a failure, 2 for a wrong configuration, 128 + n for an end by signal n. seconds: from
-    `start` to the end of the last process. cause: the first cause of a failure. exits: exit code, or minus the signal
-    number, by name of each process and unit that was seen to end. pids: process ID by name.
+    code: 0 for success, 1 for a failure, 2 for a wrong configuration, 128 + n for an end by signal n.
+    seconds: from `start` to the end of the last process. cause: the first cause of a failure.
+    exits: exit code, or minus the signal number, by name of each process and unit that was seen to end.
+    pids: process ID by name.
     """
 
     code: int

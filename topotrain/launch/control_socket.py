@@ -63,7 +63,6 @@ class ControlSocket:
     """The listening side of a job's control socket.
 
     Args:
-
         folder: the job's run folder.
         selector: the selector of the launcher's loop. The loop calls what is registered there when data arrives.
         hear: is called with each request; the answer may come at any time.
@@ -196,7 +195,6 @@ def ask(workspace: Path, wish: GroupRequest | ResizeRequest) -> dict[str, Any]:
     "text": …}: the new number of workers per group, and the step after which they continue.
 
     Raises:
-
         ConfigError: no job runs there, or the job refuses the request.
     """
     with ExitStack() as stack:

@@ -34,7 +34,6 @@ class RegisteredJob:
     There are no other units, so the store only adds the request to stop.
 
     Args:
-
         root: the whole store.
         record: the job's entry in the store's list.
         url: the rendezvous of the job's processes.

@@ -127,7 +127,7 @@ class RunFiles:
     """Paths of a run's files on this host.
 
     processes: the list of processes. logs: the folder of logs. door: the folder of the control socket; None where the
-    job takes no requests because another tool starts its units.
+        job takes no requests because another tool starts its units.
     """
 
     processes: Path
@@ -139,7 +139,6 @@ class RunLoop:
     """The event loop for the units of one host, from the first process to the last.
 
     Args:
-
         job: the job.
         topology: the layout, with the units that run here.
         on_event: is called with every event, on the caller's thread.

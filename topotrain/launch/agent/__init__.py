@@ -1,1 +1,1 @@
-"""A unit: the process that starts, watches and ends some of the processes of a job."""
+"""A unit: the process that starts, watches and ends a part of a job's processes."""

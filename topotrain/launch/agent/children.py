@@ -38,9 +38,10 @@ class EntryPoints:
 class AttemptInfo:
     """One attempt of the whole job.
 
-    number: 0 for the first attempt. resume: the manifest of the snapshot that the attempt resumes from; "": the job
-    starts at step 0. absent: the worker groups that do not start with the others. why: the reason of the attempt, for
-    the logs; "": a process was lost.
+    number: 0 for the first attempt.
+    resume: the manifest of the snapshot that the attempt resumes from; "": the job starts at step 0.
+    absent: the worker groups that do not start with the others.
+    why: the reason of the attempt, for the logs; "": a process was lost.
     """
 
     number: int = 0
@@ -74,10 +75,13 @@ class UnitConfig:
 class Child:
     """A worker process, or the server process of a unit.
 
-    events: the events from its control channel. outputs: by stream name, the pipes of the main worker. The unit also
-    writes that output to the log. Other children write to their logs themselves. fds: the shared memfds, which belong
-    to the unit. announced: the child has announced its end. doomed: the child must end, because another process
-    replaces it. deaf_from: the time at which its channel ended while the process still ran.
+    events: the events from its control channel.
+    outputs: by stream name, the pipes of the main worker. The unit also writes that output to the log. Other children
+        write to their logs themselves.
+    fds: the shared memfds, which belong to the unit.
+    announced: the child has announced its end.
+    doomed: the child must end, because another process replaces it.
+    deaf_from: the time at which its channel ended while the process still ran.
     """
 
     residents: tuple[Address, ...]
@@ -144,9 +148,10 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
 class ChildSpec:
     """A child process to start.
 
-    residents: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group. again:
-    the reason of a restart; "" for the first start. seats: for a server process, the data of
-    `ReplicaPlacement.to_data`. guest: the layout has this process in another unit, which is gone.
+    residents: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group.
+    again: the reason of a restart; "" for the first start.
+    seats: for a server process, the data of `ReplicaPlacement.to_data`.
+    guest: the layout has this process in another unit, which is gone.
     """
 
     residents: tuple[Address, ...]

@@ -1,4 +1,4 @@
-"""The forkserver of a host: it has torch loaded, and forks all worker and server processes.
+"""The forkserver of a host: it loads torch and forks worker and server processes.
 
 No tensor operation and no thread may come before a fork, because a fork after OpenMP hangs. Requests arrive over a Unix
 socket in a private folder. A request is one byte with file descriptors: a memfd with the JSON text, then the
@@ -149,7 +149,7 @@ class OwnedForkserver:
 def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str] | None = None) -> OwnedForkserver:
     """Start a forkserver.
 
-    Clients can connect at once, and get answers when `preload` is imported. Call it from a thread that lives as long as
+    Clients can connect at once, and get answers when `preload` is imported. Call it from a thread that runs as long as
     the job: until torch is loaded, the forkserver dies with that thread.
     """
     made, lock = temporary_folders.make()

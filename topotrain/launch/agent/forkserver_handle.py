@@ -16,7 +16,6 @@ class ForkserverHandle:
     """A handle to the forkserver of a job.
 
     Args:
-
         given: the socket of a running forkserver; "": the job starts its own.
         log: the log file of the job's own forkserver.
         mark: the mark in the environment of all processes of this job, see `sweep`.

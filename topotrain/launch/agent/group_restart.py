@@ -13,7 +13,7 @@ from topotrain.launch.agent.children import Child, ChildSpec
 
 @dataclass(slots=True)
 class GroupRestart:
-    """The groups that wait for a restart, each with its next incarnation and the reason."""
+    """The groups that wait for a restart, with their next incarnations and reasons."""
 
     _wanted: dict[tuple[int, str], tuple[int, str]] = field(
         default_factory=dict

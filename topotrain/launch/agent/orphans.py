@@ -1,4 +1,4 @@
-"""Orphans of a job: processes that carry its mark in their environment, to be killed."""
+"""Orphans of a job: processes with its mark in their environment, to be killed."""
 
 import os
 import selectors

@@ -1,4 +1,4 @@
-"""Non-blocking pipes: read the available data, and buffer what cannot be written yet.
+"""Non-blocking pipes: they read available data, and buffer what cannot be written yet.
 
 Descriptors are non-blocking and belong to their creators. This module reads and writes them, and never closes them.
 """
@@ -140,7 +140,10 @@ def log_tail(path: Path) -> str:
 
 
 def ending(code: int) -> str:
-    """Describe an exit code: "was killed by SIGKILL" for -9, "ended with exit code 3" for 3."""
+    """Describe an exit code.
+
+    It is "was killed by SIGKILL" for -9, and "ended with exit code 3" for 3.
+    """
     if code >= 0:
         return f"ended with exit code {code}"
     try:

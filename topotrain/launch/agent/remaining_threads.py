@@ -26,7 +26,6 @@ class RemainingThreads:
     """Reports what delays the end of this process.
 
     Args:
-
         tell: shows the notice.
         quiet_s: seconds of waiting before the first notice.
     """

@@ -1,4 +1,4 @@
-"""Signals by which a user ends a job, delivered to a socket that a loop can select on."""
+"""Signals by which a user ends a job, delivered to a socket."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""The supervisor of one unit: it starts and ends the unit's processes, without torch.
+"""The supervisor of a unit: it starts and ends the unit's processes, without torch.
 
 One thread runs one loop. The unit sends its children's events as JSON lines on stdout, and receives commands as JSON
 lines on stdin. The end of stdin means that the launcher died, so the unit kills all its processes. A child never
@@ -13,7 +13,7 @@ sends commands:
 * "kill" ends all processes at once.
 * "end" lets the unit end. Until then it stays, because its processes may be needed again.
 
-A process that ends without an announcement is lost, whatever its exit code. A process without its channel is lost, too,
+A process that ends without an announcement is lost, with any exit code. A process without its channel is lost, too,
 because it can no longer receive commands.
 
 The unit reads the main worker's output only as fast as the launcher takes it, so a print blocks as under plain

@@ -1,4 +1,4 @@
-"""The main program of a unit: it reads its place and its job, and supervises its processes.
+"""The main program of a unit: it reads its settings and its job, and runs the supervisor.
 
 The supervision is in `supervisor.py`.
 """

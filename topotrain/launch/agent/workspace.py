@@ -128,8 +128,8 @@ def profiled_step(run_dir: Path) -> int:
 class ProcessEntry:
     """One process in processes.json.
 
-    rank: counts workers; for a unit, units. exit: as in subprocess. second: the index of the server's backup replica
-    that was complete last, counted from 0.
+    rank: counts workers; for a unit, units. exit: as in subprocess.
+    second: the index of the server's backup replica that was complete last, counted from 0.
     """
 
     roles: list[str]
@@ -154,7 +154,6 @@ class ProcessList:
     The file is written when all processes are up, and at each change after that.
 
     Args:
-
         topology: the layout, with the units to list.
         path: the file.
         own_forkserver: the job has its own forkserver, which is listed with its processes.

@@ -1,4 +1,4 @@
-"""Servers that the user starts by hand: they admit their workers, and end with the job.
+"""Servers that the user starts by hand: they admit workers, and end with the job.
 
 Without a launcher only the servers see which workers are present. So they print which workers they wait for, and refuse
 a second process for the same worker. When a worker is lost before the end of its script, they send the others the
@@ -47,10 +47,11 @@ class SharedSettings:
 
     Errors use the terms of the API by which the process was started.
 
-    words: part of the handshake, so that a refusal can show the difference; at most 40 ASCII characters. compare: the
-    settings to compare after a refusal. patience_s: seconds for which processes wait for each other before training
-    starts. name: returns the name of a worker or a server in that API. apart: the setting by which two workers differ,
-    and its value here.
+    words: part of the handshake, so that a refusal can show the difference; at most 40 ASCII characters.
+    compare: the settings to compare after a refusal.
+    patience_s: seconds for which processes wait for each other before training starts.
+    name: returns the name of a worker or a server in that API.
+    apart: the setting by which two workers differ, and its value here.
     """
 
     words: str = ""
@@ -81,7 +82,6 @@ def place_of(
     """Return the router's settings for a process of a job, see `by_hand`.
 
     Raises:
-
         ConfigError: the job's counts do not fit together.
     """
     words = terms.words.encode("ascii", "replace").decode()[:_MOST_WORDS]
@@ -180,7 +180,6 @@ class ManualServers:
     """Servers that listen at one address.
 
     Args:
-
         place: the address, and how to find the others.
         addresses: the servers.
         attendance: records workers that join and leave.
@@ -250,7 +249,6 @@ def serve(
     Ctrl-C ends them at once, and the job with them.
 
     Args:
-
         job: the job; every process of it must have the same one (`Job.digest`).
         servers: addresses of the layout.
         store: where processes find each other. With a `StaticStore` each server listens at its address in the store.
@@ -259,7 +257,6 @@ def serve(
         terms: see `SharedSettings`.
 
     Raises:
-
         ConfigError: the job's counts do not fit together, or there is no such server.
         TransportError: a port cannot be used, or another server cannot be reached or refuses the connection.
         JobError: the job cannot go on; all connected workers have received the reason.

@@ -58,10 +58,9 @@ def join(
     sockets: Path | None = None,
     gpus: bool = True,
 ) -> Context:
-    """Make this process worker `me` of a job. After this `tt.prepare` connects the script to it.
+    """Make this process worker `me` of a job, so that `tt.prepare` connects the script.
 
     Args:
-
         job: the job; every process of it must have the same one (`Job.digest`).
         me: a worker of its layout.
         store: where processes find each other.
@@ -69,13 +68,11 @@ def join(
         host: the address of this host that others can reach.
         serves: servers next to this worker. They get a process of their own, which ends with this one, and which
             imports the function `terms.name`.
-        url: the URL of the store, for that process; a `StaticStore` needs none.
+        url: the URL of the store, for that process. A `StaticStore` needs none.
         terms: see `SharedSettings`.
         sockets: a folder that all processes of the job share, for engines that need one.
         gpus: whether `tt.device` may name a GPU.
-
     Raises:
-
         ConfigError: the job's counts do not fit together, there is no such worker, this process has a job already, or
             it has called `tt.prepare` without a job.
     """
@@ -107,7 +104,6 @@ def leave() -> None:
     `tt.prepare` again.
 
     Raises:
-
         ConfigError: `tt.prepare` was never called.
         JobError, PeerLost: the job has failed.
     """

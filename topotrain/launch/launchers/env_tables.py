@@ -20,9 +20,9 @@ DEFAULT_ID = "default"
 class VariableNames:
     """The names of a launcher's variables.
 
-    rank, nprocs: the unit's rank and the number of units. id: variables that together name one start of a job, with the
-    same values in all of its units. first: a variable whose number is added to the rank, if it is set. It is for
-    launchers that count each role from 0.
+    rank, nprocs: the unit's rank and the number of units.
+    id: variables that together name one start of a job, with the same values in all of its units.
+    first: a variable whose number is added to the rank, if it is set. It is for launchers that count each role from 0.
     """
 
     rank: str
@@ -49,8 +49,9 @@ TABLES: Mapping[str, VariableNames] = MappingProxyType(
 class LaunchInfo:
     """The identity of a unit, and its rendezvous.
 
-    launcher: the launcher whose variables were used; "" for none. id: the launcher's name for this start; "default"
-    without one. patience: seconds to wait for the other units before training; 0: the default.
+    launcher: the launcher whose variables were used; "" for none.
+    id: the launcher's name for this start; "default" without one.
+    patience: seconds to wait for the other units before training; 0: the default.
     """
 
     rank: int
@@ -73,7 +74,6 @@ def start_of(
     """Return the identity of this process. Arguments win over variables.
 
     Raises:
-
         ConfigError: a value is missing or invalid; the error lists the variables.
     """
     launcher = started_by(environ)

@@ -51,7 +51,6 @@ class CommandTool:
     """A `submission.LauncherTool` that is one foreground command.
 
     Args:
-
         words: makes the command. Raises ConfigError for options that the tool does not have.
         install: what to do where the program is not on PATH.
     """
@@ -120,7 +119,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = Tr
     """Run a tool to its end; return its exit code.
 
     keep_stdout: whether the tool's stdout stays stdout; otherwise it is redirected to stderr. Raises StopRequested
-    after a signal, when the tool has ended.
+        after a signal, when the tool has ended.
     """
     where = None if keep_stdout else sys.stderr.fileno()
     with interruptible() as gate:

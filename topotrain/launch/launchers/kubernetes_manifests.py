@@ -1,9 +1,9 @@
-"""Kubernetes manifests of a job as data: a TrainJob of Kubeflow Trainer v2, or a JobSet.
+"""Kubernetes manifests of a job as data: a TrainJob of Kubeflow, or a JobSet.
 
-A TrainJob comes with its own TrainingRuntime. This module is pure. There is one indexed Job per role, in which a pod is
-a unit. The rank of a unit is the completion index plus the first rank of its role. A failed pod fails its Job, and so
-the whole JobSet. Single pods are not replaced, although a running job could accept a new unit. The manifests refer to
-the Secret, and contain it only if it is given.
+A TrainJob (Kubeflow Trainer v2) comes with its own TrainingRuntime. This module is pure. There is one indexed Job per
+role, in which a pod is a unit. The rank of a unit is the completion index plus the first rank of its role. A failed pod
+fails its Job, and so the whole JobSet. Single pods are not replaced, although a running job could accept a new unit.
+The manifests refer to the Secret, and contain it only if it is given.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,11 @@ Data = dict[str, Any]
 class ManifestConfig:
     """The settings of a job's manifests.
 
-    conf: the text of the job file. rendezvous: the store's URL; "" for one with a password, which is in the Secret
-    instead. secrets: the values of the Secret to write; None: it is created separately. cpu, memory: quantities for
-    each pod; "": as many CPUs as it has processes, and no memory limit. volumes: the PersistentVolumeClaim of each
-    path.
+    conf: the text of the job file.
+    rendezvous: the store's URL; "" for one with a password, which is in the Secret instead.
+    secrets: the values of the Secret to write; None: it is created separately.
+    cpu, memory: quantities for each pod; "": as many CPUs as it has processes, and no memory limit.
+    volumes: the PersistentVolumeClaim of each path.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Ray: runs one actor per unit in a placement group of a Ray cluster, in the foreground.
+"""Ray: runs one actor per unit in a placement group, in the foreground.
 
 Only Ray's core is used. Ray places and monitors the actors. An actor runs one unit as a child process, and the unit
 ends with its actor. The loss of an actor or a node ends the job, with that as its cause. Ray itself restarts nothing,
@@ -46,8 +46,8 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_
 class RayOptions:
     """The user's options for Ray.
 
-    cpus: CPUs of each unit; 0: one for each of its processes. room: seconds to wait for capacity. grows: the user has
-    set `room`, so nodes may still join the cluster.
+    cpus: CPUs of each unit; 0: one for each of its processes. room: seconds to wait for capacity.
+    grows: the user has set `room`, so nodes may still join the cluster.
     """
 
     strategy: str
@@ -199,7 +199,7 @@ class UnitActor:
     def run(self, words: Sequence[str], environ: Mapping[str, str], folder: str, keep_stdout: bool) -> int:
         """Run the unit, and return its exit code.
 
-        The process lives no longer than this actor. keep_stdout: whether its stdout stays stdout; otherwise it is
+        The process ends with this actor at the latest. keep_stdout: whether its stdout stays stdout; otherwise it is
         redirected to stderr.
         """
         bound = [sys.executable, "-m", "topotrain.launch.launchers.ray", str(os.getpid()), *words]

@@ -1,4 +1,4 @@
-"""Capacity check: whether the nodes of a Ray cluster could ever hold the units of a job.
+"""Capacity check: whether a Ray cluster could ever hold the units of a job.
 
 It refuses only what is impossible. Capacity that is in use now may become free, so each node counts with its total
 resources. This module is pure.
@@ -11,7 +11,7 @@ Amounts = Mapping[str, float]
 
 
 def fits(nodes: Sequence[Amounts], bundles: Sequence[Amounts], strategy: str) -> bool:
-    """Return False only if these units do not fit on these nodes even without other users.
+    """Return False only if these units cannot fit on these nodes without other users.
 
     All bundles have the same number of GPUs, as `ray.bundles` makes them.
     """
@@ -37,7 +37,7 @@ def better(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> str:
 
 
 def _choices(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> Iterator[tuple[str, float]]:
-    """Yield strategies, and CPUs per unit (0: unchanged), closest to the request first."""
+    """Yield strategies and CPUs per unit (0: unchanged), closest to the request first."""
     yield "SPREAD", 0.0
     yield "SPREAD", 1.0
     for parts in range(1, len(bundles) + 1):

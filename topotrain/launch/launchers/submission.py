@@ -32,10 +32,13 @@ RENDEZVOUS_VARIABLE, TOKEN_VARIABLE = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_TOKEN_F
 class LaunchOptions:
     """The user's options for a launcher.
 
-    rendezvous: the store's URL; "": a folder of the workspace. nodes: the number of nodes; 0: the tool decides. hosts:
-    the names of hosts, for tools that do not choose them. extra: words for the tool itself, unchanged. wait: wait until
-    a queued job has ended. id: the job's name in the store; "": a new one. json: stdout is for JSON output, so the
-    units' output goes to stderr.
+    rendezvous: the store's URL; "": a folder of the workspace.
+    nodes: the number of nodes; 0: the tool decides.
+    hosts: the names of hosts, for tools that do not choose them.
+    extra: words for the tool itself, unchanged.
+    wait: wait until a queued job has ended.
+    id: the job's name in the store; "": a new one.
+    json: stdout is for JSON output, so the units' output goes to stderr.
 
     Only some launchers accept the rest: max_restarts: the number of restarts of all units after a failure. image: the
     container image. namespace, format, output: the namespace of manifests, their format, and their file ("" for
@@ -123,8 +126,8 @@ class Submission:
 class LaunchResult:
     """The result of a start.
 
-    code: the exit code. said: the tool's data about the job; empty for one that ran in the foreground. text: a text for
-    stdout instead of the job's number.
+    code: the exit code. said: the tool's data about the job; empty for one that ran in the foreground.
+    text: a text for stdout instead of the job's number.
     """
 
     code: int

@@ -1,4 +1,4 @@
-"""torchrun: runs the units as the workers of torch.distributed.run, in the foreground.
+"""torchrun: runs the units as workers of torch.distributed.run, in the foreground.
 
 torchrun ends all units when one fails. It restarts all units only if asked to (--pass=--max-restarts=1), because it
 cannot restart one role alone. A restart is a new job, from its beginning and under a new name, because its units must

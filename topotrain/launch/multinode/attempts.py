@@ -38,7 +38,7 @@ class AttemptAgreement:
     """The result of the units' agreement before the first attempt.
 
     origin: the source of snapshots to resume from. resume: the snapshot of the first attempt; "": the job starts at
-    step 0.
+        step 0.
     """
 
     job: Job

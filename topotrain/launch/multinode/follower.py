@@ -32,7 +32,6 @@ class Follower:
     """The policy of a unit that follows the decisions of unit 0.
 
     Args:
-
         residents: the workers and servers of this unit.
         say: sends an event to unit 0.
     """
@@ -80,7 +79,6 @@ class Follower:
         """Note the state of the connection to unit 0.
 
         Args:
-
             all: unit 0 has received all messages.
             alone: the store was unreachable for so long that this unit stops waiting for it.
         """

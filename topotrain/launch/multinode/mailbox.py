@@ -1,8 +1,8 @@
 """Messages between unit 0 and each other unit while a job runs.
 
 The messages go through the store of the rendezvous, not over connections of their own. All units have the store open,
-it checks who may write, and it outlives a broken connection. A unit that cannot write to the store is not heard at all,
-so the two sides of a network partition never make two decisions.
+it checks the writers' access, and it outlives a broken connection. No messages of a unit arrive if it cannot write to
+the store, so the two sides of a network partition never make two decisions.
 
 The keys up/R.WORD and down/R.WORD hold the pages of unit R and of unit 0 (see `reliable_messages.py`). A unit that
 writes a page for unit 0 also changes the key `bell`. WORD is new for each process that is unit R, so a new process
@@ -74,7 +74,6 @@ class Mailbox:
     """One unit's end of its connections through the store.
 
     Args:
-
         run: the keys of this start of the job.
         rank: the rank of this unit.
         words: in unit 0, the word of the process of each other rank; in other units, {0: its own word}.

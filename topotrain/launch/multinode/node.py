@@ -67,9 +67,12 @@ class NodeResult:
 class Node:
     """One unit of a job on this host.
 
-    start: the rank of the unit, and the rendezvous of all units. given: the job, if this unit was started with one.
-    watching: opens the unit's displays. environ: the environment with the secrets. calls: the functions that child
-    processes run; only tests change it. forkserver, outlet: as for `LocalLauncher`.
+    start: the rank of the unit, and the rendezvous of all units.
+    given: the job, if this unit was started with one.
+    watching: opens the unit's displays.
+    environ: the environment with the secrets.
+    calls: the functions that child processes run; only tests change it.
+    forkserver, outlet: as for `LocalLauncher`.
     """
 
     start: LaunchInfo
@@ -84,7 +87,6 @@ class Node:
         """Run the unit to its end, and leave no process of it behind.
 
         Raises:
-
             ConfigError: a setting is wrong; nothing was started.
             StoreError: the other units were not found; nothing was started.
         """

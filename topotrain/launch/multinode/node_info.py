@@ -1,4 +1,4 @@
-"""Data that units exchange in the store, as JSON: the units, their hosts, and the job's end."""
+"""Data that units exchange in the store, as JSON: units, hosts, and the job's end."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from topotrain.launch import exit_code
 class JobEnd:
     """How a job has ended.
 
-    code: the exit code of every unit. unit, host: where it ended; -1 and "" for no particular unit. failed: the first
-    cause of a failure. text: the reason of an early end without a failure.
+    code: the exit code of every unit. unit, host: where it ended; -1 and "" for no particular unit.
+    failed: the first cause of a failure. text: the reason of an early end without a failure.
     """
 
     code: int
@@ -72,9 +72,9 @@ class EndedBeforeStart(Exception):
 class NodeInfo:
     """The description of a unit.
 
-    machine: equal for units that can share memory. proof: proves that the unit has the job's secret. address: the
-    address for other hosts; "" if the unit does not know one. given: the user has set the address. word: a random word
-    that no other process has.
+    machine: equal for units that can share memory. proof: proves that the unit has the job's secret.
+    address: the address for other hosts; "" if the unit does not know one. given: the user has set the address.
+    word: a random word that no other process has.
     """
 
     rank: int

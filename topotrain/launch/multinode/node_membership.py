@@ -1,10 +1,9 @@
-"""The membership of a job's units, from the view of one unit: liveness and the job's end.
+"""Membership of a job's units, from the view of one unit: liveness and the job's end.
 
 * A job ends once, by compare-and-set on the key `end`, with the first cause.
 * A unit with a connection error first waits for a better cause. Without one it looks for a unit without a heartbeat.
 * The store decides nothing during training. The job continues while the store is unavailable. Only a unit that stays
-
-silent for LOST_S while the store is available ends the job.
+  silent for LOST_S while the store is available ends the job.
 """
 
 import json
@@ -68,12 +67,12 @@ class NodeMembership:
     """The other units of the job; it implements `run_loop.OtherUnits`.
 
     Args:
-
         stores: the store's keys.
         rank: the rank of this unit.
         hosts: the hosts of all units.
         leads: this unit has the first server, or knows where it is. So it requests the last snapshot when another unit
-            is asked to end.
+            is
+            asked to end.
         lines: the words for a `Mailbox`, where the job survives process deaths. None: the loss of a unit ends the job.
         hear: reads the description of a unit that rejoins.
     """

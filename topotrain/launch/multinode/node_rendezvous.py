@@ -97,7 +97,6 @@ class NodeRendezvous:
     """The rendezvous of one unit with the others.
 
     Args:
-
         root: the whole store.
         job: the name of the job in the store.
         rank: the rank of this unit.

@@ -36,8 +36,8 @@ class RestartInfo:
 class RestartBarrier:
     """The units that are ready for the attempt after number `life`. It does no I/O.
 
-    ranks: all units but 0. vacant: the units that would have no processes. patience_s: seconds to wait for a vanished
-    unit.
+    ranks: all units but 0. vacant: the units that would have no processes.
+    patience_s: seconds to wait for a vanished unit.
     """
 
     life: int

@@ -91,7 +91,6 @@ class GroupStates:
     """All groups of a job, over all its attempts.
 
     Args:
-
         refusals: for each group, the reason why it cannot leave and join; "": it can.
         absent: groups that are absent at the start.
     """

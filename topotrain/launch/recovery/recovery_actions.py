@@ -34,8 +34,8 @@ class EndProcess:
 class PlaceReplica:
     """An action: send all server processes the new placement, and replace `who`.
 
-    number: of the new process, counted over the job. seats: as from `ReplicaPlacement.to_data`. unit: the unit for the
-    new process; -1: none, the placement keeps an empty slot.
+    number: of the new process, counted over the job. seats: as from `ReplicaPlacement.to_data`.
+    unit: the unit for the new process; -1: none, the placement keeps an empty slot.
     """
 
     who: str

@@ -75,11 +75,13 @@ _WHOLE = -1  # the key of the whole job, besides those of the groups
 class RestartTerms:
     """The limits of restarts in a job.
 
-    groups: the worker groups that can restart alone. limit: the number of restarts within WINDOW_S, of each group and
-    of the whole job. refusals: for each group, the reason why it cannot leave and join; "": it can. absent: the groups
-    that are absent at the start. singly: a worker restarts without the others of its group. cause_s: seconds for which
-    an error waits for a death that may have caused it. door: groups can be asked to leave and join through the control
-    socket.
+    groups: the worker groups that can restart alone.
+    limit: the number of restarts within WINDOW_S, of each group and of the whole job.
+    refusals: for each group, the reason why it cannot leave and join; "": it can.
+    absent: the groups that are absent at the start.
+    singly: a worker restarts without the others of its group.
+    cause_s: seconds for which an error waits for a death that may have caused it.
+    door: groups can be asked to leave and join through the control socket.
     """
 
     groups: frozenset[int]
@@ -115,12 +117,12 @@ class RecoveryPolicy:
     """Decides about a job, over all its attempts.
 
     Args:
-
         topology: the layout of the whole job.
         terms: the limits of restarts.
         began: when the job started, by the clock whose time the methods get.
         twice: every server has two replicas.
-        near: the workers whose every step is reported; None: all. Others report steps only while `listens` is True.
+        near: the workers whose every step is reported; None: all. Other workers report steps only while `listens` is
+            True.
         resizing: the state for changes of the number of workers; None: it cannot change.
     """
 
@@ -736,8 +738,8 @@ def _no(wish: GroupRequest, error: str) -> AnswerRequest:
 def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> RecoveryPolicy | None:
     """Return the policy of a job; None where a death ends the job.
 
-    near: the workers of this unit, where another tool starts the units; None: all units have one launcher. Raises
-    ConfigError.
+    near: the workers of this unit, where another tool starts the units; None: all units have one launcher.
+    Raises ConfigError.
     """
     replica_placement.check(job, topology)
     if job.on_failure is not OnFailure.kContinue:

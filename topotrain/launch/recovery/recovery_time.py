@@ -1,4 +1,4 @@
-"""Recovery times: how long until a job trained again, and how long others were delayed.
+"""Recovery times: the time until a job trained again, and the delay of other workers.
 
 A loss is over with the next step of the affected workers. Other workers should not be delayed by it.
 """
@@ -11,7 +11,7 @@ from topotrain.core.events import Recovered
 
 @dataclass(slots=True)
 class _Wait:
-    """An incident after which `group` has not completed a step yet; None: the whole job."""
+    """An incident that ends with the next step of `group`; None: of any group."""
 
     number: int
     group: int | None
@@ -23,7 +23,6 @@ class RecoveryTimes:
     """The recovery times of a job, over all its attempts.
 
     Args:
-
         group_of: the group of each worker.
         near: the workers whose every step is reported; None: all. Others report steps only while a recovery is open.
     """
@@ -55,7 +54,7 @@ class RecoveryTimes:
         self._waits = [wait for wait in self._waits if wait.group != group]
 
     def widen(self) -> None:
-        """Let all open incidents end with the first step of any group, for a restart of the whole job."""
+        """Let all open incidents end with the first step of the restarted job."""
         for wait in self._waits:
             wait.group = None
 
@@ -83,7 +82,7 @@ class RecoveryTimes:
         return [Recovered(wait.number, now - wait.since, self._gap(wait, finished, now)) for wait in over]
 
     def _gap(self, wait: _Wait, finished: Collection[str], now: float) -> float:
-        """Return the longest pause between steps of a worker of another group during the incident."""
+        """Return the longest pause between steps of other groups during the incident."""
         if wait.group is None:
             return 0.0
         others = [w for w, group in self._group_of.items() if group != wait.group and w not in finished]

@@ -21,7 +21,6 @@ class ResumeSource:
     """The source of snapshots for restarts. Create it before the job starts.
 
     Args:
-
         workspace: the job's workspace.
         resume: the snapshot that the job resumed from; "": it started at step 0.
     """
@@ -49,7 +48,7 @@ def warn(text: str) -> None:
 
 
 def asked_for(job: Job, workspace: Path) -> str:
-    """Return the newest snapshot of the workspace for `resume: true`; "": start at step 0.
+    """Return the newest snapshot of the workspace for `resume: true`; "": there is none.
 
     Raises ConfigError if all snapshots are damaged. A missing snapshot is no error, because the same command starts and
     resumes a job.
@@ -82,7 +81,7 @@ def seen(workspace: Path, name: str, sealed: str) -> str:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return what identifies a folder, whatever its name; None if it does not exist."""
+    """Return the identity of a folder, with any name; None if it does not exist."""
     try:
         info = folder.stat()
     except OSError:

@@ -18,7 +18,6 @@ class StallDetector:
     """Watches the workers of this host.
 
     Args:
-
         workers: their names.
     """
 

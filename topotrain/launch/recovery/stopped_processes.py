@@ -11,7 +11,7 @@ LEASE_S = 2.0
 
 
 class StoppedProcesses:
-    """The processes that are stopped at present, each with its pid and the start time of the stop."""
+    """The processes that are stopped at present, with their pids and start times."""
 
     def __init__(self) -> None:
         self._since: dict[str, tuple[int, float]] = {}
@@ -35,7 +35,7 @@ class StoppedProcesses:
                 pass
 
     def forget(self, who: str) -> None:
-        """Forget a process, whatever its state is."""
+        """Forget a process in any state."""
         self._since.pop(who, None)
 
     def over(self, now: float) -> list[tuple[Failed, float]]:

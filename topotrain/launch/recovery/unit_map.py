@@ -15,7 +15,6 @@ class UnitMap:
     """Maps processes to units.
 
     Args:
-
         topology: the layout of the whole job.
     """
 
@@ -42,7 +41,6 @@ class UnitMap:
         and of those the one with the fewest servers.
 
         Args:
-
             who: the name of the process.
             seat: the process's replica slot.
             seats: the present placement.

@@ -133,7 +133,7 @@ def leave_with_group() -> None:
 
 
 def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Call "module:function" as function(spec, channel, fds), and return its exit code.
+    """Call "module:function" as function(spec, channel, fds); return its exit code.
 
     An exception of the function is printed and sent to the unit as Failed. Its kind is "config" for a ConfigError, with
     exit code 2, and otherwise "internal", with exit code 1. Exceptions of the user's program are caught further inside.

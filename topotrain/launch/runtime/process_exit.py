@@ -36,7 +36,6 @@ class ProcessExitHook:
     It is active from `watch` to `forget`.
 
     Args:
-
         part: the work to end before the process ends, at most once.
     """
 
