@@ -210,7 +210,7 @@ def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"secret": bytes(31) + b"x"}, "unit 1 .* has another one than unit 0"),
+        ({"secret": bytes(31) + b"x"}, "unit 1 .* has another secret than unit 0"),
         ({"nprocs": 3}, "--nprocs of unit 1 = 3"),
     ],
 )

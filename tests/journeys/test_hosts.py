@@ -177,7 +177,7 @@ def test_two_hosts_all_reduce_with_gloo(
     jobs.append(job)
     with town.listening(0) as first, town.listening(1) as second:
         job.run()
-    assert "kGloo neither encrypts nor asks who is there" in job.said[0]
+    assert "kGloo has neither encryption nor authentication" in job.said[0]
     assert job.final.keys() == alone.keys()
     for name, value in alone.items():
         torch.testing.assert_close(job.final[name], value, rtol=1e-6, atol=1e-6)

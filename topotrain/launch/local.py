@@ -58,9 +58,9 @@ class LocalLauncher(Launcher):
     """Starts every unit on this host.
 
     calls: the functions that child processes run; only tests change it.
-    forkserver: the socket of a running forkserver that another process owns; "": the job starts its own.
-    profile: the step whose spans the processes write into the run directory, counted from 1; 0 for none.
-    resume: the snapshot that the job resumes from; "": the job starts at step 0.
+    forkserver: the socket of a running forkserver of another process. "": the job starts its own.
+    profile: the step to profile, counted from 1; 0 for none. The processes write its spans into the run directory.
+    resume: the snapshot that the job resumes from. "": the job starts at step 0.
     outlet: where the program's output goes.
     """
 

@@ -19,7 +19,7 @@ from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader, OutputReader
 
 MAIN = Address(Role.WORKER, 0, 0)
-"""The worker whose output reaches the terminal."""
+"""The main worker. Its output reaches the terminal."""
 
 
 @dataclass(frozen=True, slots=True)

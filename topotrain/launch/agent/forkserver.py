@@ -79,7 +79,7 @@ class ForkserverClient:
     def spawn(self, request: ForkRequest) -> None:
         """Request a process.
 
-        `receive` returns {"who", "pid"} or {"who", "error"}, and later {"pid", "exit"}. Before the exit it may return
+        `receive` returns its name with its pid or an error, and later {"pid", "exit"}. Before the exit it may return
         {"pid", "frozen": true} when a signal has stopped the process, and false when the process continues.
         """
         body = {name: getattr(request, name) for name in ("who", "call", "spec", "cwd", "environ", "ignore_sigint")}

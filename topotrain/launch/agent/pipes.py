@@ -1,4 +1,4 @@
-"""Non-blocking pipes: they read available data, and buffer what cannot be written yet.
+"""Non-blocking pipes: read available data, and buffer what cannot be written yet.
 
 Descriptors are non-blocking and belong to their creators. This module reads and writes them, and never closes them.
 """

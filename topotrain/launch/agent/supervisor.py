@@ -1,4 +1,4 @@
-"""The supervisor of a unit: it starts and ends the unit's processes, without torch.
+"""Supervisor of a unit: it starts and ends the unit's processes, without torch.
 
 One thread runs one loop. The unit sends its children's events as JSON lines on stdout, and receives commands as JSON
 lines on stdin. The end of stdin means that the launcher died, so the unit kills all its processes. A child never
@@ -10,6 +10,7 @@ sends commands:
 * "restart" restarts the workers of a group, or starts them for the first time.
 * "dismiss" ends one process, for example one that was frozen for too long.
 * "tell" passes a command on to one process.
+* "seats" announces the placement of replicas, and may start a server process.
 * "kill" ends all processes at once.
 * "end" lets the unit end. Until then it stays, because its processes may be needed again.
 
@@ -326,7 +327,7 @@ class Supervisor:
         self._renew(child.residents[0].group)
         self._refill()
 
-    # A server's seat
+    # Replica placement
 
     def _reseat(self, command: Mapping[str, Any]) -> None:
         """Update the replica placement after the death of a server process.
@@ -352,7 +353,7 @@ class Supervisor:
             self._seat(residents, command["number"], command["why"])
 
     def _refill(self) -> None:
-        """Start a replacement for each lost server whose former process has ended."""
+        """Start a replacement for each lost server after the end of its former process."""
         for child in [c for c in self._children if c.who in self._empty and c.code is not None]:
             number, why = self._empty.pop(child.who)
             self._children.remove(child)

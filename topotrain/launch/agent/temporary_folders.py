@@ -23,7 +23,7 @@ _LOCK = ".topotrain-lock"
 def base() -> Path:
     """Return the parent of these folders.
 
-    Its path is short, because the folders hold Unix sockets, whose paths are limited to 107 bytes.
+    Its path is short, because the folders hold Unix sockets, and their paths are limited to 107 bytes.
     """
     return Path("/tmp" if len(tempfile.gettempdir()) > 60 else tempfile.gettempdir())
 

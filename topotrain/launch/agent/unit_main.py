@@ -1,4 +1,4 @@
-"""The main program of a unit: it reads its settings and its job, and runs the supervisor.
+"""Main program of a unit: it reads its settings and its job, and supervises.
 
 The supervision is in `supervisor.py`.
 """

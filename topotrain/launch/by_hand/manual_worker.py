@@ -58,7 +58,7 @@ def join(
     sockets: Path | None = None,
     gpus: bool = True,
 ) -> Context:
-    """Make this process worker `me` of a job, so that `tt.prepare` connects the script.
+    """Make this process worker `me` of a job; `tt.prepare` then connects the script.
 
     Args:
         job: the job; every process of it must have the same one (`Job.digest`).

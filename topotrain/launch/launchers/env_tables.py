@@ -22,7 +22,7 @@ class VariableNames:
 
     rank, nprocs: the unit's rank and the number of units.
     id: variables that together name one start of a job, with the same values in all of its units.
-    first: a variable whose number is added to the rank, if it is set. It is for launchers that count each role from 0.
+    first: a variable with a number to add to the rank, if it is set. It is for launchers that count each role from 0.
     """
 
     rank: str
@@ -49,9 +49,9 @@ TABLES: Mapping[str, VariableNames] = MappingProxyType(
 class LaunchInfo:
     """The identity of a unit, and its rendezvous.
 
-    launcher: the launcher whose variables were used; "" for none.
-    id: the launcher's name for this start; "default" without one.
-    patience: seconds to wait for the other units before training; 0: the default.
+    launcher: the launcher that set the variables. "": none did.
+    id: the launcher's name for this start. "default": it has none.
+    patience: seconds to wait for the other units before training. 0: the default.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class LaunchInfo:
 
 
 def started_by(environ: Mapping[str, str]) -> str:
-    """Return the launcher whose variables are all set; "" for none."""
+    """Return the launcher with all variables set; "" for none."""
     return next((name for name, table in TABLES.items() if {table.rank, table.nprocs} <= environ.keys()), "")
 
 

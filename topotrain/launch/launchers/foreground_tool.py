@@ -118,8 +118,9 @@ def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | No
 def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = True) -> int:
     """Run a tool to its end; return its exit code.
 
-    keep_stdout: whether the tool's stdout stays stdout; otherwise it is redirected to stderr. Raises StopRequested
-        after a signal, when the tool has ended.
+    Raises StopRequested after a signal, when the tool has ended.
+
+    keep_stdout: whether the tool's stdout stays stdout. Otherwise it is redirected to stderr.
     """
     where = None if keep_stdout else sys.stderr.fileno()
     with interruptible() as gate:

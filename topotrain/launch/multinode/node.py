@@ -164,7 +164,7 @@ class Node:
     def _register(self, root: Store, record: JobRecord) -> None:
         registry = Registry(root)
         with suppress(UnknownJob):
-            registry.end(record.id, "failed")  # an earlier start, whose units are all gone by now
+            registry.end(record.id, "failed")  # an earlier start; its units are all gone by now
         registry.add(record)
 
     def _give_up(self, hall: NodeRendezvous, end: JobEnd) -> NodeResult:
@@ -176,7 +176,7 @@ class Node:
                 outlast(hall.run)  # the store may end with this process
         return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
 
-    # --- meanwhile
+    # --- the run
 
     def _run(self, hall: NodeRendezvous, root: Store, met: AttemptAgreement, secret: bytes) -> NodeResult:
         rank, job, hosts = self.start.rank, met.job, met.hosts

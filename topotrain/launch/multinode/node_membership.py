@@ -1,4 +1,4 @@
-"""Membership of a job's units, from the view of one unit: liveness and the job's end.
+"""Membership of a job's units, as one unit sees it: liveness and the job's end.
 
 * A job ends once, by compare-and-set on the key `end`, with the first cause.
 * A unit with a connection error first waits for a better cause. Without one it looks for a unit without a heartbeat.
@@ -37,7 +37,7 @@ from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 
 LOST_S = 10.0
-"""Seconds of silence after which a unit is gone, whatever its peers have noticed."""
+"""Seconds of silence after which a unit is gone, regardless of its peers."""
 STORE_LOST_S = 5.0
 """Seconds without the store after which unit 0, which serves it, is gone."""
 AWAY_S = 15.0
@@ -91,7 +91,7 @@ class NodeMembership:
         self.post = None if lines is None else Mailbox(stores.run, rank, lines, AWAY_S)
         self.where: Mapping[str, int] = {}
         """The unit of each process, where this unit receives the events of the others."""
-        self._gone: set[int] = set()  # units whose heartbeat is not checked
+        self._gone: set[int] = set()  # units without a check of their heartbeat
         self._words: set[str] = set()  # of units that rejoined and were reported
         self._asked: JobEnd | None = None
         self._told, self._teller = socket.socketpair()

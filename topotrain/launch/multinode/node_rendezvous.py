@@ -169,7 +169,7 @@ class NodeRendezvous:
                 self.run.delete(f"host/{self.rank}")
 
     def _return(self, me: NodeInfo) -> bool:
-        """Rejoin a running job whose unit of this rank was lost.
+        """Rejoin a running job that has lost the unit of this rank.
 
         The unit announces itself to unit 0, and waits for a reply. It writes no heartbeat before the reply: a start
         without running units must show no heartbeats. Returns False if another start has begun. Raises EndedBeforeStart
@@ -259,9 +259,9 @@ class NodeRendezvous:
         return job
 
     def take(self, given: Job | None) -> Job:
-        """Return the job that unit 0 has published. For all other units.
+        """Return the job that unit 0 has published.
 
-        Raises EndedBeforeStart, StoreError, and ConfigError if it differs from `given`.
+        For all units but unit 0. Raises EndedBeforeStart, StoreError, and ConfigError if it differs from `given`.
         """
         job = job_file.loads(self._await(self.run, "job", "the job from unit 0").decode(), "the job in the store")
         if given is not None and given.digest() != job.digest():
@@ -301,9 +301,9 @@ class NodeRendezvous:
         return hosts_of(self.known, hosts.url, hosts.served)
 
     def learn(self) -> HostMap:
-        """Return the hosts that unit 0 has published. For all other units.
+        """Return the hosts that unit 0 has published.
 
-        Raises EndedBeforeStart or StoreError.
+        For all units but unit 0. Raises EndedBeforeStart or StoreError.
         """
         return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
 
@@ -316,9 +316,9 @@ class NodeRendezvous:
             self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
-        """Return the name and the seal of the snapshot to resume from. For all other units.
+        """Return the name and the seal of the snapshot to resume from.
 
-        Call it after `learn`. Raises StoreError.
+        For all units but unit 0. Call it after `learn`. Raises StoreError.
         """
         sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
         return name, sealed

@@ -40,7 +40,10 @@ class AskServers:
 
 @dataclass(frozen=True, slots=True)
 class ReportGone:
-    """An action: tell the group's servers that no process before this incarnation is left."""
+    """An action: tell the group's servers that earlier processes are gone.
+
+    incarnation: no process before this incarnation is left.
+    """
 
     group: int
     incarnation: int
@@ -135,7 +138,7 @@ class GroupStates:
         return min((part.until for part in self._parts.values() if part.until is not None), default=None)
 
     def late(self, now: float) -> list[int]:
-        """Return the groups whose time for leaving is over.
+        """Return the groups that have used up their time for leaving.
 
         Each is returned once.
         """

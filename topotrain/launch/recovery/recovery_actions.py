@@ -1,4 +1,4 @@
-"""Actions after a process death: the recovery policy decides, and the run loop executes."""
+"""Actions after a process death, from the recovery policy to the run loop."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, Res
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup:
-    """An action: end the rest of this group, then start its workers with this incarnation.
+    """An action: end the rest of this group, then restart its workers.
 
-    why: the reason, for their logs. who: the only worker to restart; "": all of them.
+    incarnation: of the new workers. why: the reason, for their logs. who: the only worker to restart; "": all of them.
     """
 
     group: int
@@ -54,7 +54,7 @@ class RestartJob:
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """An action: end the job for one of these reasons, without waiting for a better one."""
+    """An action: end the job for one of these reasons, without further waiting."""
 
     failures: tuple[Failed, ...]
 

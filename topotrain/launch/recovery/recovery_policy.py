@@ -1,4 +1,4 @@
-"""The policy for process deaths: what is lost, what restarts, and when the job fails.
+"""Policy for process deaths: what is lost, what restarts, and when the job fails.
 
 A process death is a root cause. Connection errors that other processes report because of it are not. So an error that
 may follow from a death waits for one, while an exception of the user's program, or a wrong setting, ends the job at
@@ -8,9 +8,7 @@ once.
 * A process that stays frozen is ended, and counts as dead.
 * The loss of a process that has finished changes nothing.
 * Over several units unit 0 decides for all. The others send it their events (`follower.py`). A unit without a heartbeat
-
-is lost with all its processes.
-
+  is lost with all its processes.
 * A restart has no delay, because the old processes have ended by then. `restarts` limits how often it happens.
 * A group that has exhausted `restarts` is given up where the other groups can continue without it.
 * Workers leave or join a job of one group between two attempts of the whole job (`resize.py`).
@@ -98,7 +96,7 @@ class _Told:
     """The known state of the present attempt of the job."""
 
     up: set[str]
-    """Residents whose process has not ended, or is about to restart."""
+    """Residents with a process that has not ended, or is about to restart."""
     leaving: set[str] = field(default_factory=set)
     """Restarting workers, until their new process has started."""
     finished: set[str] = field(default_factory=set)
@@ -110,7 +108,7 @@ class _Told:
     gone: set[int] = field(default_factory=set)
     """The units that have vanished."""
     missed: set[str] = field(default_factory=set)
-    """Servers that have lost the connection to another server whose end was not reported."""
+    """Servers that have lost the connection to another server that was not reported as ended."""
 
 
 class RecoveryPolicy:
@@ -119,11 +117,10 @@ class RecoveryPolicy:
     Args:
         topology: the layout of the whole job.
         terms: the limits of restarts.
-        began: when the job started, by the clock whose time the methods get.
+        began: when the job started, by the clock that gives the methods their time.
         twice: every server has two replicas.
-        near: the workers whose every step is reported; None: all. Other workers report steps only while `listens` is
-            True.
-        resizing: the state for changes of the number of workers; None: it cannot change.
+        near: the workers that report every step. None: all do. Other workers report steps only while `listens` is True.
+        resizing: the state for changes of the number of workers. None: it cannot change.
     """
 
     def __init__(
@@ -153,7 +150,7 @@ class RecoveryPolicy:
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = ReplicaPlacement(replica_placement.domains(topology)) if twice else None
-        self._differed: set[str] = set()  # servers whose replicas have differed once
+        self._differed: set[str] = set()  # servers with replicas that have differed once
         self.attendance = GroupStates(terms.refusals, terms.absent)
         self._told = _Told(self._up())
         self._waits = RecoveryTimes(self._group_of, self._near)
@@ -424,7 +421,7 @@ class RecoveryPolicy:
         return self._reseat(missed, lost, now)
 
     def _reseat(self, missed: Sequence[str], lost: Failed, now: float) -> list[Word]:
-        """Replace lost server processes, with complete backup replicas as the new primaries.
+        """Replace lost server processes; their complete backups become primaries.
 
         All of them are marked as lost before any is replaced, because none can continue from a replica that was in
         another.
@@ -738,7 +735,7 @@ def _no(wish: GroupRequest, error: str) -> AnswerRequest:
 def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> RecoveryPolicy | None:
     """Return the policy of a job; None where a death ends the job.
 
-    near: the workers of this unit, where another tool starts the units; None: all units have one launcher.
+    near: the workers of this unit, where another tool starts the units. None: all units have one launcher.
     Raises ConfigError.
     """
     replica_placement.check(job, topology)

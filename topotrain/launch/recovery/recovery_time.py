@@ -1,4 +1,4 @@
-"""Recovery times: the time until a job trained again, and the delay of other workers.
+"""Recovery times: seconds until a job trains again, and delays of other workers.
 
 A loss is over with the next step of the affected workers. Other workers should not be delayed by it.
 """
@@ -24,7 +24,7 @@ class RecoveryTimes:
 
     Args:
         group_of: the group of each worker.
-        near: the workers whose every step is reported; None: all. Others report steps only while a recovery is open.
+        near: the workers that report every step. None: all do. Others report steps only while a recovery is open.
     """
 
     def __init__(self, group_of: Mapping[str, int], near: frozenset[str] | None) -> None:

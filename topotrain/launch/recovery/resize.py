@@ -17,7 +17,7 @@ from topotrain.launch.recovery.elastic_groups import LEAVE
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequest:
-    """A request that so many workers leave or join.
+    """A request that `workers` workers leave or join.
 
     within_s: seconds in which the snapshot has to be complete.
     """
@@ -55,7 +55,7 @@ class RestartResized:
 
 
 def resized(cluster: Cluster, workers: int) -> Cluster:
-    """Return the cluster with so many workers in its group.
+    """Return the cluster with `workers` workers in its group.
 
     Where every worker has a server in its process (AllReduce), this stays so. Where all workers are in one unit, this
     stays so, too. Raises ConfigError.

@@ -48,7 +48,7 @@ def warn(text: str) -> None:
 
 
 def asked_for(job: Job, workspace: Path) -> str:
-    """Return the newest snapshot of the workspace for `resume: true`; "": there is none.
+    """Return the newest snapshot of the workspace for `resume: true`; "": none.
 
     Raises ConfigError if all snapshots are damaged. A missing snapshot is no error, because the same command starts and
     resumes a job.

@@ -1,4 +1,4 @@
-"""Processes that the kernel has stopped (SIGSTOP), which count as lost after a while.
+"""Processes that the kernel has stopped (SIGSTOP) and that count as lost in time.
 
 The kernel reports to the parent when a child stops and continues, so no process is polled. A process that a debugger
 holds is not reported, and has no time limit. This module is pure: it receives events and the time.

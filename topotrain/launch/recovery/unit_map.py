@@ -31,7 +31,7 @@ class UnitMap:
         return {who for who, unit in self._unit_of.items() if unit == rank}
 
     def domain(self, seat: int, rank: int) -> int:
-        """Return the failure domain of a replica slot whose process is in that unit."""
+        """Return the failure domain of a replica slot with its process in that unit."""
         return domain_in(self._topology, seat, rank)
 
     def refuge(self, who: str, seat: int, seats: ReplicaPlacement, gone: Collection[int]) -> int:

@@ -147,7 +147,7 @@ def _pairs(bill: CostReport) -> list[str]:
 
 
 def _left(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
-    """Return a table whose first `words` columns are left-aligned text."""
+    """Return a table with `words` columns of left-aligned text at the left."""
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(words)]
     joined = [("  ".join(cell.ljust(width) for cell, width in zip(row[:words], widths)), *row[words:]) for row in table]

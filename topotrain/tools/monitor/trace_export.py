@@ -1,4 +1,4 @@
-"""A trace of one step over all processes, for Perfetto and Chrome, and time shares.
+"""Trace of one step over all processes, for Perfetto and Chrome, and time shares.
 
 Nothing is measured here: the spans that the processes have written are combined. They share the host's clock. The file
 is in Chrome's trace event format. Each span is a complete event ("X"), in microseconds. Arrows ("s" to "f") lead from

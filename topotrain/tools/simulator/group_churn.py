@@ -20,7 +20,7 @@ _COORDINATOR = Address(Role.SERVER, 0, 0)
 
 
 class ElasticTrial(Trial):
-    """A trial whose groups leave and join.
+    """A trial with groups that leave and join.
 
     Args:
         job, seed, schedule, weather: as for `Trial`.
@@ -90,7 +90,7 @@ class ElasticTrial(Trial):
 
         self.sim.at(self.sim.now + fault.away, late)
 
-    # --- what befalls those who leave ----------------------------------------------------------------------------
+    # --- groups that leave ---------------------------------------------------------------------------------------
 
     def _lives(self, group: int) -> list[WorkerProcess]:
         return [self.lives[worker] for worker in self.topology.workers(group)]

@@ -59,11 +59,15 @@ LAYOUTS: Mapping[str, Job] = {
 class TrialVerdict:
     """The result of one simulation.
 
-    wrong: the error; "" for a right run.
-    kills: groups that died. crashes: crashes of the whole job. moves: groups that left, were given up, or joined.
+    wrong: the error. "": the run was right.
+    kills: groups that died.
+    crashes: crashes of the whole job.
+    moves: groups that left, were given up, or joined.
     snapshots: snapshots that were published and compared.
-    messages: messages that arrived. seconds: virtual time. digest: CRC-32 of all messages in order of arrival.
-    moments: the time of each fault of the schedule, in virtual seconds; None: it did not happen.
+    messages: messages that arrived.
+    seconds: virtual time.
+    digest: CRC-32 of all messages in order of arrival.
+    moments: the time of each fault of the schedule, in virtual seconds. None: it did not happen.
     """
 
     seed: int

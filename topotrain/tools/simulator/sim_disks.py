@@ -1,4 +1,4 @@
-"""The disks of a simulation: they hold and verify snapshots, and serve them to resume.
+"""Disks of a simulation: they hold and verify snapshots, and serve them to resume.
 
 A published snapshot must be a state that the job has been in. Each batch has its own cells. So the cells with 1 in a
 snapshot must be exactly those of the batches that the snapshot lists.
@@ -92,7 +92,7 @@ class PublishedSnapshot:
 
 
 class SnapshotTrial(Protocol):
-    """The job whose snapshots are held: a cluster in which each batch has its cells."""
+    """The job with its snapshots here: a cluster in which each batch has its cells."""
 
     @property
     def batches(self) -> int:

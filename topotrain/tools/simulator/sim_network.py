@@ -1,4 +1,4 @@
-"""A simulated transport: a seeded network in virtual time, and actors that take turns.
+"""Simulated transport: a seeded network in virtual time, and actors with turns.
 
 A seed determines the run. All random choices come from one generator, and time is the time of the next event. Exactly
 one thread runs at any moment: the loop resumes an actor when its condition is true, and continues when the actor waits
@@ -29,7 +29,7 @@ class Deadlock(Exception):
 
 
 class _Stopped(BaseException):
-    """Ends an actor whose run is over. No `except Exception` of a script can catch it."""
+    """Ends an actor after its run. `except Exception` of a script cannot catch it."""
 
 
 class _Actor:

@@ -12,7 +12,7 @@ from topotrain.tools.simulator.worker_observer import InvariantViolated
 
 
 class Killed(BaseException):
-    """The process of this worker is gone. `except Exception` of a script cannot catch it."""
+    """The death of this worker's process. `except Exception` cannot catch it."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""A simulated job with faults: deaths and restarts, pauses, and lost connections.
+"""Simulated job with faults: deaths and restarts, pauses, and lost connections.
 
 Every batch has its own cell in each parameter, for each worker of the group that reads it. The gradient there is -1,
 gradients are summed, and SGD has rate 1. At the end every cell must be exactly 1; otherwise a batch was lost or counted

@@ -17,7 +17,7 @@ class WorkerObserver:
     """Observes one process of a worker.
 
     Args:
-        who: its name, for error messages.
+        who: the worker's name, for error messages.
         cells: the number of cells at the beginning of each parameter.
     """
 
