@@ -26,8 +26,8 @@ class UnitPlace:
     rendezvous: the URL of the store where all units meet.
     run_dir: the folder, on the unit's host, with the files that the launcher has prepared for the job (see
         workspace.py).
-    forkserver: the socket of the host's forkserver; "" if the unit starts its own.
-    hosts: the number of every unit's host, separated by commas; "" where all units run on one host.
+    forkserver: the socket of the host's forkserver. "": the unit starts its own.
+    hosts: the number of every unit's host, separated by commas. "": all units run on one host.
     host: the address at which other units reach this one.
     sockets: a private folder with a short path that all units of the host share; "": the forkserver's.
     """

@@ -34,7 +34,7 @@ def waits(job: Job) -> float:
 
 
 def hint(saved: Saved | None, workspace: str = "") -> str:
-    """Return a text about how to resume the job; "" without a snapshot.
+    """Return a text about how to resume the job. It is "" without a snapshot.
 
     workspace: the workspace of a job of `topotrain run`; "" for other jobs.
     """

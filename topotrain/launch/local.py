@@ -57,7 +57,7 @@ class _Told:
 class LocalLauncher(Launcher):
     """Starts every unit on this host.
 
-    calls: the functions that child processes run; only tests change it.
+    calls: the functions that child processes run. Only tests change it.
     forkserver: the socket of a running forkserver of another process. "": the job starts its own.
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans into the run directory.
     resume: the snapshot that the job resumes from. "": the job starts at step 0.

@@ -388,7 +388,10 @@ class RunLoop:
         return not (self._post is None or self._recovery is None or self._stopping or self._released)
 
     def _await_post(self, post: Mailbox) -> None:
-        """Release this unit when its processes have ended and the store stays away."""
+        """Pass the mailbox's state to the policy.
+
+        This unit is released if its processes have ended and the store stays away.
+        """
         if isinstance(self._recovery, Follower):
             self._recovery.told(post.all_told, post.alone)
             return

@@ -39,7 +39,7 @@ class AttemptInfo:
     """One attempt of the whole job.
 
     number: 0 for the first attempt.
-    resume: the manifest of the snapshot that the attempt resumes from; "": the job starts at step 0.
+    resume: the manifest of the snapshot that the attempt resumes from. "": the job starts at step 0.
     absent: the worker groups that do not start with the others.
     why: the reason of the attempt, for the logs; "": a process was lost.
     """

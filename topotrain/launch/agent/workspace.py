@@ -84,7 +84,7 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
 
 
 def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
-    """Make a new run directory; return the URL of the job's rendezvous.
+    """Make a new run directory. Returns the URL of the job's rendezvous.
 
     profile: the step to profile, counted from 1; 0 for none. The processes write its spans to run/spans.
     Raises ConfigError.

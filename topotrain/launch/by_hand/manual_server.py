@@ -249,11 +249,11 @@ def serve(
     Ctrl-C ends them at once, and the job with them.
 
     Args:
-        job: the job; every process of it must have the same one (`Job.digest`).
+        job: the job. Every process of it must have the same one (`Job.digest`).
         servers: addresses of the layout.
         store: where processes find each other. With a `StaticStore` each server listens at its address in the store.
         secret: 32 bytes, see `comm.security.secret.load_secret`.
-        host, port: where to listen, for any other store; port 0: the first free one from the job's `start_port` on.
+        host, port: where to listen, for any other store. Port 0: the first free one from the job's `start_port` on.
         terms: see `SharedSettings`.
 
     Raises:

@@ -61,7 +61,7 @@ def join(
     """Make this process worker `me` of a job; `tt.prepare` then connects the script.
 
     Args:
-        job: the job; every process of it must have the same one (`Job.digest`).
+        job: the job. Every process of it must have the same one (`Job.digest`).
         me: a worker of its layout.
         store: where processes find each other.
         secret: 32 bytes, see `comm.security.secret.load_secret`.

@@ -27,8 +27,8 @@ class ManifestConfig:
     """The settings of a job's manifests.
 
     conf: the text of the job file.
-    rendezvous: the store's URL; "" for one with a password, which is in the Secret instead.
-    secrets: the values of the Secret to write; None: it is created separately.
+    rendezvous: the store's URL. "": it has a password, which is in the Secret instead.
+    secrets: the values of the Secret to write. None: it is created separately.
     cpu, memory: quantities for each pod; "": as many CPUs as it has processes, and no memory limit.
     volumes: the PersistentVolumeClaim of each path.
     """

@@ -32,8 +32,8 @@ RENDEZVOUS_VARIABLE, TOKEN_VARIABLE = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_TOKEN_F
 class LaunchOptions:
     """The user's options for a launcher.
 
-    rendezvous: the store's URL; "": a folder of the workspace.
-    nodes: the number of nodes; 0: the tool decides.
+    rendezvous: the store's URL. "": a folder of the workspace.
+    nodes: the number of nodes. 0: the tool decides.
     hosts: the names of hosts, for tools that do not choose them.
     extra: words for the tool itself, unchanged.
     wait: wait until a queued job has ended.

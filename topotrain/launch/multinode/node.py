@@ -87,7 +87,7 @@ class Node:
         """Run the unit to its end, and leave no process of it behind.
 
         Raises:
-            ConfigError: a setting is wrong; nothing was started.
+            ConfigError: a setting is wrong. Nothing was started.
             StoreError: the other units were not found; nothing was started.
         """
         url = parse(self.start.rendezvous)

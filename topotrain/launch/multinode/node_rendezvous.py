@@ -250,7 +250,7 @@ class NodeRendezvous:
     def bring(self, job: Job | None) -> Job:
         """Return the job that was given to unit 0 or submitted, and publish it.
 
-        Raises ConfigError or StoreError.
+        For unit 0. Raises ConfigError or StoreError.
         """
         if job is None:
             text = self._await(self.shared, "job", "a job: unit 0 was started without one, and none was submitted")

@@ -37,8 +37,8 @@ class UnitMap:
     def refuge(self, who: str, seat: int, seats: ReplicaPlacement, gone: Collection[int]) -> int:
         """Return the unit for a replacement of a server process; -1: there is none.
 
-        It is the process's own unit if that still runs. Otherwise it is the one in which most servers need a replica,
-        and of those the one with the fewest servers.
+        It is the process's own unit if that still runs. Otherwise it is the one in which the process would be a useful
+        replica for most servers, and of those the one with the fewest servers.
 
         Args:
             who: the name of the process.
