@@ -113,7 +113,7 @@ def test_who_dies_before_the_servers_agree_starts_again_and_says_so() -> None:
     incident, again, answer = made.heard(lost("worker 2/0"), 105.5)
     assert isinstance(incident, Incident)
     assert again == RestartGroup(2, 1, incident.what)
-    assert "try once more" in refused([answer])
+    assert "try again" in refused([answer])
     assert agree(made, "leave", 2) == []  # nobody waits for it now
 
 
@@ -130,7 +130,7 @@ def test_who_ends_its_script_meanwhile_has_not_left() -> None:
     agree(made, "leave", 2)
     made.heard(Finished("worker 2/0", 1, 1, 0.0, 0, 0, 0), 105.5)
     _, answer = made.heard(Exited("worker 2/0", 2, 0), 106.0)
-    assert "end of its scripts" in refused([answer])
+    assert "finished its scripts" in refused([answer])
     assert not made.missing
 
 
@@ -224,7 +224,7 @@ def test_the_whole_job_starts_again_without_those_who_have_left() -> None:
     gone(made, 2)
     wish(made, "leave", 1)
     assert isinstance(made.heard(lost("server 0/0"), 108.0)[1], RestartJob)
-    assert "starts again as a whole" in refused(wish(made, "join", 2))
+    assert "whole job is restarting" in refused(wish(made, "join", 2))
     made.renewed()
     assert made.attendance.away == {1, 2}
 

@@ -112,14 +112,14 @@ def test_who_dies_when_its_part_is_done_is_not_missed(tmp_path, mark):
     roles = plays(worker_0_1="done", worker_0_0="until over", server_0_0="until over")
     outcome, events = launch(tmp_path, roles, restarts=3)
     assert (outcome.code, outcome.cause) == (0, None)
-    assert [event.action for event in told(events, Incident)] == ["nothing is missing: its part was done"]
+    assert [event.action for event in told(events, Incident)] == ["nothing is missing: its work was done"]
 
 
 @pytest.mark.parametrize(
     ("victim", "part", "action"),
     [
         ("worker 0/1", "frozen", "group 0 starts again (incarnation 1)"),
-        ("worker 0/1", "frozen done", "nothing is missing: its part was done"),
+        ("worker 0/1", "frozen done", "nothing is missing: its work was done"),
         ("server 0/0", "frozen once", "the whole job starts again"),
     ],
 )

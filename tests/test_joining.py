@@ -86,7 +86,7 @@ def test_who_was_told_something_else_is_refused_in_words():
         assert refused.value.code == "CONFIG"
         with pytest.raises(Refused, match="could not prove"):
             call(store, SECOND, bytes(32))
-        with pytest.raises(Refused, match="worker 0/0 is here already: two processes say") as refused:
+        with pytest.raises(Refused, match="worker 0/0 is here already: two processes claim") as refused:
             call(store)
         assert refused.value.code == "TWICE"
         said = str(understandable(refused.value, terms_of(Flags(num_of_gradient_servers=2))))

@@ -145,9 +145,9 @@ def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
 @pytest.mark.parametrize(
     ("who", "part", "words"),
     [
-        ("worker_0_1", "exits 0", "ended with exit code 0 before its part was done"),
-        ("server_0_0", "exits 0", "ended with exit code 0 before its part was done"),
-        ("worker_0_1", "execs", "has closed the channel to its unit and runs on"),
+        ("worker_0_1", "exits 0", "ended with exit code 0 before its work was done"),
+        ("server_0_0", "exits 0", "ended with exit code 0 before its work was done"),
+        ("worker_0_1", "execs", "has closed the channel to its unit and still runs"),
         ("worker_0_1", "closes", "ended with exit code 1"),
     ],
 )

@@ -130,7 +130,7 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
     assert HostMap.loaded(hosts.dumped()) == hosts
     alone = hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "b", "10.0.0.9", given=True)], "", True)
     assert alone.addresses == ("127.0.0.1", "10.0.0.9")
-    with pytest.raises(ConfigError, match=r"--host of unit 1 = '127\.0\.0\.1'.*at which address"):
+    with pytest.raises(ConfigError, match=r"--host of unit 1 = '127\.0\.0\.1'.*to an address at which"):
         hosts_of([unit(0, "b", "10.0.0.1"), unit(1, "a", "127.0.0.1")], "", False)
     with pytest.raises(StoreError):
         HostMap.loaded(b"{}")
@@ -210,7 +210,7 @@ def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"secret": bytes(31) + b"x"}, "unit 1 .* has another one than unit 0"),
+        ({"secret": bytes(31) + b"x"}, "unit 1 .* has another secret than unit 0"),
         ({"nprocs": 3}, "--nprocs of unit 1 = 3"),
     ],
 )
@@ -408,7 +408,7 @@ def test_without_a_store_whoever_is_done_ends_alone_and_says_so(company, monkeyp
         each.finish([])
         end = each.wait(10)
         assert end.code == 0
-        assert "the store was away for 0.3 s at the end" in end.text
+        assert "the store was unavailable for 0.3 s at the end" in end.text
 
 
 # ---- whole units -----------------------------------------------------------------------------------------------------
@@ -685,4 +685,4 @@ def test_a_unit_whose_part_is_done_says_that_it_waits_for_the_others(monkeypatch
     with ours, theirs, signals() as heard:
         end = node._agree(others, JobOutcome(0, 1.0), SimpleNamespace(events=()), heard, False, hear)
     assert end == JobEnd(0, 0)
-    assert said == ["what runs here has ended; the job ends when its other units have"]
+    assert said == ["this unit has ended; the job ends when its other units have"]

@@ -469,7 +469,7 @@ def test_plan_shows_the_cut(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     code, out, err = ask(capsys, "plan", "auto.conf", "--plot", "cut.png", "train.py")
     assert (code, err) == (0, "")
     assert "server 0/0" in out
-    assert "what travels per step" in out
+    assert "transfers per step" in out
     assert (folder / "cut.png").stat().st_size > 1000
     code, out, err = ask(capsys, "plan", "auto.conf", "--json", "--input", "6x1x8x8", "train.py", "--bare")
     assert (code, err) == (0, "")

@@ -214,7 +214,7 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(
         end = made.wait(DEADLINE_S)
         assert end is not None
         assert end.failed is not None
-        assert end.failed.text.endswith("vanished without a word, and within 3 s none was started in its place; more")
+        assert end.failed.text.endswith("vanished without a word, and within 3 s no replacement was started; more")
         assert json.loads(run.get("end") or b"")["unit"] == 2
     finally:
         made.close()
@@ -302,7 +302,7 @@ def test_a_unit_that_does_not_come_back_ends_the_job(
     end = second.wait(DEADLINE_S)
     assert end is not None
     assert end.failed is not None
-    assert end.failed.text.endswith("none was started in its place; go on with it")
+    assert end.failed.text.endswith("no replacement was started; go on with it")
     assert await_begin((), second, quiet, 0, tmp_path) is None
 
 
@@ -314,4 +314,4 @@ def test_a_unit_that_the_others_do_without_ends(
     first.post.say(1, {"life": 0, "outcast": True})
     assert await_begin((), second, quiet, 0, tmp_path) is None
     assert second.end is not None
-    assert second.end.text == "the job goes on without unit 1 on h1, which was not heard of for too long"
+    assert second.end.text == "the job goes on without unit 1 on h1, which was silent for too long"

@@ -77,7 +77,7 @@ def test_with_backup_workers_the_dead_one_starts_again_alone() -> None:
     made = machine(replace(ALL, singly=True))
     found = made.heard(lost("worker 0/1"), 105.0)
     what = "worker 0/1 (pid 7) was killed by SIGKILL"
-    action = "it starts again, and its group goes on meanwhile (incarnation 1)"
+    action = "it starts again, and its group continues meanwhile (incarnation 1)"
     assert found == [Incident(0, "worker 0/1", what, action, 5.0), RestartGroup(0, 1, what, "worker 0/1")]
     assert tell(made, 105.2, step("worker 0/0"))[1:] == [Recovered(0, pytest.approx(0.2), 0.0)], "its group steps"
     tell(made, 105.3, Exited("worker 0/1", 7, -9))
@@ -264,7 +264,7 @@ def test_who_has_done_its_part_is_not_missed() -> None:
     tell(made, 105.0, finished("worker 1/0"))
     (incident,) = tell(made, 106.0, lost("worker 1/0"))
     assert isinstance(incident, Incident)
-    assert incident.action == "nothing is missing: its part was done"
+    assert incident.action == "nothing is missing: its work was done"
 
 
 def test_when_servers_have_gone_before_the_result_is_saved_all_is_done_again() -> None:
@@ -373,7 +373,7 @@ def test_who_is_frozen_with_its_part_done_is_ended_and_not_missed() -> None:
     dismiss, incident = frozen(made, "worker 1/0")
     assert dismiss == EndProcess("worker 1/0")
     assert isinstance(incident, Incident)
-    assert incident.action == "nothing is missing: its part was done"
+    assert incident.action == "nothing is missing: its work was done"
 
 
 def test_where_nothing_may_start_again_a_frozen_process_ends_the_job() -> None:

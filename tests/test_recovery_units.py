@@ -178,7 +178,7 @@ def test_a_unit_whose_part_is_done_is_not_missed() -> None:
     tell(made, 104.0, *(Finished(who, 1, 8, 0.0, 0, 0, 0) for who in residents(DOWNPOUR)[rank]))
     (incident,) = made.vanished(rank, silent(rank), 105.0)
     assert isinstance(incident, Incident)
-    assert incident.action == "nothing is missing: its part was done"
+    assert incident.action == "nothing is missing: its work was done"
 
 
 def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends_the_job() -> None:

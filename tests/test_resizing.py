@@ -109,9 +109,9 @@ def test_the_job_goes_on_with_one_worker_less_once_there_is_a_snapshot() -> None
     saved, event, relay = made.heard(SAVED, 106.0)
     assert (saved, event) == (SAVED, Resized(0, 3, 2, 70, 6.0))
     assert isinstance(relay, RestartResized) and relay.wish is wish and (relay.number, relay.step) == (0, 70)
-    assert relay.text == "a worker has left: the job goes on behind step 70 with 2 workers"
+    assert relay.text == "a worker has left: the job goes on after step 70 with 2 workers"
     assert made.due is None
-    assert "starts again as a whole" in refused(made.resize(wish, 106.1))
+    assert "whole job is restarting" in refused(made.resize(wish, 106.1))
     made.relaid(relay.job, layout(relay.job.cluster))
     step = StepDone("worker 0/1", 1.0, 71, 8, None, 0.0, 0, 0, 0)
     assert made.heard(step, 108.5) == [step, Recovered(0, 2.5, 0.0)]
@@ -123,13 +123,13 @@ def test_the_job_goes_on_with_one_worker_less_once_there_is_a_snapshot() -> None
     assert made.missing == set() and not made.complete
     for who in [*(f"worker 0/{i}" for i in range(5)), "server 0/0", "server 0/1"]:
         made.heard(Finished(who, 1, 1, 0.0, 0, 0, 0), 111.0)
-    assert "the job ends" in refused(made.resize(ResizeRequest("join", 1), 112.0))
+    assert "the job is ending" in refused(made.resize(ResizeRequest("join", 1), 112.0))
 
 
 @pytest.mark.parametrize(
     ("changed", "wish", "words"),
     [
-        (job(replace(SANDBLASTER, nworker_groups=2)), ResizeRequest("leave", 1), "2 worker groups.*say --group"),
+        (job(replace(SANDBLASTER, nworker_groups=2)), ResizeRequest("leave", 1), "2 worker groups.*use --group"),
         (job(snapshot_s=0), ResizeRequest("leave", 1), "takes none .snapshot_s: 0"),
         (job(), ResizeRequest("leave", 3), "has 3 workers, and one has to stay"),
         (job(), ResizeRequest("join", 0), "at least 1"),
@@ -171,7 +171,7 @@ def test_one_change_at_a_time() -> None:
     made.resize(first, 105.0)
     second = ResizeRequest("leave", 1)
     words = made.resize(second, 105.5)
-    assert "is being changed just now" in refused(words)
+    assert "is being changed already" in refused(words)
     assert words[0].wish is second, "the first one is still waiting"
 
 
@@ -179,7 +179,7 @@ def test_without_a_snapshot_the_job_trains_on() -> None:
     made, wish, why = machine(job()), ResizeRequest("leave", 1, 5.0), Unsaved("server 0/0", "no step was taken yet")
     made.resize(wish, 105.0)
     _, word = made.heard(why, 105.1)
-    assert word == ResizeRefused(wish, "it would go on from a snapshot, and none can be taken: no step was taken yet")
+    assert word == ResizeRefused(wish, "it would resume from a snapshot, and none can be taken: no step was taken yet")
     made.resize(wish, 106.0)
     assert made.turn(110.9) == []
     assert "within 5 s (--within)" in refused(made.turn(111.0))
@@ -195,7 +195,7 @@ def test_a_job_that_is_over_by_then_is_not_begun_again() -> None:
     made.resize(ResizeRequest("leave", 1), 105.0)
     for index in range(3):
         made.heard(Finished(f"worker 0/{index}", 1, 1, 0.0, 0, 0, 0), 105.5)
-    assert "come to its end meanwhile" in refused(made.heard(SAVED, 106.0)[1:])
+    assert "has ended meanwhile" in refused(made.heard(SAVED, 106.0)[1:])
 
 
 def test_a_death_meanwhile_starts_the_job_again_as_it_was() -> None:
@@ -279,7 +279,7 @@ def test_a_job_goes_on_with_one_worker_more_and_the_caller_hears_when_it_trains(
     assert json.loads(caller.heard) == {
         "workers": 3,
         "step": 70,
-        "text": "a worker has joined: the job goes on behind step 70 with 3 workers",
+        "text": "a worker has joined: the job goes on after step 70 with 3 workers",
     }
     assert [type(event) for event in events if isinstance(event, Resized | Recovered)] == [Resized, Recovered]
     assert job_file.load(tmp_path / "run" / "job.conf").cluster.nworkers_per_group == 3
@@ -294,7 +294,7 @@ def test_a_job_of_which_no_snapshot_can_be_taken_goes_on_as_it_was(tmp_path: Pat
     outcome, events = launch(tmp_path, roles, caller, restarts=3)
     caller.thread.join(10)
     assert (outcome.code, outcome.cause) == (0, None)
-    assert caller.heard == "--workers = 1: it would go on from a snapshot, and none can be taken: why"
+    assert caller.heard == "--workers = 1: it would resume from a snapshot, and none can be taken: why"
     assert not [event for event in events if isinstance(event, Resized)]
     assert not [event for event in events if isinstance(event, Notice) and "starts again" in event.text]
 

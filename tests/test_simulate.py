@@ -75,7 +75,7 @@ def test_a_schedule_is_shrunk_to_what_is_needed(monkeypatch):
 
 
 def test_only_what_has_a_ledger_is_rehearsed():
-    with pytest.raises(ConfigError, match="gradients go straight to servers"):
+    with pytest.raises(ConfigError, match="gradients go directly to servers"):
         prepared(Job(cluster=Cluster(nworkers_per_group=3), placement=Placement.kAuto), "split.conf")
 
 

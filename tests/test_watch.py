@@ -401,9 +401,9 @@ def test_workers_that_leave_have_a_line_and_no_row() -> None:
         window(Resized(1, 2, 4, 9, 3.5))
         assert len(window.rows.all()) == 4
     assert text.getvalue().splitlines() == [
-        "topotrain: 1 worker leaves; the job goes on behind step 5 with nworkers_per_group: 2",
+        "topotrain: 1 worker leaves; the job goes on after step 5 with nworkers_per_group: 2",
         "topotrain: training again 0.8 s after that change",
-        "topotrain: 2 workers join; the job goes on behind step 9 with nworkers_per_group: 4",
+        "topotrain: 2 workers join; the job goes on after step 9 with nworkers_per_group: 4",
     ]
 
 

@@ -32,4 +32,4 @@ def test_deaths_beside_backup_workers(shop: Shop, victim: str, killer: int, wish
     ended = shop.run(CLUSTER, "mortal.py", *words, extra=extra)
     ended.check_ledger(3)
     whole = victim.startswith("server")
-    assert ("the whole job starts again from /" if whole else "its group goes on meanwhile") in ended.err
+    assert ("the whole job starts again from /" if whole else "its group continues meanwhile") in ended.err

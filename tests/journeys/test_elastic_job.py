@@ -17,7 +17,7 @@ def test_a_group_leaves_and_comes_again_and_another_one_comes_for_the_first_time
     joins = [(1, "joins (incarnation 1)"), (2, "joins (incarnation 1)")]
     assert changes == [(2, "is not there yet"), (1, "has left"), *joins]
     assert ended.report["incidents"] == []
-    assert "topotrain: group 1 has left; the others train on" in ended.err
+    assert "topotrain: group 1 has left; the others continue" in ended.err
     assert ended.report["samples"] == 960 * 2
 
 

@@ -23,7 +23,7 @@ def test_in_the_middle_of_a_loop_it_is_a_death(shop: Shop, how: str, cluster: st
     ended = shop.run(cluster, "leaves.py", how, "middle", str(shop.folder / "mark"), extra=SUM)
     ended.check_ledger(EPOCHS)
     (incident,) = ended.report["incidents"]
-    assert "ended with exit code 0 before its part was done" in incident["what"]
+    assert "ended with exit code 0 before its work was done" in incident["what"]
     assert ("the whole job" if cluster == ALLREDUCE else "group") in incident["action"]
 
 

@@ -25,7 +25,7 @@ def test_a_worker_joins_and_two_leave(shop: Shop, cluster: str) -> None:
     assert all(change["waited_s"] > 0 and change["step"] > 0 for change in ended.report["changes"])
     assert ended.report["incidents"] == [] and ended.report["steps"] == 90
     assert ended.report["layout"]["nprocs"] == (4 if cluster is SANDBLASTER else 2)
-    assert "1 worker joins; the job goes on behind step" in ended.err
+    assert "1 worker joins; the job goes on after step" in ended.err
     assert "after that change" in ended.err
     log = (ended.workspace / "logs" / "worker-0-1.log").read_text()
     assert "the job goes on with nworkers_per_group: 2" in log

@@ -1,8 +1,8 @@
-"""The contract of every launcher, and the one table of what a unit has to be told.
+"""The contract of every launcher, and the table of a unit's settings.
 
-A launcher starts a unit once per unit of the layout and gives each the values of a `UnitPlace`. Where a
-site's own tool starts the processes (srun, torchrun, a pod), the same values come as variables: a launcher is a table
-from its names to these, plus a way to start and to stop.
+A launcher starts one process per unit of the layout, and passes each the values of a `UnitPlace`. Where another tool
+starts the processes (srun, torchrun, a pod), the same values come as environment variables: such a launcher is a table
+of variable names (`launchers/env_tables.py`).
 """
 
 from argparse import ArgumentParser
@@ -19,13 +19,17 @@ OnEvent = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class UnitPlace:
-    """Where a unit stands.
+    """The rank, addresses and folders of one unit.
 
-    rank, nprocs: its number among so many units. rendezvous: the URL where all meet. run_dir: the folder, on its host,
-    of what the launcher has laid down for the job (see workspace.py). forkserver: the host's; "" for one of its own.
-    hosts: the number of every unit's host, separated by commas; "" where all units stand on one. host: the address at
-    which others reach this one. sockets: a private folder with a short path that all units of the host share; "": the
-    forkserver's.
+    rank: the unit's number, from 0.
+    nprocs: the number of units.
+    rendezvous: the URL of the store where all units meet.
+    run_dir: the folder, on the unit's host, with the files that the launcher has prepared for the job (see
+        workspace.py).
+    forkserver: the socket of the host's forkserver. "": the unit starts its own.
+    hosts: the number of every unit's host, separated by commas. "": all units run on one host.
+    host: the address at which other units reach this one.
+    sockets: a private folder with a short path that all units of the host share; "": the forkserver's.
     """
 
     rank: int
@@ -39,7 +43,7 @@ class UnitPlace:
 
     @property
     def host_numbers(self) -> tuple[int, ...]:
-        """`hosts` as numbers. Raises ConfigError."""
+        """The entries of `hosts` as integers. Raises ConfigError."""
         try:
             return tuple(int(word) for word in self.hosts.split(",") if word)
         except ValueError:
@@ -60,16 +64,19 @@ TABLE: Mapping[str, tuple[str, str]] = {
 }
 
 RUN_VARIABLE = "TOPOTRAIN_RUN"
-"""A random text in the environment of every process of one started job: by it a launcher finds what it must end."""
+"""A random text in the environment of every process of one started job. A launcher finds its processes by it."""
 
 
 def arguments(place: UnitPlace) -> list[str]:
-    """The command line of a unit at `place`."""
+    """Return the command-line arguments of a unit at `place`."""
     return [word for name, (option, _) in TABLE.items() for word in (option, str(getattr(place, name)))]
 
 
 def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
-    """Let `parser` read a `UnitPlace`, each value from its argument or, without one, from its variable."""
+    """Add the options of a `UnitPlace` to `parser`.
+
+    Each value comes from its option or, without one, from its environment variable.
+    """
     for f in fields(UnitPlace):
         option, variable = TABLE[f.name]
         default = environ.get(variable, None if f.default is MISSING else f.default)
@@ -80,9 +87,10 @@ def add_arguments(parser: ArgumentParser, environ: Mapping[str, str]) -> None:
 class JobOutcome:
     """How a job ended.
 
-    code: 0 all went well, 1 something failed, 2 it was set up wrongly, 128 + n ended by signal n.
+    code: 0 for success, 1 for a failure, 2 for a wrong configuration, 128 + n for an end by signal n.
     seconds: from `start` to the end of the last process. cause: the first cause of a failure.
-    exits: who -> exit code, or minus the signal, of every resident and unit that was seen to end; pids: who -> pid.
+    exits: exit code, or minus the signal number, by name of each process and unit that was seen to end.
+    pids: process ID by name.
     """
 
     code: int
@@ -97,44 +105,51 @@ class Outlet(Protocol):
 
     @property
     def full(self) -> bool:
-        """Its reader does not read: the units of this machine are to hold the program up until it does."""
+        """Whether the reader is behind.
+
+        While it is, the units of this host pause the program.
+        """
         ...
 
     def hurry(self) -> None:
-        """A signal has ended the job: nothing is to wait for that reader any more."""
+        """Stop waiting for the reader, because a signal has ended the job."""
         ...
 
 
 class AlwaysTaken:
-    """An outlet that takes all at once."""
+    """An outlet that takes all output at once."""
 
     full = False
 
     def hurry(self) -> None:
-        """Nothing waits."""
+        """Do nothing: this outlet never waits."""
 
 
 class Launcher(Protocol):
-    """One way to get the units of a job running, watched and ended."""
+    """Starts the units of a job, watches them and ends them."""
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
-        """Run the whole job; returns when no process of it is left. Raises ConfigError before anything is started."""
+        """Run the whole job, and return when no process of it is left.
+
+        Raises ConfigError before anything is started.
+        """
         ...
 
 
 def exit_code(cause: Failed) -> int:
-    """2 for a job that was set up wrongly, else 1."""
+    """Return 2 for a job with a wrong configuration, else 1."""
     return 2 if cause.kind == "config" else 1
 
 
 def choose_cause(failures: Sequence[Failed]) -> Failed | None:
-    """The failure that explains the others: the first among those of the most primary kind.
+    """Return the failure that explains the others.
 
-    Whoever loses a peer fails because of that peer, so "peer" explains nothing; an error of our own may follow from a
-    death that was not understood; an exception in the user's program, or a wrong setting, is always the beginning.
+    It is the first failure of the most primary kind. A process fails with kind "peer" because of the peer that it lost,
+    so "peer" explains nothing. An internal error may follow from a death that was not understood. An exception in the
+    user's program, or a wrong setting, is always the root cause.
     """
     return min(failures, key=lambda failed: PRIMARY[failed.kind], default=None)
 
 
 PRIMARY = {"config": 0, "program": 0, "died": 1, "internal": 2, "quarantine": 2, "peer": 3}
-"""Kinds of failure, from cause to consequence."""
+"""The rank of each kind of failure, from cause to consequence."""

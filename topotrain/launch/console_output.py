@@ -1,8 +1,9 @@
-"""What a launcher prints, kept until its terminal, pipe or file takes it.
+"""Buffered output of a launcher to its terminal, pipe or file.
 
-Rule: a reader that stops reading (a pager, a terminal after Ctrl-S) stops the program's `print`, as under plain
-`python`, and never the launcher, which must hear deaths and signals. So a thread for each descriptor does the writing,
-and the launcher asks units to read no more output while too much is kept (`full`). Nothing is dropped without a word.
+A reader that stops reading (a pager, a terminal after Ctrl-S) blocks the program's `print`, as under plain `python`. It
+must not block the launcher, which has to notice deaths and signals. So a thread per descriptor does the writing, and
+the launcher asks units to read no more output while too much is buffered (`full`). If output is dropped at the end, the
+launcher reports how many bytes.
 """
 
 import os
@@ -17,17 +18,17 @@ from typing import IO, Any
 from rich.console import Console
 
 FULL_BYTES = 1 << 20
-"""Of what is kept for one descriptor."""
+"""The number of buffered bytes per descriptor above which the output is full."""
 LAST_S = 1.0
-"""For what is left when a signal has ended the job."""
+"""Seconds to write the remaining output after a signal has ended the job."""
 _LOOK_MS = 100
 _LARGE = 1 << 18
 
 
 class OutputQueue:
-    """A descriptor that is written to by a thread of its own.
+    """A file descriptor that is written to by its own thread.
 
-    A descriptor that can take something takes at least `select.PIPE_BUF` bytes, so that no write waits.
+    A descriptor that is ready for writing takes at least `select.PIPE_BUF` bytes, so no write blocks.
     """
 
     def __init__(self, fd: int) -> None:
@@ -42,11 +43,11 @@ class OutputQueue:
 
     @property
     def kept(self) -> int:
-        """Bytes that the descriptor has not taken yet."""
+        """The number of bytes that the descriptor has not taken yet."""
         return len(self._kept)
 
     def put(self, data: bytes) -> None:
-        """Keep these until they are taken. Raises the OSError that an earlier write has met."""
+        """Buffer `data` for writing. Raises the OSError of an earlier failed write."""
         with self._changed:
             error, self._error = self._error, None
             if error is not None:
@@ -55,13 +56,16 @@ class OutputQueue:
             self._changed.notify_all()
 
     def empty(self, seconds: float | None) -> int:
-        """Wait until all is taken, so long at most (None: without an end); returns the bytes that are left."""
+        """Wait until all output is written, and return the number of bytes left.
+
+        seconds: the longest wait; None: without a limit.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._kept, seconds)
             return len(self._kept)
 
     def close(self) -> None:
-        """End the thread; what is still kept is dropped."""
+        """End the thread, and drop the output that is still buffered."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -91,30 +95,36 @@ class OutputQueue:
 
 
 class StreamWriter:
-    """A text file over a channel, for what writes to `file`; all else of it is the file's."""
+    """A text file that writes through an `OutputQueue`.
+
+    All other attributes are those of `file`.
+    """
 
     def __init__(self, file: IO[str], channel: OutputQueue) -> None:
         self._file, self._channel = file, channel
 
     @property
     def behind(self) -> bool:
-        """Something was not taken yet."""
+        """Whether some output is still buffered."""
         return bool(self._channel.kept)
 
     def write(self, text: str) -> int:
-        """Keep the text until it is taken. Raises OSError, such as BrokenPipeError."""
+        """Buffer the text for writing. Raises OSError, such as BrokenPipeError."""
         self._channel.put(text.encode(getattr(self._file, "encoding", None) or "utf-8", "backslashreplace"))
         return len(text)
 
     def flush(self) -> None:
-        """It is written as soon as it can be."""
+        """Do nothing: the queue's thread writes as soon as it can."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
 
 class ConsoleOutput:
-    """The channels of a launcher, one for each file that it prints to; see `launch.ConsoleOutput`."""
+    """The output queues of a launcher, one per file that it prints to.
+
+    It implements the protocol `launch.Outlet`.
+    """
 
     def __init__(self) -> None:
         self._channels: dict[tuple[int, int], OutputQueue] = {}
@@ -122,11 +132,14 @@ class ConsoleOutput:
 
     @property
     def full(self) -> bool:
-        """So much is kept that no more output is to come."""
+        """Whether so much is buffered that units should read no more output."""
         return any(channel.kept > FULL_BYTES for channel in self._channels.values())
 
     def writer(self, file: IO[str]) -> IO[str]:
-        """A file to print to instead; `file` itself where it has no descriptor. Two of one file keep their order."""
+        """Return a file that writes to `file` through its queue.
+
+        A file without a descriptor is returned as it is. Two writers of one file share a queue, so their order is kept.
+        """
         try:
             file.flush()
             fd = file.fileno()
@@ -139,11 +152,17 @@ class ConsoleOutput:
         return StreamWriter(file, self._channels[place])  # type: ignore[return-value]
 
     def hurry(self) -> None:
-        """A signal has ended the job: what is not taken within a moment is dropped, and that is told."""
+        """Limit the wait for readers, because a signal has ended the job.
+
+        Output that is not taken within `LAST_S` seconds is dropped, and `finish` reports it.
+        """
         self._patient = False
 
     def finish(self, log: str) -> None:
-        """Wait until all is taken, and end all threads. log: where the program's output is, too."""
+        """Wait until all output is taken, and end all threads.
+
+        log: where the program's output is stored as well.
+        """
         try:
             self._wait(None if self._patient else LAST_S)
         except KeyboardInterrupt:
@@ -163,9 +182,10 @@ class ConsoleOutput:
 
 @contextmanager
 def outlet(terminal: Console, log: str) -> Iterator[ConsoleOutput]:
-    """An outlet that the terminal prints through as long as the block lasts; then all is taken.
+    """Redirect the terminal's output through a queue for the length of the block.
 
-    Ctrl-C ends the wait for a reader that does not read, and so does an exception of the block after a moment.
+    The block ends when all output is taken. Ctrl-C ends the wait for a reader that does not read. After an exception in
+    the block the wait is limited to `LAST_S` seconds.
     """
     made, former = ConsoleOutput(), terminal.file
     terminal.file = made.writer(former)
@@ -180,5 +200,8 @@ def outlet(terminal: Console, log: str) -> Iterator[ConsoleOutput]:
 
 
 def out_of(outlet: ConsoleOutput, chatty: bool) -> IO[str] | None:
-    """Where the main worker's stdout goes; None: wherever the console writes."""
+    """Return the file for the main worker's stdout.
+
+    None means the file that the console writes to.
+    """
     return outlet.writer(sys.stdout) if chatty else None

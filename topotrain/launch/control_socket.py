@@ -1,8 +1,11 @@
-"""The door of a job that runs: a Unix socket in its run folder, where other processes of its user ask for something.
+"""The control socket of a running job: a Unix socket for requests of its user.
 
-One line of JSON each way, then the connection ends; an answer may take as long as what was asked for. Rule: the folder
-is for this user alone, and the kernel says who calls; nobody else is heard. A caller can make us keep a few hundred
-bytes, and no more than `CALLERS` are heard at once.
+The socket is in the job's run folder. A request and its answer are one line of JSON each, then the connection ends. An
+answer may take as long as the requested action.
+
+* Only this user can enter the folder, and the kernel names the user of each connection. Other users are refused.
+* A client can make the launcher hold at most a few hundred bytes.
+* At most `CALLERS` clients are connected at once.
 """
 
 import json
@@ -25,7 +28,7 @@ from topotrain.launch.recovery.resize import ResizeRequest
 NAME = "door"
 CALLERS = 16
 LINE = 512
-"""Bytes of a question, at most."""
+"""Maximum number of bytes of a request."""
 _ANSWER = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
 
@@ -39,14 +42,17 @@ class _Caller:
 
 @dataclass(slots=True)
 class PendingAnswer:
-    """An answer to a wish that comes later, from another life of the job perhaps. number: of what it is to tell."""
+    """An answer that comes later, possibly from another attempt of the job.
+
+    number: the number of the recovery after which the answer is due.
+    """
 
     number: int
     data: dict[str, Any]
     _channel: socket.socket | None = None
 
     def keep(self, error: str = "") -> None:
-        """Say it, or why not; nothing happens a second time."""
+        """Send the answer, or the error. A second call does nothing."""
         if self._channel is not None:
             _say(self._channel, {"error": error} if error else self.data)
             self._channel.close()
@@ -54,12 +60,12 @@ class PendingAnswer:
 
 
 class ControlSocket:
-    """See above.
+    """The listening side of a job's control socket.
 
     Args:
         folder: the job's run folder.
-        selector: that of the loop which the door belongs to; what it registers there is called when something came.
-        hear: takes a wish; its answer may come at any time.
+        selector: the selector of the launcher's loop. The loop calls what is registered there when data arrives.
+        hear: is called with each request; the answer may come at any time.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class ControlSocket:
         self._callers: dict[int, _Caller] = {}
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
-        os.fchmod(self._listener.fileno(), FILE_MODE)  # which its name gets, too
+        os.fchmod(self._listener.fileno(), FILE_MODE)  # `bind` gives the file the same mode
         with _short(folder) as path:
             self._listener.bind(path)
         self._listener.listen(CALLERS)
@@ -94,18 +100,18 @@ class ControlSocket:
         except OSError:
             data = b""
         caller.said += data
-        if not data or len(caller.said) > LINE:  # who leaves while its wish is under way has wished it all the same
+        if not data or len(caller.said) > LINE:  # a request stays valid when its client disconnects
             self._end(caller)
         elif b"\n" in caller.said and caller.wish is None:
             try:
                 caller.wish = _wish(caller.said)
             except ValueError as error:
-                self._tell(caller, {"error": f"what was asked cannot be read: {error}"})
+                self._tell(caller, {"error": f"the request cannot be read: {error}"})
                 return
             self._hear(caller.wish)
 
     def answer(self, answer: AnswerRequest) -> None:
-        """Tell all who have wished this."""
+        """Answer all clients that made this request."""
         said = {"error": answer.error} if answer.error else {"group": answer.group, "text": answer.text}
         for caller in list(self._callers.values()):
             wish = caller.wish
@@ -113,13 +119,16 @@ class ControlSocket:
                 self._tell(caller, said)
 
     def refuse(self, wish: ResizeRequest, error: str) -> None:
-        """Tell whoever has wished just this, and not the same of others, why it cannot be."""
+        """Send the error to the client of this one request only."""
         for caller in list(self._callers.values()):
             if caller.wish is wish:
                 self._tell(caller, {"error": error})
 
     def promise(self, wish: ResizeRequest, number: int, data: dict[str, Any]) -> PendingAnswer:
-        """Whoever has wished this waits on when the door closes."""
+        """Keep the client's connection open when this control socket closes.
+
+        Returns the answer to send later.
+        """
         promise = PendingAnswer(number, data)
         for caller in list(self._callers.values()):
             if caller.wish is wish:
@@ -140,9 +149,9 @@ class ControlSocket:
         del self._callers[caller.channel.fileno()]
 
     def close(self) -> None:
-        """Whoever waits hears that the job has ended, or starts again as a whole."""
+        """Answer all waiting clients with an error, and close the socket."""
         for caller in list(self._callers.values()):
-            self._tell(caller, {"error": "the job has ended, or starts again as a whole"})
+            self._tell(caller, {"error": "the job has ended, or the whole job restarts"})
         self._selector.unregister(self._listener)
         self._listener.close()
 
@@ -153,22 +162,25 @@ def _say(channel: socket.socket, said: dict[str, Any]) -> None:
 
 
 def _wish(line: bytes) -> GroupRequest | ResizeRequest:
-    """What a caller wants. Raises ValueError."""
+    """Parse a request. Raises ValueError."""
     try:
         said = json.loads(line)
         verb, within_s = said["verb"], said["within_s"]
         number = said["workers"] if "workers" in said else said["group"]
     except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no wish: {error}") from None
+        raise ValueError(f"not a request: {error}") from None
     numbers = isinstance(number, int) and isinstance(within_s, int | float) and not isinstance(number, bool)
     if verb not in (JOIN, LEAVE) or not numbers or not 0 < within_s < math.inf:
-        raise ValueError(f"no wish: {said}")
+        raise ValueError(f"not a request: {said}")
     return (ResizeRequest if "workers" in said else GroupRequest)(verb, number, float(within_s))
 
 
 @contextmanager
 def _short(folder: Path) -> Iterator[str]:
-    """The door's path, in the few bytes that the path of a socket may have."""
+    """Yield a path of the socket that fits into a socket address.
+
+    The path of a Unix socket is limited to about 100 bytes, so it goes through `/proc/self/fd`.
+    """
     number = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{number}/{NAME}"
@@ -177,13 +189,13 @@ def _short(folder: Path) -> Iterator[str]:
 
 
 def ask(workspace: Path, wish: GroupRequest | ResizeRequest) -> dict[str, Any]:
-    """Wish something of the job that runs in a workspace; returns what it answers when it has been done.
+    """Send a request to the job that runs in a workspace, and return its answer.
 
-    That is {"group": …, "text": …} of a group, and {"workers": …, "step": …, "text": …} of single workers: how many
-    there are now, and behind which step they go on.
+    The answer about a group is {"group": …, "text": …}. The answer about single workers is {"workers": …, "step": …,
+    "text": …}: the new number of workers per group, and the step after which they continue.
 
     Raises:
-        ConfigError: no job runs there, or it says why not.
+        ConfigError: no job runs there, or the job refuses the request.
     """
     with ExitStack() as stack:
         channel = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -1,8 +1,8 @@
-"""All units of a job on this machine.
+"""The launcher that runs all units of a job on this host.
 
-Rule: the launcher decides when a job is over, see running.py; `start` leaves no process behind. A job that starts again
-as a whole is one Run after the other, with one claim on the workspace and, if it lives, one forkserver; where workers
-leave or join, the next one has another layout.
+`start` leaves no process behind. `run_loop.py` decides when a job is over. When a whole job restarts, each attempt has
+its own `RunLoop`. All attempts share one claim on the workspace and, while it runs, one forkserver. Where workers leave
+or join, the next attempt has another layout.
 """
 
 import secrets
@@ -30,7 +30,10 @@ from topotrain.launch.run_loop import RunFiles, RunLoop
 
 @dataclass(slots=True)
 class _Told:
-    """What happens is told to the listener, and to those who were promised to hear when a changed job trains."""
+    """Forwards events to the listener, and answers pending resize requests.
+
+    A request is answered when the resized job trains.
+    """
 
     on_event: OnEvent
     _promises: list[PendingAnswer] = field(default_factory=list)
@@ -52,12 +55,13 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class LocalLauncher(Launcher):
-    """Starts every unit on this machine.
+    """Starts every unit on this host.
 
-    `calls` says what a child runs; only tests change it. `forkserver` is the socket of one that is running already and
-    belongs to somebody else; without it the job has its own. `profile`: the step whose spans the processes leave
-    in the run directory, counted from 1; 0 for none. `resume`: the snapshot that the job goes on from; "": the
-    beginning. `outlet`: where the program's output goes.
+    calls: the functions that child processes run. Only tests change it.
+    forkserver: the socket of a running forkserver of another process. "": the job starts its own.
+    profile: the step to profile, counted from 1; 0 for none. The processes write its spans into the run directory.
+    resume: the snapshot that the job resumes from. "": the job starts at step 0.
+    outlet: where the program's output goes.
     """
 
     calls: EntryPoints = field(default_factory=EntryPoints)
@@ -67,11 +71,11 @@ class LocalLauncher(Launcher):
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
     def start(self, job: Job, topology: Topology, on_event: OnEvent) -> JobOutcome:
-        """Run the whole job; no process of it is left on return.
+        """Run the whole job, and leave no process of it behind.
 
-        `on_event` is called on this thread, and an exception of it ends the job. On the main thread SIGINT, SIGTERM
-        and SIGHUP end the job in order, SIGTERM after a last snapshot (`grace`), a second one at once. Raises
-        ConfigError, before anything is started, for a workspace that is in use or cannot be written.
+        `on_event` is called on this thread. An exception in it ends the job. On the main thread SIGINT, SIGTERM and
+        SIGHUP end the job in order; SIGTERM allows a last snapshot (`grace`). A second signal ends the job at once.
+        Raises ConfigError, before anything is started, for a workspace that is in use or not writable.
         """
         began, mark = time.monotonic(), secrets.token_hex(16)
         with claimed(job) as workspace, listed(job) as place, signals() as heard:
@@ -106,7 +110,7 @@ class LocalLauncher(Launcher):
             if heard.came:
                 self.outlet.hurry()
             outcome = replace(outcome, seconds=time.monotonic() - began)
-            if heard.came and (outcome.code or run.again):  # else it came to its end while a last snapshot was taken
+            if heard.came and (outcome.code or run.again):  # else the job was complete before its last snapshot
                 outcome = replace(outcome, code=128 + heard.came[0], cause=None)
             if place is not None:
                 place.ended(outcome)
@@ -118,7 +122,7 @@ class LocalLauncher(Launcher):
     def _live(
         self, run: RunLoop, life: AttemptInfo, job: Job, workspace: Path, place: RegisteredJob | None
     ) -> JobOutcome:
-        """One run from its first process to its last."""
+        """Run one attempt from its first process to its last."""
         try:
             url = prepare(job, workspace, self.profile)
             url, units = url if place is None else place.url, run.topology.units

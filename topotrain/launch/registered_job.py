@@ -1,7 +1,7 @@
-"""A job whose units all run here, and which the user wants to see in a store all the same (`rendezvous:`).
+"""A job on one host that is listed in a store, because it names a `rendezvous:`.
 
-Rule: its processes meet in that store, it stands in the store's list of jobs, and `topotrain jobs stop` ends it. When
-the store is away, training goes on.
+Its processes rendezvous in that store, the store's list of jobs has an entry for it, and `topotrain jobs stop` ends it.
+Training continues while the store is unavailable.
 """
 
 import os
@@ -25,16 +25,18 @@ from topotrain.launch.multinode.node_rendezvous import BEAT_S, forget
 
 _BEAT_EVERY_S = 5.0
 _LOOK_S = 0.25
-_LEAVE_S = 1.0  # for the thread to see that the job is over; it may be waiting for a store that is away
+_LEAVE_S = 1.0  # for the thread to end; it may be waiting for an unavailable store
 
 
 class RegisteredJob:
-    """See `run_loop.Company`; nobody else has a say in how this job ends.
+    """The store entry of a local job; it implements `run_loop.OtherUnits`.
+
+    There are no other units, so the store only adds the request to stop.
 
     Args:
         root: the whole store.
-        record: what the store's list says of the job.
-        url: where the job's processes meet.
+        record: the job's entry in the store's list.
+        url: the rendezvous of the job's processes.
     """
 
     def __init__(self, root: Store, record: JobRecord, url: str) -> None:
@@ -48,38 +50,38 @@ class RegisteredJob:
         self._thread.start()
 
     def fileno(self) -> int:
-        """See `run_loop.Company`."""
+        """Return a descriptor that is readable when the end of the job is decided."""
         return self._told.fileno()
 
     @property
     def over(self) -> bool:
-        """See `run_loop.Company`."""
+        """Whether the end of the job is decided."""
         return self.stopped
 
     def tell(self, cause: Failed) -> None:
-        """See `run_loop.Company`."""
+        """Decide the end of the job: there are no other units to ask."""
         self._teller.send(b"!")
 
     @property
     def saves(self) -> bool:
-        """See `run_loop.Company`; who ends a job of this machine is asked here."""
+        """Return False: a local job is asked for its last snapshot directly."""
         return False
 
     def heard(self) -> None:
-        """See `run_loop.Company`."""
+        """Do nothing; see `run_loop.OtherUnits`."""
 
     def save(self, number: int) -> None:
-        """See `run_loop.Company`."""
+        """Do nothing; see `run_loop.OtherUnits`."""
 
     def signalled(self, number: int, more: str = "") -> None:
-        """See `run_loop.Company`."""
+        """Do nothing; see `run_loop.OtherUnits`."""
 
     def cast_out(self) -> None:
-        """See `run_loop.Company`; here are all units of the job."""
+        """Do nothing: all units of the job run here."""
 
     def _watch(self) -> None:
         due = 0.0
-        # No `watch` of the store: nothing would end it when the job ends.
+        # Poll instead of `watch`: nothing would end a watch when the job ends.
         while not self._closed.wait(_LOOK_S):
             try:
                 if time.monotonic() >= due:
@@ -97,19 +99,22 @@ class RegisteredJob:
                 return
 
     def again(self) -> None:
-        """The whole job starts again: its processes meet where nobody has left an address of a former one."""
+        """Choose a new rendezvous for the next attempt of the whole job.
+
+        The new one has no addresses of processes of the former attempt.
+        """
         self.url = with_job(self.url, f"{self._id}.{secrets.token_hex(4)}")
         self._urls.append(self.url)
 
     def ended(self, outcome: JobOutcome) -> None:
-        """Note how the job ended."""
+        """Record in the store how the job ended."""
         state = "stopped" if self.stopped or outcome.code >= 128 else "failed" if outcome.code else "done"
         with suppress(StoreError):
             self._registry.keep(self._record)
             self._registry.end(self._id, state)
 
     def close(self) -> None:
-        """Stop watching, and take away what the job's processes have said to each other."""
+        """Stop watching, and delete the rendezvous data of the job."""
         with self._lock:
             self._closed.set()
             self._told.close()
@@ -123,7 +128,10 @@ class RegisteredJob:
 
 @contextmanager
 def listed(job: Job, environ: Mapping[str, str] = os.environ) -> Iterator[RegisteredJob | None]:
-    """The job's place in the store of its `rendezvous`; None for a job that names none. Raises ConfigError."""
+    """Register the job in the store of its `rendezvous` for the length of the block.
+
+    Yields None for a job without a rendezvous. Raises ConfigError if the store cannot be used.
+    """
     if not job.rendezvous:
         yield None
         return

@@ -1,11 +1,22 @@
-"""The units of a job that run on this machine: one process per unit, and one loop that hears them all.
+"""The event loop of a launcher: it starts, watches and ends the units of one host.
 
-Rule: the first failure starts a short wait for its cause (who loses a peer is heard before the peer's end is), then
-everything is asked to end, then made to. Where other units run elsewhere, what ends the job is agreed upon with them
-first (`OtherUnits`), and unit 0 decides what starts again: it hears what the others have to tell, and says to them what
-is to be done (`Mailbox`). Whatever happens here, `destroy` leaves no process behind; and if this process is killed, the
-units and the forkserver find the end of their stdin. Where a job goes on when processes die, `RecoveryPolicy` hears
-everything first, and what it says is done: a group starts again, or this run ends so that another one follows.
+There is one process per unit.
+
+* The first failure starts a short wait for its cause. A connection error of a peer may be reported before the death
+  that
+
+caused it.
+
+* After that wait the loop asks all processes to end, and kills those that do not.
+* Where other units run on other hosts, all units first agree on what ends the job (`OtherUnits`).
+* Unit 0 decides about restarts. It receives the events of the other units and sends them commands (`Mailbox`).
+* `destroy` leaves no process behind. If the launcher itself is killed, the units and the forkserver read the end of
+
+their stdin, and end.
+
+* Where a job survives process deaths, `RecoveryPolicy` receives every event first, and the loop executes its actions: a
+
+group restarts, or this run ends so that another one follows.
 """
 
 import contextlib
@@ -52,58 +63,71 @@ from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, Res
 from topotrain.launch.recovery.stall_detector import StallDetector
 
 CAUSE_S = 1.0
-"""How long after a first failure we listen for its cause."""
+"""Seconds for which the loop waits for the cause of a first failure."""
 END_S = GRACE_S + 1.0
-"""How long units may take to end their children before they are killed themselves."""
+"""Seconds for units to end their children. Then the loop kills the units."""
 SERVERS_S = 20.0
-"""How long servers may take to end after the last worker."""
+"""Seconds for the servers to end after the last worker."""
 DECIDE_S = 15.0
-"""How long the company may take to agree on a cause before this machine's units end without it."""
+"""Seconds for all units to agree on a cause. Then the units of this host end without an agreement."""
 
 
 class OtherUnits(Protocol):
-    """The units of the job that run elsewhere."""
+    """The units of the job that run on other hosts."""
 
     def fileno(self) -> int:
-        """Readable when the job's end has been decided."""
+        """Return a descriptor that is readable when the end of the job is decided."""
         ...
 
     @property
     def over(self) -> bool:
-        """The job's end has been decided."""
+        """Whether the end of the job is decided."""
         ...
 
     def tell(self, cause: Failed) -> None:
-        """This is why the job cannot go on here; does not wait."""
+        """Report why the job cannot go on here.
+
+        The call does not block.
+        """
         ...
 
     @property
     def saves(self) -> bool:
-        """The job is to end, and the first server, which is here, is to take a last snapshot before."""
+        """Whether the job is to end after a last snapshot.
+
+        It is True only in the unit of the first server, which takes that snapshot.
+        """
         ...
 
     def heard(self) -> None:
-        """What `fileno` was readable for has been seen."""
+        """Clear the event for which `fileno` became readable."""
         ...
 
     def save(self, number: int) -> None:
-        """A signal asks the job to end after a last snapshot; does not wait."""
+        """Report that a signal asks the job to end after a last snapshot.
+
+        The call does not block.
+        """
         ...
 
     def signalled(self, number: int, more: str = "") -> None:
-        """A signal asks the job to end; does not wait. more: what there is to say about it."""
+        """Report that a signal asks the job to end.
+
+        The call does not block. more: text to add to the report.
+        """
         ...
 
     def cast_out(self) -> None:
-        """The job goes on without this unit, which has to end."""
+        """End this unit: the job continues without it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Where the files of a run are on this machine: the list of processes, the logs, and the folder of the door.
+    """Paths of a run's files on this host.
 
-    door: None where nothing can be asked of the job: others start its units.
+    processes: the list of processes. logs: the folder of logs. door: the folder of the control socket; None where the
+        job takes no requests because another tool starts its units.
     """
 
     processes: Path
@@ -112,18 +136,19 @@ class RunFiles:
 
 
 class RunLoop:
-    """Some units of one started job, from the first process to the last.
+    """The event loop for the units of one host, from the first process to the last.
 
     Args:
-        job, topology: the job; of the layout, the units that run here.
-        on_event: hears every event, on the caller's thread.
-        grounds: see there.
-        signals: as `signals` gives them.
+        job: the job.
+        topology: the layout, with the units that run here.
+        on_event: is called with every event, on the caller's thread.
+        grounds: the paths of the run's files.
+        signals: the stop signals that this process has received.
         kept: the forkserver.
-        mark: the run's, see RUN_VARIABLE.
-        company: the units that run elsewhere, if there are any.
-        recovery: decides what starts again; None where a death ends the job. Where another unit decides, a `Follower`.
-        post: to and from the units that run elsewhere, where what starts again is decided for all of them.
+        mark: the run's mark, see RUN_VARIABLE.
+        company: the units on other hosts, if there are any.
+        recovery: decides about restarts. None where a death ends the job; a `Follower` where another unit decides.
+        post: sends to and receives from the units on other hosts, where one unit decides about restarts for all.
         outlet: where the program's output goes.
     """
 
@@ -171,19 +196,22 @@ class RunLoop:
         self._released = False
         self._saving = False
         self.saved: Saved | None = None
-        """The last snapshot that was heard of, here or elsewhere."""
+        """The last reported snapshot, of this unit or another one."""
         self.unread: list[News] = []
-        """What was told to the life of the job after this one."""
+        """Messages for the next attempt of the job."""
         self._door: ControlSocket | None = None
         self.again = False
-        """The job is not over: it is to start again as a whole."""
+        """Whether the whole job is to restart."""
         self.relaid: Job | None = None
-        """With another layout, as this job."""
+        """The job to restart as, with another layout."""
         self.promised: PendingAnswer | None = None
-        """What is to be said to whoever wanted that, once it trains."""
+        """The answer to the client that asked for the resize, due when the job trains again."""
 
     def begin(self, calls: EntryPoints, places: Sequence[UnitPlace], life: AttemptInfo = AttemptInfo()) -> None:  # noqa: B008
-        """Start the units at `places`."""
+        """Start the units at `places`.
+
+        calls: the functions that child processes run. life: the number of the attempt and where it resumes.
+        """
         environ = {**os.environ, RUN_VARIABLE: self._mark}
         self._selector.register(self._signals.woken, selectors.EVENT_READ, self._signalled)
         if self._company is not None:
@@ -225,7 +253,7 @@ class RunLoop:
         self._selector.register(pidfd, selectors.EVENT_READ, once)
 
     def watch(self) -> JobOutcome:
-        """Until every unit has ended."""
+        """Run the loop until every unit has ended."""
         while any(unit.process.returncode is None for unit in self._units) or self._is_needed():
             due = [self._alarm[0]] if self._alarm is not None else []
             if self._recovery is not None and self._recovery.due is not None and not self._stopping:
@@ -262,7 +290,7 @@ class RunLoop:
     # Hearing
 
     def _regulate(self) -> None:
-        """Have the program wait while its output is not taken."""
+        """Pause the program while its output is not read, and resume it later."""
         if self._outlet.full is not self._holds:
             self._holds = not self._holds
             self._send_here("hold", on=self._holds)
@@ -280,16 +308,16 @@ class RunLoop:
             self._obey(self._recovery.heard(event, time.monotonic()))
 
     def _obey(self, words: Sequence[Word]) -> None:
-        """Do what the recovery says."""
+        """Execute the actions of the recovery policy."""
         for word in words:
             match word:
                 case RestartGroup():
                     self._regroup(word)
                 case EndProcess(who=who):
-                    self._send("dismiss", who=who)  # one of them has it
+                    self._send("dismiss", who=who)  # exactly one unit has this process
                 case PlaceReplica(who=who, number=number, why=why, seats=seats, unit=unit):
                     self._send("seats", who=who, number=number, why=why, seats=seats, unit=unit)
-                    if self._saving:  # whoever was asked to may be the one that has died
+                    if self._saving:  # the process that was asked for a snapshot may have died
                         self._ask_to_save()
                 case RestartJob():
                     self._renew()
@@ -321,13 +349,16 @@ class RunLoop:
             self._say("listen", on=self._listened)
 
     def _release(self) -> None:
-        """Nothing is to start again."""
+        """Let the units end, because nothing can restart any more."""
         if not self._released:
             self._released = True
             self._send("end")
 
     def _send(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
-        """Give a command to these units, here and elsewhere; None: to all."""
+        """Send a command to these units, on this host and others.
+
+        ranks: the units; None: all.
+        """
         self._send_here(command, ranks, **values)
         self._say(command, ranks, **values)
 
@@ -337,7 +368,10 @@ class RunLoop:
                 unit.command(command, **values)
 
     def _say(self, command: str, ranks: Collection[int] | None = None, **values: Any) -> None:
-        """Give a command to these of the units that run elsewhere, if this one decides for them."""
+        """Send a command to units on other hosts, if this unit decides for them.
+
+        ranks: the units; None: all.
+        """
         if self._post is None or not isinstance(self._recovery, RecoveryPolicy):
             return
         for rank in self._post.others:
@@ -347,11 +381,17 @@ class RunLoop:
     # Other units
 
     def _is_needed(self) -> bool:
-        """Other units have something to say to this one, or to hear from it, though its own processes have ended."""
+        """Whether this unit must stay for other units.
+
+        It may have messages to send or to receive although its own processes have ended.
+        """
         return not (self._post is None or self._recovery is None or self._stopping or self._released)
 
     def _await_post(self, post: Mailbox) -> None:
-        """A store that is away for long does not keep anybody whose part is done."""
+        """Pass the mailbox's state to the policy.
+
+        This unit is released if its processes have ended and the store stays away.
+        """
         if isinstance(self._recovery, Follower):
             self._recovery.told(post.all_told, post.alone)
             return
@@ -361,7 +401,7 @@ class RunLoop:
             self._release()
 
     def _came(self) -> None:
-        """Other units have said something, or have vanished."""
+        """Handle messages and disappearances of other units."""
         assert self._post is not None
         for news in self._post.news():
             match news:
@@ -377,41 +417,47 @@ class RunLoop:
                     self._lost_unit(rank, failed)
 
     def _is_void(self, rank: int) -> bool:
-        """The job goes on without that unit: whoever lived there may live elsewhere."""
+        """Whether the job continues without that unit.
+
+        Its processes may have been restarted elsewhere.
+        """
         return isinstance(self._recovery, RecoveryPolicy) and rank in self._recovery.gone
 
     def _lost_unit(self, rank: int, failed: Failed) -> None:
         if isinstance(self._recovery, RecoveryPolicy) and not self._stopping:
             self._obey(self._recovery.vanished(rank, failed, time.monotonic()))
-            if not self._stopping and self._post is not None:  # if it lives after all, it must not go on
+            if not self._stopping and self._post is not None:  # if it still runs, it must end
                 self._post.say(rank, {"life": self._life, "outcast": True})
 
     def _came_back(self, news: UnitReturned) -> None:
-        """Somebody stands where a unit was lost; the job that starts again takes it in, and no other one can."""
-        what = f"unit {news.rank} is gone, and {news.unit.who} has come in its place"
+        """Handle a new unit at the rank of a lost one.
+
+        Only a restart of the whole job can include it.
+        """
+        what = f"unit {news.rank} is gone, and {news.unit.who} has replaced it"
         self._lost_unit(news.rank, Failed(f"unit {news.rank}", "died", what, ""))
         if self.again:
             self.unread.append(news)
-        elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed should more be lost
+        elif self.job.cluster.replicas > 1 and not self._stopping:  # its servers are needed if more are lost
             self.unread.append(news)
             if self._post is not None:
                 self._post.open(news.rank, news.unit.word)
-            text = f"{news.unit.who} waits until the whole job starts again, if it does: others do its part"
+            text = f"{news.unit.who} waits until the whole job starts again: other units run its processes"
             self._on_event(Notice("launcher", text))
         elif not self._stopping and self._post is not None:
             self._post.open(news.rank, news.unit.word)
             self._post.say(news.rank, {"life": self._life, "outcast": True})
 
     def _read(self, words: Words) -> None:
-        """An event of another unit, or what unit 0 says is to be done."""
+        """Handle an event of another unit, or a command of unit 0."""
         if isinstance(self._recovery, RecoveryPolicy):
             event = from_json(json.dumps(words["event"]))
             if isinstance(event, Saved):
                 self.saved = event
             if isinstance(event, Unsaved) or (isinstance(event, Saved) and event.why == "end"):
-                self._ends_now()  # we have asked for it, or this does nothing
+                self._ends_now()  # this does nothing unless this unit has asked for it
             said = self._recovery.heard(event, time.monotonic())
-            # The other unit shows and keeps what it has told; it is in its report.
+            # The other unit has shown this event already, and has it in its own report.
             self._obey([word for word in said if word is not event or isinstance(event, Failed)])
             return
         assert isinstance(self._recovery, Follower)
@@ -432,10 +478,10 @@ class RunLoop:
         self._obey(())
 
     def _wished(self, wish: GroupRequest | ResizeRequest) -> None:
-        """Somebody at the door wants something."""
+        """Handle a request from the control socket."""
         error = "the job is ending" if self._stopping or self._saving else ""
         if not isinstance(self._recovery, RecoveryPolicy):
-            error = "with on_failure: kStop whoever is lost ends the job; kContinue is needed"
+            error = "with on_failure: kStop the loss of a process ends the job; kContinue is needed"
         if isinstance(wish, ResizeRequest):
             self._obey([ResizeRefused(wish, error)] if error else self._decider.resize(wish, time.monotonic()))
         else:
@@ -448,22 +494,25 @@ class RunLoop:
         return self._recovery
 
     def _tell_servers(self, group: int, command: str, **values: Any) -> None:
-        """Say something to the coordinator of a worker group."""
+        """Send a command to the coordinator of a worker group."""
         server = Address(Role.SERVER, self.topology.server_group_of(group), 0)
         home, rank = self._home_of(server)
         words = {"command": command, "group": group, **values}
         self._send("tell", {rank}, who=home, words=words)
 
     def _home_of(self, server: Address) -> tuple[str, int]:
-        """The server in whose process this one speaks, and the unit in which that is."""
+        """Return the process in which this server is active, and the rank of its unit."""
         if isinstance(self._recovery, RecoveryPolicy):
             return self._recovery.speaks(server)
         return str(server), self.topology.unit_of(server)
 
     def _ask_to_save(self) -> None:
-        """Ask the process in which the first server speaks for a last snapshot, if it is here, or if we know it."""
+        """Ask the process of the first server for a last snapshot.
+
+        A follower of a replicated job does not ask: the server may have moved, and the deciding unit asks it.
+        """
         twice = self.job.cluster.replicas > 1
-        if twice and isinstance(self._recovery, Follower):  # it may have moved: the unit that decides asks it
+        if twice and isinstance(self._recovery, Follower):  # the deciding unit asks it
             return
         home, rank = self._home_of(LEADER)
         send = self._send if twice else self._send_here
@@ -471,7 +520,7 @@ class RunLoop:
 
     @property
     def _missing(self) -> set[str]:
-        """Workers that are not there, and that nobody waits for."""
+        """Workers that are absent and that the job does not wait for."""
         return set() if self._recovery is None else self._recovery.missing
 
     def _regroup(self, word: RestartGroup) -> None:
@@ -480,7 +529,10 @@ class RunLoop:
         self._send("restart", ranks, **values)
 
     def _relay(self, word: RestartResized) -> None:
-        """The same with another layout; whoever wanted it waits for the first step."""
+        """Restart the job with another layout.
+
+        The client that asked for it gets its answer after the first step.
+        """
         self.relaid = word.job
         if self._door is not None:
             data = {"workers": word.job.cluster.nworkers_per_group, "step": word.step, "text": word.text}
@@ -488,14 +540,14 @@ class RunLoop:
         self._renew()
 
     def _renew(self) -> None:
-        """End everything at once; who called `watch` starts the job again."""
+        """End everything at once, so that the caller of `watch` can restart the job."""
         self._say("renew")
         self.again = self._stopping = True
         self._alarm = (time.monotonic() + END_S, self._kill)
         self._send_here("kill")
 
     def _pass_on(self, event: Event) -> None:
-        if self.again and isinstance(event, Failed | Lost):  # they follow from what is known
+        if self.again and isinstance(event, Failed | Lost):  # consequences of a known failure
             return
         self._processes(event)
         self._on_event(event)
@@ -522,7 +574,7 @@ class RunLoop:
 
     def _unit_ended(self, unit: UnitProcess) -> None:
         for line in unit.lines.drain():
-            with contextlib.suppress(ValueError):  # a killed unit may leave half a line
+            with contextlib.suppress(ValueError):  # a killed unit may leave an incomplete line
                 self._tell(from_json(line.decode()))
         if unit.lines.fd in self._selector.get_map():
             self._selector.unregister(unit.lines.fd)
@@ -534,7 +586,7 @@ class RunLoop:
             self._tell(Failed(unit.who, "died", text, log_tail(unit.log)))
 
     def _unheard(self, rank: int) -> list[str]:
-        """Workers and servers of a unit that were not seen to end."""
+        """Return the processes of a unit that were not seen to end."""
         there = [unit for unit in self.topology.units if unit.rank == rank]
         residents = {str(who) for unit in there for who in (*unit.workers, *unit.servers)}
         if isinstance(self._recovery, Follower) and self._recovery.complete:
@@ -551,17 +603,17 @@ class RunLoop:
     # Ending
 
     def _failed(self, failed: Failed) -> None:
-        if self._stopping:  # what fails while it is asked to end explains nothing
+        if self._stopping:  # failures while the job stops explain nothing
             return
         self._failures.append(failed)
-        first = str(MAIN)  # whoever finds the same fault sooner must not silence the one whose words are shown
+        first = str(MAIN)  # another worker may find the same fault first, but the first worker's output is shown
         if failed.kind in ("program", "config") and (failed.who == first or first in self._exits):
-            self._decide()  # nothing explains these
+            self._decide()  # nothing else can explain these
         elif len(self._failures) == 1:
             self._alarm = (time.monotonic() + CAUSE_S, self._decide)
 
     def _decide(self) -> None:
-        """It is known why the job cannot go on here; elsewhere there may be a reason for that."""
+        """End the job for the known cause, or agree on a cause with the other units."""
         cause = choose_cause(self._failures)
         if self._company is None or cause is None:
             self._stop()
@@ -579,7 +631,7 @@ class RunLoop:
         self._stop()
 
     def _servers_stayed(self) -> None:
-        if not self._workers - self._missing <= self._exits.keys():  # a worker has started again meanwhile
+        if not self._workers - self._missing <= self._exits.keys():  # a worker has restarted meanwhile
             return
         stayed = ", ".join(who for who in self._pids if who.startswith("server") and who not in self._exits)
         text = f"{stayed or 'a unit'} did not end within {SERVERS_S:g} s after the last worker"
@@ -603,7 +655,10 @@ class RunLoop:
             self._stop()
 
     def _save(self, seconds: float) -> None:
-        """Take a last snapshot, then end; or end when the time is over."""
+        """Take a last snapshot and end the job.
+
+        seconds: the time limit, after which the job ends without it.
+        """
         if self._saving:
             return
         self._saving = True
@@ -615,7 +670,7 @@ class RunLoop:
         self._ask_to_save()
 
     def _ends_now(self) -> None:
-        """There is a last snapshot, or none will come in time."""
+        """End the job: the last snapshot exists, or cannot be taken in time."""
         if not self._saving or self._stopping:
             return
         if self._company is not None:
@@ -634,7 +689,10 @@ class RunLoop:
             unit.process.kill()
 
     def destroy(self) -> None:
-        """End whatever is left, but for a forkserver that is needed again; a second time finds nothing."""
+        """Kill the remaining processes and close all resources.
+
+        A forkserver that the next attempt needs stays. A second call does nothing.
+        """
         self._stopping = True
         self._kill()
         for unit in self._units:

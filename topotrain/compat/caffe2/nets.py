@@ -26,13 +26,8 @@ from topotrain.training.api import prepare
 COMPARE = "num_shards, and what is given to Parallelize"
 
 
-<<<<<<< HEAD
-class Model:
-    """What the builder functions get: the module, the batch at hand, and values by name.
-=======
 class Model:
     """The argument of the builder functions: the module, the batch, and named values.
->>>>>>> prose-a
 
     It has every attribute of the module, too: `model.parameters()`, `model(images)`.
 
@@ -232,13 +227,8 @@ class Net:
             net()
 
 
-<<<<<<< HEAD
-def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
-    """What the function gives, again and again."""
-=======
 def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     """Return an endless iterator over the batches of the function."""
->>>>>>> prose-a
     source = inputs(model)
     if source is None:
         return _called(inputs, model)
@@ -248,13 +238,8 @@ def _batches(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     return _repeated(source)
 
 
-<<<<<<< HEAD
-def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
-    while True:  # the first call was the one that told us how it is meant
-=======
 def _called(inputs: InputBuilder, model: Model) -> Iterator[Any]:
     while True:  # the first call, in `_batches`, has set the first batch already
->>>>>>> prose-a
         yield model.batch
         inputs(model)
 

@@ -1,1 +1,1 @@
-"""A unit: the process that starts, watches and ends the processes of one place."""
+"""A unit: the process that starts, watches and ends a part of a job's processes."""

@@ -1,6 +1,6 @@
-"""A unit's side of its children: which there are, what each is given, and the descriptors that lead to it.
+"""The child processes of a unit: their description, start and descriptors.
 
-Rule: here a child is only started and described; who listens to it, and when it must end, is decided in supervisor.py.
+This module only starts and describes children. `supervisor.py` reads their events and ends them.
 """
 
 import contextlib
@@ -19,12 +19,15 @@ from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader, OutputReader
 
 MAIN = Address(Role.WORKER, 0, 0)
-"""The worker whose output reaches the terminal."""
+"""The main worker. Its output reaches the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPoints:
-    """What is called in a worker and in a server process, and what a forkserver has loaded for it."""
+    """The functions that worker and server processes call.
+
+    preload: the modules that a forkserver imports in advance.
+    """
 
     worker: str = "topotrain.launch.runtime.entry_points:run_worker"
     server: str = "topotrain.launch.runtime.entry_points:run_servers"
@@ -33,9 +36,12 @@ class EntryPoints:
 
 @dataclass(frozen=True, slots=True)
 class AttemptInfo:
-    """Which start of the whole job this is, from 0, and the manifest that it goes on from; "": the beginning.
+    """One attempt of the whole job.
 
-    absent: worker groups that are not started with the others. why: this one, for the logs; "": something was lost.
+    number: 0 for the first attempt.
+    resume: the manifest of the snapshot that the attempt resumes from. "": the job starts at step 0.
+    absent: the worker groups that do not start with the others.
+    why: the reason of the attempt, for the logs; "": a process was lost.
     """
 
     number: int = 0
@@ -46,10 +52,9 @@ class AttemptInfo:
 
 @dataclass(frozen=True, slots=True)
 class UnitConfig:
-    """What all children of a unit have in common.
+    """The settings that all children of a unit share.
 
-    `sockets` is a short path of a folder for this user alone, which is removed when the job has ended, however
-    it ends.
+    sockets: a short path of a folder for this user alone, which is removed when the job ends, however it ends.
     """
 
     job: Job
@@ -68,12 +73,15 @@ class UnitConfig:
 
 @dataclass(slots=True)
 class Child:
-    """A worker process, or the process of a unit's servers.
+    """A worker process, or the server process of a unit.
 
-    `events` come over its control channel; `outputs`, by stream name, are the pipes of the main worker alone, whose
-    output the unit also writes to the log. The other children write to their log themselves. `fds` are memfds that it
-    shares, which stay the unit's. `announced`: it has said that it is about to end. `doomed`: it must end, since
-    another one takes its place. `deaf_from`: when its channel ended, before the process itself did.
+    events: the events from its control channel.
+    outputs: by stream name, the pipes of the main worker. The unit also writes that output to the log. Other children
+        write to their logs themselves.
+    fds: the shared memfds, which belong to the unit.
+    announced: the child has announced its end.
+    doomed: the child must end, because another process replaces it.
+    deaf_from: the time at which its channel ended while the process still ran.
     """
 
     residents: tuple[Address, ...]
@@ -93,11 +101,14 @@ class Child:
 
     @property
     def who(self) -> str:
-        """The first resident speaks for all."""
+        """The name of the first resident, which stands for all of them."""
         return str(self.residents[0])
 
     def write_log(self, output: bytes) -> OSError | None:
-        """Add to the log; returns what went wrong, the first time that something does."""
+        """Append to the log.
+
+        Returns the first error, and None after that.
+        """
         try:
             while output:
                 output = output[os.write(self.log_fd, output) :]
@@ -113,10 +124,11 @@ class Child:
 
 
 def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...], tuple[int, ...]]]:
-    """The residents of each process of a unit, servers first (or beside their workers), with the memfds it gets.
+    """Yield the residents and the memfds of each process of a unit.
 
-    Workers that share parameter values get one and the same memfd, empty and to be sealed by them; it stays open here,
-    so that a worker that is started again finds it.
+    Server processes come first, except where servers run inside the processes of their workers. Workers that share
+    parameter values get the same memfd, which is empty and which the workers seal. It stays open in the unit, so that a
+    restarted worker can map it again.
     """
     unit = topology.units[rank]
     if topology.inline:
@@ -134,10 +146,12 @@ def members(topology: Topology, rank: int) -> Iterator[tuple[tuple[Address, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A child to be made: who lives in it, the memfds that it gets, and the incarnation of its workers' group.
+    """A child process to start.
 
-    again: why there is a second one; "" for the first. seats: of a server's process, as
-    `seats.ReplicaPlacement.to_data` has them. guest: the layout has it in another unit, which is gone.
+    residents: the workers or servers in it. fds: the memfds that it gets. incarnation: that of its worker group.
+    again: the reason of a restart; "" for the first start.
+    seats: for a server process, the data of `ReplicaPlacement.to_data`.
+    guest: the layout has this process in another unit, which is gone.
     """
 
     residents: tuple[Address, ...]
@@ -149,7 +163,10 @@ class ChildSpec:
 
 
 def start(client: forkserver.ForkserverClient, home: UnitConfig, calls: EntryPoints, birth: ChildSpec) -> Child:
-    """Ask the forkserver for one child. Raises OSError when the log cannot be written or the forkserver is gone."""
+    """Request one child from the forkserver.
+
+    Raises OSError when the log cannot be written or the forkserver is gone.
+    """
     close_folder(home.logs)
     control, theirs = socket.socketpair()
     control.setblocking(False)
@@ -184,7 +201,10 @@ def start(client: forkserver.ForkserverClient, home: UnitConfig, calls: EntryPoi
 
 
 def _open_log(log: Path, home: UnitConfig, birth: ChildSpec) -> int:
-    """The log of a job is one file per resident, however often its process was made; a line stands between two."""
+    """Open the log of a child.
+
+    All attempts of a resident write to one file. A line separates two attempts.
+    """
     again = birth.again or home.life.why or ("the whole job starts again" if home.life.number else "")
     fd = open_file(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if again else os.O_TRUNC))
     if again:
@@ -200,7 +220,7 @@ def _log_name(unit: int, first: Address, birth: ChildSpec) -> str:
 
 
 def _pipe(child: Child, stream: str) -> int:
-    """The writing end of a pipe that the unit reads."""
+    """Return the writing end of a pipe that the unit reads."""
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     child.outputs[stream] = OutputReader(ours)

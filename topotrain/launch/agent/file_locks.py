@@ -1,7 +1,7 @@
-"""Locks on files of a workspace, and which process holds one that is taken.
+"""Locks on files of a workspace, and the process that holds a taken lock.
 
-Rule: only the user of a workspace can open its lock. One that another user's process holds, or that the kernel shows
-no holder of, is told apart from that of another job: the number in the file may be of a launcher long gone.
+Only the user of a workspace can open its lock file. The error says separately when another user's process holds the
+lock, and when the kernel shows no holder. In the latter case the pid in the file may be that of an ended launcher.
 """
 
 import contextlib
@@ -17,12 +17,18 @@ _LOCKS = Path("/proc/locks")
 
 
 class LockTaken(Exception):
-    """A lock is held; the text says by which process, as the end of a sentence about the workspace."""
+    """A lock is held by another process.
+
+    The text names the process, and completes a sentence about the workspace.
+    """
 
 
 @contextlib.contextmanager
 def locked(path: Path, how: int) -> Iterator[int]:
-    """A descriptor of the file, locked (fcntl.LOCK_EX or LOCK_SH) as long as the block lasts. Raises OSError, Taken."""
+    """Yield a descriptor of the file, locked for the length of the block.
+
+    how: fcntl.LOCK_EX or fcntl.LOCK_SH. Raises OSError or LockTaken.
+    """
     fd = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
@@ -51,7 +57,7 @@ def _taken(path: Path, fd: int) -> str:
 
 
 def _holders(fd: int) -> list[int]:
-    """The processes of this machine that hold a lock on the file of a descriptor."""
+    """Return the processes of this host that hold a lock on a descriptor's file."""
     info, found = os.fstat(fd), []
     with contextlib.suppress(OSError):
         for line in _LOCKS.read_text(encoding="ascii").splitlines():
@@ -62,7 +68,7 @@ def _holders(fd: int) -> list[int]:
 
 
 def _owner(pid: int) -> int | None:
-    """The user of a process; None for one that is not there."""
+    """Return the user ID of a process; None if it does not exist."""
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:

@@ -1,10 +1,13 @@
-"""The forkserver of a host: it has torch loaded, and makes every worker and server process of the host by fork.
+"""The forkserver of a host: it loads torch and forks worker and server processes.
 
-Rule: no tensor operation and no thread before a fork, for a fork after OpenMP hangs. It is asked over a Unix socket in
-a private folder, and every request is one byte with file descriptors: a memfd with the JSON text, then whatever the
-child is to have. A child lives as long as three others: this process (PDEATHSIG), its requester (whose closed
-connection kills it) and whoever holds the channel that the child watches. The end of our stdin ends us all, and no
-signal that can be ignored does.
+No tensor operation and no thread may come before a fork, because a fork after OpenMP hangs. Requests arrive over a Unix
+socket in a private folder. A request is one byte with file descriptors: a memfd with the JSON text, then the
+descriptors for the child.
+
+* A child dies with the forkserver (PDEATHSIG).
+* The forkserver kills a child when the connection of its requester closes.
+* A child ends when the control channel that it watches closes.
+* The forkserver and all its children end at the end of its stdin. It ignores SIGTERM and SIGINT.
 """
 
 import contextlib
@@ -35,7 +38,10 @@ _MOST_FDS = 64
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """A process to make: `call` is "module:function", called as function(spec, control: socket, fds: list[int])."""
+    """A process to fork.
+
+    call: "module:function", called as function(spec, control: socket, fds: list[int]).
+    """
 
     who: str
     call: str
@@ -50,10 +56,16 @@ class ForkRequest:
 
 
 class ForkserverClient:
-    """A connection to the forkserver. Its children live no longer than the connection."""
+    """A connection to the forkserver.
+
+    Its children live no longer than the connection.
+    """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError where nobody listens, PermissionError where the listener is another user's."""
+        """Connect to the forkserver.
+
+        Raises OSError where no forkserver listens, and PermissionError where it belongs to another user.
+        """
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
         if _peer_uid(self._socket) != os.getuid():
@@ -65,19 +77,26 @@ class ForkserverClient:
         return self._socket.fileno()
 
     def spawn(self, request: ForkRequest) -> None:
-        """Ask for a process; `receive` gives {"who", "pid"} or {"who", "error"}, later {"pid", "exit"}.
+        """Request a process.
 
-        Before its end comes {"pid", "frozen": true} whenever a signal has stopped it, and false when it goes on.
+        `receive` returns its name with its pid or an error, and later {"pid", "exit"}. Before the exit it may return
+        {"pid", "frozen": true} when a signal has stopped the process, and false when the process continues.
         """
         body = {name: getattr(request, name) for name in ("who", "call", "spec", "cwd", "environ", "ignore_sigint")}
         self._ask(body, (request.control, request.stdout, request.stderr, *request.fds))
 
     def signal(self, pid: int, number: int, group: bool = False) -> None:
-        """Signal a child of ours, or its process group. The forkserver does it: to its parent a pid is never stale."""
+        """Signal a child of this connection, or its process group.
+
+        The forkserver sends the signal, because a pid is never stale to its parent.
+        """
         self._ask({"signal": number, "pid": pid, "group": group}, ())
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What was answered (blocks until something is); None when the forkserver is gone."""
+        """Return the next answers. Blocks until there is one.
+
+        None means that the forkserver is gone.
+        """
         try:
             data = self._socket.recv(65536)
         except OSError:
@@ -105,14 +124,14 @@ class OwnedForkserver:
     process: subprocess.Popen[bytes]
     directory: str
     lock: int
-    """Of the directory, see `temporary`."""
+    """The lock of the directory, see `temporary_folders`."""
 
     @property
     def path(self) -> str:
         return _socket_path(self.directory)
 
     def close(self, patience_s: float = 1.0) -> int:
-        """End it with all its children; returns its exit code."""
+        """End the forkserver with all its children; return its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -128,15 +147,16 @@ class OwnedForkserver:
 
 
 def start(log: Path, preload: Sequence[str] = PRELOAD, environ: Mapping[str, str] | None = None) -> OwnedForkserver:
-    """Start a forkserver; it can be connected to at once, and answers when `preload` is imported.
+    """Start a forkserver.
 
-    Call it from a thread that lives as long as the job: until torch is loaded the forkserver dies with that thread.
+    Clients can connect at once, and get answers when `preload` is imported. Call it from a thread that runs as long as
+    the job: until torch is loaded, the forkserver dies with that thread.
     """
     made, lock = temporary_folders.make()
     directory = str(made)
     listener = socket.socket(socket.AF_UNIX)
-    # Bound here, not there: from now on a unit can connect, however long importing torch takes.
-    os.fchmod(listener.fileno(), FILE_MODE)  # which its name gets, too
+    # Bound here, not in the forkserver: a unit can connect at once, however long the import of torch takes.
+    os.fchmod(listener.fileno(), FILE_MODE)  # `bind` gives the file the same mode
     listener.bind(_socket_path(directory))
     listener.listen(128)
     command = [sys.executable, "-m", "topotrain.launch.agent.forkserver", directory, str(listener.fileno()), *preload]
@@ -159,13 +179,16 @@ def _socket_path(directory: str) -> str:
 
 
 def _peer_uid(connection: socket.socket) -> int:
-    """The user at the other end of a Unix socket."""
+    """Return the user ID at the other end of a Unix socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
 
 class ForkserverLoop:
-    """The forkserver's loop. `serve` returns None at the end of stdin, and a Birth in every child it makes."""
+    """The forkserver's event loop.
+
+    `serve` returns None at the end of stdin. In each forked child it returns a ForkedChild.
+    """
 
     def __init__(self, listener: socket.socket, life: int) -> None:
         self._listener = listener
@@ -179,7 +202,7 @@ class ForkserverLoop:
 
     def serve(self) -> child_channel.ForkedChild | None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT):  # whoever signals everybody: its starter ends it
+        for number in (signal.SIGTERM, signal.SIGINT):  # only the end of stdin ends the forkserver
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._waker.fileno())
         for source in (self._listener, self._life, self._woken):
@@ -208,7 +231,7 @@ class ForkserverLoop:
             connection.close()
 
     def _answer(self, connection: socket.socket) -> child_channel.ForkedChild | None:
-        """Do what one request asks. In a child that is made here, returns its Birth."""
+        """Execute one request. In a forked child, return its ForkedChild."""
         try:
             data, fds, _, _ = socket.recv_fds(connection, 1, _MOST_FDS)
         except OSError:
@@ -223,7 +246,7 @@ class ForkserverLoop:
             self._signal(connection, body)
             return None
         parent = os.getpid()
-        # A newborn keeps a SIGTERM until it can die of it: we ignore it.
+        # The forkserver ignores SIGTERM. A new child blocks it until it has the default handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             pid = os.fork()
@@ -250,7 +273,10 @@ class ForkserverLoop:
                 os.kill(pid, body["signal"])
 
     def _forget(self, connection: socket.socket) -> None:
-        """A requester is gone: its children are killed, and reaped as any other."""
+        """Close the connection of a requester that is gone, and kill its children.
+
+        The children are reaped like any others.
+        """
         self._selector.unregister(connection)
         connection.close()
         for pid, owner in self._owners.items():
@@ -263,7 +289,7 @@ class ForkserverLoop:
         while (changed := _waited(os.WSTOPPED | os.WCONTINUED)) is not None:
             frozen = changed.si_code == os.CLD_STOPPED
             _reply(self._owners[changed.si_pid], {"pid": changed.si_pid, "frozen": frozen})
-        # Left waitable first: while the dead child keeps its pid, its process group is certainly its own.
+        # WNOWAIT keeps the dead child waitable: while it keeps its pid, the process group is certainly its own.
         while (dead := _waited(os.WEXITED | os.WNOWAIT)) is not None:
             _kill_group(dead.si_pid)
             _, status = os.waitpid(dead.si_pid, 0)
@@ -271,7 +297,7 @@ class ForkserverLoop:
             _reply(owner, {"pid": dead.si_pid, "exit": os.waitstatus_to_exitcode(status)})
 
     def _abandon(self) -> None:
-        """In a child: let go of everything that is the forkserver's."""
+        """Close the forkserver's resources in a forked child."""
         signal.set_wakeup_fd(-1)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
@@ -282,7 +308,7 @@ class ForkserverLoop:
 
 
 def _waited(what: int) -> os.waitid_result | None:
-    """A child of which there is such news; None: of nobody."""
+    """Return a child with such a state change; None if there is none."""
     try:
         return os.waitid(os.P_ALL, 0, what | os.WNOHANG)
     except ChildProcessError:
@@ -290,12 +316,15 @@ def _waited(what: int) -> os.waitid_result | None:
 
 
 def _reply(connection: socket.socket, answer: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a requester that is gone will be noticed by its end of file
+    with contextlib.suppress(OSError):  # the end of file reports a requester that is gone
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal the child and whatever it started; a child that has not made its group yet, alone."""
+    """Signal a child and all processes of its group.
+
+    A child that has not made its group yet is signaled alone.
+    """
     for send in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             send(pid, number)
@@ -303,10 +332,13 @@ def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`python -m topotrain.launch.agent.forkserver FOLDER LISTENING_FD [MODULE…]`: what `start` runs."""
+    """Run `python -m topotrain.launch.agent.forkserver FOLDER LISTENING_FD [MODULE…]`.
+
+    `start` runs this command.
+    """
     directory, listening, *preload = arguments
     os.environ.update(child_channel.THREADS)
-    # Nobody reads our stdin while torch is imported; until then the starter's death reaches us as a signal.
+    # The forkserver does not read stdin while it imports torch. Until then the kernel signals its parent's death.
     child_channel.die_with_parent(True)
     for module in preload:
         importlib.import_module(module)

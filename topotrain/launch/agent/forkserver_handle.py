@@ -1,6 +1,7 @@
-"""The forkserver of a job over all its lives: somebody else's, or one of our own, started anew when it has died.
+"""The forkserver of a job over all its attempts.
 
-Rule: who takes it in hand closes it; until then it stays, since loading torch takes longer than all else in a start.
+It is the job's own, restarted after a death, or one that another process owns. It stays between attempts, because
+loading torch takes longer than the rest of a start. The owner of the handle closes it.
 """
 
 import subprocess
@@ -12,12 +13,12 @@ from topotrain.launch.agent.orphans import sweep
 
 
 class ForkserverHandle:
-    """See above.
+    """A handle to the forkserver of a job.
 
     Args:
-        given: the socket of a forkserver that runs already; "": there is to be one of our own.
-        log: the file for what our own has to say.
-        mark: what whoever is started for this job has in its environment, see `sweep`.
+        given: the socket of a running forkserver; "": the job starts its own.
+        log: the log file of the job's own forkserver.
+        mark: the mark in the environment of all processes of this job, see `sweep`.
     """
 
     def __init__(self, given: str, log: Path, mark: str) -> None:
@@ -27,18 +28,18 @@ class ForkserverHandle:
 
     @property
     def own(self) -> bool:
-        """The forkserver is the job's own."""
+        """Whether the forkserver is the job's own."""
         return not self._given
 
     @property
     def process(self) -> "subprocess.Popen[bytes] | None":
-        """Of our own."""
+        """The process of the job's own forkserver."""
         return self._own.process if self._own is not None else None
 
     def up(self, preload: Sequence[str], environ: Mapping[str, str], again: bool = False) -> str:
-        """The socket of the forkserver, started if need be. Raises OSError.
+        """Return the forkserver's socket, and start the forkserver if needed.
 
-        again: the job has had a life before this one, in which somebody else's may have died.
+        again: this is not the first attempt, so a forkserver of another owner may have died. Raises OSError.
         """
         if self._given and again and not _answers(self._given):
             self._given = ""
@@ -52,11 +53,14 @@ class ForkserverHandle:
         return self._own.path
 
     def sweep(self) -> None:
-        """Kill what a life of the job has left behind, all but the forkserver."""
+        """Kill all processes that an attempt of the job has left, except the forkserver."""
         sweep(self._mark, spared=set() if self._own is None else {self._own.process.pid})
 
     def close(self) -> int | None:
-        """End our own with all its children; returns its exit code."""
+        """End the job's own forkserver with all its children; return its exit code.
+
+        None means that the job has no forkserver of its own.
+        """
         code = None if self._own is None else self._own.close()
         self._own = None
         sweep(self._mark)

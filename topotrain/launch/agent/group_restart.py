@@ -1,7 +1,7 @@
-"""Worker groups of one unit that start again: each waits until the last process of its former life has ended.
+"""Restarts of worker groups within one unit.
 
-Rule: a process of a new life never meets one of the old life, with which it would share memory. A group that is to
-start again while it does so starts once, with the newest incarnation.
+A group restarts when the last process of its former attempt has ended, because old and new processes would share
+memory. A group that is asked to restart again while it waits restarts once, with the newest incarnation.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,30 @@ from topotrain.launch.agent.children import Child, ChildSpec
 
 @dataclass(slots=True)
 class GroupRestart:
-    """The groups that wait, with the incarnation that comes next and why there is one."""
+    """The groups that wait for a restart, with their next incarnations and reasons."""
 
-    _wanted: dict[tuple[int, str], tuple[int, str]] = field(default_factory=dict)  # (group, who of it; "": all) ->
+    _wanted: dict[tuple[int, str], tuple[int, str]] = field(
+        default_factory=dict
+    )  # (group, worker or "") -> number, why
     _unborn: list[ChildSpec] = field(default_factory=list)
 
     def later(self, birth: ChildSpec) -> None:
-        """A process of a group that is not there at the start."""
+        """Add a process of a group that is absent at the start."""
         self._unborn.append(birth)
 
     def ask(self, group: int, incarnation: int, why: str, children: Sequence[Child], who: str = "") -> list[Child]:
-        """A group, or one worker of it, is to start again; returns those of its processes that must end first."""
+        """Plan the restart of a group, or of one of its workers.
+
+        Returns the processes that must end first.
+        """
         self._wanted[group, who] = incarnation, why
         return [child for child in _of(group, who, children) if child.code is None and not child.doomed]
 
     def due(self, group: int, children: Sequence[Child]) -> tuple[list[Child], list[ChildSpec]]:
-        """The former processes of a group, and those that take their place now; nobody while one of them lives."""
+        """Return the former processes of a group, and their replacements to start now.
+
+        Both are empty while a former process runs.
+        """
         gone: list[Child] = []
         born: list[ChildSpec] = []
         for asked, who in [key for key in self._wanted if key[0] == group]:

@@ -1,4 +1,4 @@
-"""What a program started and left behind: found by the mark in its environment, and killed."""
+"""Orphans of a job: processes with its mark in their environment, to be killed."""
 
 import os
 import selectors
@@ -13,22 +13,25 @@ SWEEP_S = 1.0
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with TOPOTRAIN_RUN=`mark` in their environment, and their forks."""
+    """Return the processes with TOPOTRAIN_RUN=`mark` in their environment.
+
+    Forks inherit the environment, and so the mark.
+    """
     return [int(name) for name in os.listdir("/proc") if name.isdecimal() and _is_marked(int(name), mark)]
 
 
 def _is_marked(pid: int, mark: str) -> bool:
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie, refused for a stranger's process
+        environ = Path(f"/proc/{pid}/environ").read_bytes()  # empty for a zombie, refused for another user's process
     except OSError:
         return False
     return f"{RUN_VARIABLE}={mark}".encode() in environ.split(b"\0")
 
 
 def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
-    """Kill what carries the mark: whatever a program started and left behind, in a process group of its own.
+    """Kill all processes with the mark.
 
-    spared: processes that stay.
+    A program may have left some in process groups of their own. spared: processes that stay.
     """
     deadline = time.monotonic() + SWEEP_S
     while (left := set(marked(mark)) - spared) and time.monotonic() < deadline:
@@ -37,7 +40,10 @@ def sweep(mark: str, spared: Set[int] = frozenset()) -> None:
 
 
 def _kill_marked(pid: int, mark: str) -> None:
-    """Kill, holding on to the process while we look again whether it is still the one that was found."""
+    """Kill a process if it still carries the mark.
+
+    A pidfd keeps the pid from being reused between the check and the signal.
+    """
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

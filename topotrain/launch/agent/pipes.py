@@ -1,6 +1,6 @@
-"""Text between processes, without ever waiting: what is there is read, what does not fit is kept.
+"""Non-blocking pipes: read available data, and buffer what cannot be written yet.
 
-Rule: descriptors are non-blocking and belong to whoever made them; here they are read and written, never closed.
+Descriptors are non-blocking and belong to their creators. This module reads and writes them, and never closes them.
 """
 
 import codecs
@@ -19,14 +19,20 @@ _LOG_TAIL_BYTES = 4000
 
 @dataclass(slots=True)
 class LineReader:
-    """Reads lines from a descriptor. `open` is False after its end; `rest` is what has no newline yet."""
+    """Reads lines from a descriptor.
+
+    open: False after the end of file. rest: the data after the last newline.
+    """
 
     fd: int
     rest: bytes = b""
     open: bool = True
 
     def read(self) -> list[bytes] | None:
-        """The whole lines that are there now, without their newline; None when nothing is there (any more)."""
+        """Return the complete lines that are available, without their newlines.
+
+        None means that no data is available, now or because of the end of file.
+        """
         data = _read(self.fd)
         self.open = data != b""
         if not data:
@@ -35,7 +41,10 @@ class LineReader:
         return lines
 
     def drain(self) -> list[bytes]:
-        """All whole lines until nothing is there, and at the end what has no newline."""
+        """Return all complete lines that are available.
+
+        At the end of file an incomplete last line is included.
+        """
         found: list[bytes] = []
         while (lines := self.read()) is not None:
             found += lines
@@ -45,9 +54,10 @@ class LineReader:
 
 
 class OutputReader:
-    """Reads a program's output as it comes: a progress bar has no newlines, and nothing may be added to a pipe.
+    """Reads a program's output as it comes.
 
-    `text` turns the pieces into text, also where a piece ends inside a character.
+    A progress bar has no newlines, so the output is not split into lines. `text` decodes the pieces, even where a piece
+    ends inside a character.
     """
 
     def __init__(self, fd: int) -> None:
@@ -56,13 +66,19 @@ class OutputReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> list[bytes] | None:
-        """What is there now, in one piece; None when nothing is there (any more)."""
+        """Return the available output as one piece.
+
+        None means that no output is available, now or because of the end of file.
+        """
         data = _read(self.fd)
         self.open = data != b""
         return [data] if data else None
 
     def drain(self) -> list[bytes]:
-        """Everything that is there at this moment: a process that was left behind may write on and on."""
+        """Return the output that is in the pipe at this moment.
+
+        An orphan of the program may keep writing, so reading until the pipe is empty could take forever.
+        """
         found: list[bytes] = []
         there = int.from_bytes(fcntl.ioctl(self.fd, termios.FIONREAD, bytes(4)), sys.byteorder)
         while there > 0 and (pieces := self.read()) is not None:
@@ -71,12 +87,15 @@ class OutputReader:
         return found
 
     def text(self, piece: bytes) -> str:
-        """The characters that are complete with this piece."""
+        """Return the characters that are complete with this piece."""
         return self._decoder.decode(piece)
 
 
 def _read(fd: int) -> bytes | None:
-    """What is there now: None for nothing yet, b"" for the end (also of a descriptor that can no longer be read)."""
+    """Return the available data: None for nothing yet, b"" for the end.
+
+    A descriptor that can no longer be read counts as ended.
+    """
     try:
         return os.read(fd, 65536)
     except BlockingIOError:
@@ -87,18 +106,21 @@ def _read(fd: int) -> bytes | None:
 
 @dataclass(slots=True)
 class LineWriter:
-    """Writes lines to a descriptor as it takes them."""
+    """Writes lines to a descriptor as fast as it takes them."""
 
     fd: int
     waiting: bytearray = field(default_factory=bytearray)
 
     def put(self, line: bytes) -> None:
-        """Queue a line and write what can be written."""
+        """Queue a line, and write as much as possible."""
         self.waiting += line + b"\n"
         self.write()
 
     def write(self) -> None:
-        """Write on; whatever is meant for a reader that is gone is dropped."""
+        """Write as much as possible.
+
+        The data is dropped if the reader is gone.
+        """
         try:
             del self.waiting[: os.write(self.fd, self.waiting)]
         except BlockingIOError:
@@ -108,7 +130,7 @@ class LineWriter:
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log file: what a process said before it died."""
+    """Return the end of a log file; "" if it cannot be read."""
     try:
         with os.fdopen(open_for_reading(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
@@ -118,7 +140,10 @@ def log_tail(path: Path) -> str:
 
 
 def ending(code: int) -> str:
-    """ "was killed by SIGKILL" for -9, "ended with exit code 3" for 3."""
+    """Describe an exit code.
+
+    It is "was killed by SIGKILL" for -9, and "ended with exit code 3" for 3.
+    """
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -1,7 +1,7 @@
-"""What keeps a process alive whose program has ended: threads and processes that it has started and that go on.
+"""Threads and processes that keep a process alive after its program has ended.
 
-Rule: Python waits for these before it ends, however long they take, and so do we: they may write results. But the user
-hears of it.
+Python waits for non-daemon threads and processes before it ends, however long they take, because they may write
+results. The job waits, too, and the user gets a notice.
 """
 
 import sys
@@ -10,32 +10,35 @@ from collections.abc import Iterator
 from typing import Protocol
 
 QUIET_S, REPEAT_S = 3.0, 60.0
-"""Waiting is told after so many seconds, and then again every so many."""
+"""Seconds of waiting before the first notice, and between later ones."""
 
 
 class TellNotice(Protocol):
-    """Shows a line to the user; called on a thread of its own."""
+    """Shows a line to the user.
+
+    It is called on a thread of its own.
+    """
 
     def __call__(self, text: str) -> None: ...
 
 
 class RemainingThreads:
-    """Watches the end of this process.
+    """Reports what delays the end of this process.
 
     Args:
-        tell: see there.
-        quiet_s: how long it may take before something is told.
+        tell: shows the notice.
+        quiet_s: seconds of waiting before the first notice.
     """
 
     def __init__(self, tell: TellNotice, quiet_s: float = QUIET_S) -> None:
         self._tell, self._quiet_s = tell, quiet_s
 
     def watch(self) -> None:
-        """From now on, while the process lives."""
+        """Start now, until the process ends."""
         threading.Thread(target=self._look, name="remains", daemon=True).start()
 
     def watch_after_main(self) -> None:
-        """From the moment in which the main thread has come to its end."""
+        """Start when the main thread has ended."""
         threading.Thread(target=self._look_after_main, name="remains", daemon=True).start()
 
     def _look_after_main(self) -> None:

@@ -1,4 +1,4 @@
-"""The signals by which a user ends a job, as one more thing to select on."""
+"""Signals by which a user ends a job, delivered to a socket."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(slots=True)
 class StopSignals:
-    """Which of the signals that end a job came, and a socket that becomes readable when one does."""
+    """The received stop signals, and a socket that becomes readable at each."""
 
     came: list[int]
     woken: socket.socket
@@ -20,7 +20,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def signals() -> Iterator[StopSignals]:
-    """Take over the signals that end a job, those that are not ignored, on the main thread alone."""
+    """Handle the signals that end a job for the length of the block.
+
+    Ignored signals stay ignored. Off the main thread nothing is changed.
+    """
     woken, waker = socket.socketpair()
     came: list[int] = []
     with woken, waker:
@@ -43,7 +46,7 @@ def signals() -> Iterator[StopSignals]:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[socket.socket]:
-    """A socket that becomes readable at SIGTERM and SIGINT."""
+    """Yield a socket that becomes readable at SIGTERM and SIGINT."""
     woken, waker = socket.socketpair()
     with woken, waker:
         waker.setblocking(False)

@@ -1,17 +1,25 @@
-"""The supervisor of one process unit, without torch: it starts its workers and its server process, and speaks for them.
+"""Supervisor of a unit: it starts and ends the unit's processes, without torch.
 
-Rule: one thread, one loop. Events of the children go up as JSON lines on stdout, commands come down on stdin, and the
-end of stdin means that the launcher died: then everything here dies too. A child never outlives its unit, because the
-forkserver kills the children of a closed connection and each child watches its own channel.
+One thread runs one loop. The unit sends its children's events as JSON lines on stdout, and receives commands as JSON
+lines on stdin. The end of stdin means that the launcher died, so the unit kills all its processes. A child never
+outlives its unit: the forkserver kills the children of a closed connection, and each child watches its own channel.
 
-Where the job is to go on when processes die (`on_failure: kContinue`), a death is told as Lost, and what follows from
-it is the launcher's to say: "restart" makes the workers of a group anew (or for the first time), "dismiss" ends one
-process (which has been frozen for too long), "tell" has words for one, "kill" ends all at once, and until it says "end"
-the unit stays, for its processes may be needed once more. A process that ends without having announced it is lost,
-whatever its exit code; so is one whose channel has ended, since nothing can be said to it any more.
+Where the job survives process deaths (`on_failure: kContinue`), the unit reports a death as Lost, and the launcher
+sends commands:
 
-The output of the main worker is read only as fast as the launcher takes it ("hold": its own reader does not read), so
-that a print waits as under plain `python`. Events are always read, and nothing is dropped.
+* "restart" restarts the workers of a group, or starts them for the first time.
+* "dismiss" ends one process, for example one that was frozen for too long.
+* "tell" passes a command on to one process.
+* "seats" announces the placement of replicas, and may start a server process.
+* "kill" ends all processes at once.
+* "end" lets the unit end. Until then it stays, because its processes may be needed again.
+
+A process that ends without an announcement is lost, with any exit code. A process without its channel is lost, too,
+because it can no longer receive commands.
+
+The unit reads the main worker's output only as fast as the launcher takes it, so a print blocks as under plain
+`python`. "hold" pauses the reading while the launcher's own reader is behind. Events are always read, and nothing is
+dropped.
 """
 
 import contextlib
@@ -50,20 +58,20 @@ from topotrain.launch.agent.stop_signals import stop_signals
 from topotrain.launch.grace_period import waits
 
 GRACE_S = 1.5
-"""From SIGTERM to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 GIVE_UP_S = 1.0
-"""From SIGKILL until we leave without having seen the end; closing the connection kills once more."""
+"""Seconds from SIGKILL until the unit ends without waiting for its children. The closed connection kills them again."""
 DEAF_S = 2.0
-"""From the end of a child's channel to that of the child, before it is ended: the kernel closes files first."""
+"""Seconds from the end of a child's channel until the child is killed: an ending process closes its files first."""
 _BACKLOG_BYTES = 1 << 20
-"""Of what the launcher has not taken yet; with more, the main worker's output is not read, which makes it wait."""
+"""Bytes that the launcher has not read yet. With more, the unit stops reading the main worker's output."""
 _STDIN, _STDOUT = 0, 1
-_UNANNOUNCED = " before its part was done: did the program call os._exit, os.exec… or exit() of a C library?"
-_DEAF = "has closed the channel to its unit and runs on: did the program call os.exec… or close all descriptors?"
+_UNANNOUNCED = " before its work was done: did the program call os._exit, os.exec… or exit() of a C library?"
+_DEAF = "has closed the channel to its unit and still runs: did the program call os.exec… or close all descriptors?"
 
 
 class ShutdownStage(Enum):
-    """How far the ending of a unit has come."""
+    """The stages of a unit's shutdown."""
 
     RUNNING = 0
     ASKED = 1
@@ -72,7 +80,10 @@ class ShutdownStage(Enum):
 
 
 class Supervisor:
-    """The supervisor of the unit that `home` names. `run` returns 0 when every child ended with 0, else 1."""
+    """The supervisor of the unit that `home` describes.
+
+    `run` returns 0 when every child ended with code 0, else 1.
+    """
 
     def __init__(
         self,
@@ -100,7 +111,7 @@ class Supervisor:
         self._renewal = GroupRestart()
         twice = home.job.cluster.replicas > 1
         self._seats = ReplicaPlacement(domains(topology)).to_data() if twice else []
-        self._empty: dict[str, tuple[int, str]] = {}  # seats that wait for a fresh process
+        self._empty: dict[str, tuple[int, str]] = {}  # server -> (number, reason) of a process to be replaced
 
     def run(self) -> int:
         os.set_blocking(_STDIN, False)
@@ -115,15 +126,15 @@ class Supervisor:
                 self._turn()
             while (
                 self._outbox.waiting and self._stage is ShutdownStage.RUNNING
-            ):  # a launcher that was stopped may go on
+            ):  # a stopped launcher may continue to read
                 self._turn()
             self._flush(time.monotonic() + GIVE_UP_S)
-        if self._continues and self._stage is ShutdownStage.RUNNING:  # how the job ended, the launcher knows
+        if self._continues and self._stage is ShutdownStage.RUNNING:  # the launcher knows how the job ended
             return 0
         return int(any(child.code != 0 for child in self._children))
 
     def _awaited(self) -> bool:
-        """The launcher may still want something from us."""
+        """Whether the launcher may still send commands to this unit."""
         return self._needed and self._stage is ShutdownStage.RUNNING
 
     def _begin(self, birth: ChildSpec) -> None:
@@ -145,7 +156,7 @@ class Supervisor:
         if self._deadline is not None:
             wait_s = max(0.0, min(wait_s, self._deadline - time.monotonic()))
         for key, _ in self._selector.select(wait_s):
-            if key.fd in self._selector.get_map():  # an earlier one of this round may have ended it
+            if key.fd in self._selector.get_map():  # an earlier callback may have unregistered it
                 key.data()
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._insist()
@@ -162,7 +173,7 @@ class Supervisor:
         wait_s = waits(self._home.job) if signal.SIGINT not in woken.recv(64) else 0.0
         if self._stage is not ShutdownStage.RUNNING or not wait_s:
             self._stop()
-        elif self._deadline is None:  # everybody was signaled, perhaps, and the launcher says what comes of it
+        elif self._deadline is None:  # all processes may have been signaled: the launcher decides
             self._deadline = time.monotonic() + wait_s
 
     def _commanded(self) -> None:
@@ -211,12 +222,12 @@ class Supervisor:
             self._end(child, 1)
             return
         child.pid = answer["pid"]
-        if child.doomed:  # before it was born
+        if child.doomed:  # dismissed before it was forked
             self._signal(child, signal.SIGKILL, group=True)
             return
         for resident in child.residents:
             self._tell(Started(str(resident), child.pid))
-        if self._stage is not ShutdownStage.RUNNING:  # asked to stop before it was born
+        if self._stage is not ShutdownStage.RUNNING:  # asked to stop before it was forked
             self._signal(child, signal.SIGTERM if self._stage is ShutdownStage.ASKED else signal.SIGKILL)
 
     def _child(self, pid: int) -> Child:
@@ -235,7 +246,7 @@ class Supervisor:
                 self._on_readable(output.fd, lambda s=stream, o=output: self._heard(child, s, o))  # type: ignore[misc]
 
     def _regulate(self) -> None:
-        """Read the main worker's output, or leave it where it is until the launcher has taken what there was."""
+        """Read the main worker's output, or pause until the launcher has caught up."""
         most = _BACKLOG_BYTES // 2 if self._pauses else _BACKLOG_BYTES
         pauses = self._held or len(self._outbox.waiting) > most
         if pauses is self._pauses:
@@ -257,7 +268,7 @@ class Supervisor:
                 child.deaf_from = time.monotonic()
 
     def _end_the_deaf(self, now: float) -> None:
-        """Processes that nothing can be said to any more, although they had not announced their end."""
+        """Kill processes that lost their channel without announcing their end."""
         for child in self._living() if self._stage is ShutdownStage.RUNNING else []:
             deaf = child.deaf_from is not None and now >= child.deaf_from + DEAF_S
             if deaf and not (child.announced or child.failed or child.doomed):
@@ -274,7 +285,7 @@ class Supervisor:
         try:
             event = from_json(line.decode())
         except ValueError as error:
-            self._tell(Notice(child.who, f"an event that cannot be read: {error}"))
+            self._tell(Notice(child.who, f"sent an event that cannot be read: {error}"))
             return
         if isinstance(event, Ending):
             child.announced = True
@@ -283,13 +294,16 @@ class Supervisor:
         self._tell(event)
 
     def _keep_log(self, child: Child, output: bytes) -> None:
-        """Add to the log; a full disk is no reason to end the job, and is told once."""
+        """Append to the log.
+
+        A full disk does not end the job, and causes one notice.
+        """
         error = child.write_log(output)
         if error is not None:
             self._tell(Notice(child.who, f"{child.log} lacks some of its output: {error.strerror}"))
 
     def _ended(self, child: Child, code: int) -> None:
-        """The process is gone: hear what it still said, then tell its end."""
+        """Read the remaining data of an ended process, then report its end."""
         heard: list[tuple[str, LineReader | OutputReader]] = [*child.outputs.items(), ("", child.events)]
         for stream, source in heard:
             for line in source.drain():
@@ -313,10 +327,13 @@ class Supervisor:
         self._renew(child.residents[0].group)
         self._refill()
 
-    # A server's seat
+    # Replica placement
 
     def _reseat(self, command: Mapping[str, Any]) -> None:
-        """A server process has died: who has which seat now, and a fresh process for the one that is empty."""
+        """Update the replica placement after the death of a server process.
+
+        Starts a replacement if this unit is to host it.
+        """
         if self._stage is not ShutdownStage.RUNNING:
             return
         self._seats = command["seats"]
@@ -331,12 +348,12 @@ class Supervisor:
         if here and former:
             self._empty[who] = command["number"], command["why"]
             self._refill()
-        elif here:  # its own unit is gone
+        elif here:  # the unit of this server is gone
             residents = tuple(r for unit in self._topology.units for r in unit.servers if str(r) == who)
             self._seat(residents, command["number"], command["why"])
 
     def _refill(self) -> None:
-        """Start a process for each empty seat whose former one has ended."""
+        """Start a replacement for each lost server after the end of its former process."""
         for child in [c for c in self._children if c.who in self._empty and c.code is not None]:
             number, why = self._empty.pop(child.who)
             self._children.remove(child)
@@ -350,7 +367,10 @@ class Supervisor:
     # Starting a group again
 
     def _restart(self, command: Mapping[str, Any]) -> None:
-        """End the workers of a group, or one of them, and start them again when the last one has ended."""
+        """End the workers of a group, or one of them, and restart them.
+
+        They restart when the last of their processes has ended.
+        """
         if self._stage is not ShutdownStage.RUNNING:
             return
         group, who = command["group"], command["who"]
@@ -358,7 +378,10 @@ class Supervisor:
         self._renew(group)
 
     def _dismiss(self, gone: Sequence[Child]) -> None:
-        """End them at once; it is known why, so their end is no loss."""
+        """Kill these children.
+
+        The launcher knows the reason, so their ends are not reported as losses.
+        """
         for child in gone:
             child.doomed = True
             self._signal(child, signal.SIGKILL, group=True)
@@ -373,7 +396,10 @@ class Supervisor:
             self._bear(birth)
 
     def _pass_on(self, who: str, words: Mapping[str, Any]) -> None:
-        """Tell the process of a resident what the launcher has to say to it; one that is not up yet reads it then."""
+        """Pass a command on to the process of a resident.
+
+        A process that is not ready yet reads the command later.
+        """
         for child in self._living():
             if who in map(str, child.residents):
                 with contextlib.suppress(OSError):
@@ -385,7 +411,10 @@ class Supervisor:
         return [child for child in self._children if child.code is None]
 
     def _stop(self) -> None:
-        """Ask the children to end; a second time changes nothing."""
+        """Ask the children to end.
+
+        A second call does nothing.
+        """
         if self._stage is not ShutdownStage.RUNNING:
             return
         self._enter(ShutdownStage.ASKED, GRACE_S)
@@ -393,11 +422,11 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 child.control.send(b'{"command": "stop"}\n')
             self._signal(child, signal.SIGTERM)
-        if not any(child.pid for child in self._living()):  # nobody is born yet: the closed connection forbids it
+        if not any(child.pid for child in self._living()):  # none is forked yet: closing the connection prevents it
             self._enter(ShutdownStage.LEFT, 0)
 
     def _insist(self) -> None:
-        """The time of a stage is up."""
+        """Proceed to the next stage when the time of a stage is over."""
         if self._stage is ShutdownStage.RUNNING:
             self._stop()
         elif self._stage is ShutdownStage.ASKED:
@@ -406,7 +435,7 @@ class Supervisor:
             self._enter(ShutdownStage.LEFT, 0)
 
     def _kill(self) -> None:
-        """End the children without asking them."""
+        """Kill the children without asking them first."""
         self._enter(ShutdownStage.KILLED, GIVE_UP_S)
         for child in self._living():
             self._signal(child, signal.SIGKILL, group=True)
@@ -421,17 +450,20 @@ class Supervisor:
                 self._client.signal(child.pid, number, group)
 
     def _vanish(self) -> None:
-        """The launcher died, so nobody is left to work for."""
+        """End at once, because the launcher died."""
         self._enter(ShutdownStage.LEFT, 0)
         self._kill_groups()
 
     def _orphaned(self) -> None:
-        """The forkserver died, and its children with it; what they had started may not know yet."""
+        """Report the death of the forkserver, with which its children died.
+
+        Processes that the children had started may still run, so their groups are killed.
+        """
         self._ignore(self._client.fileno())
         self._kill_groups()
         if self._stage is ShutdownStage.RUNNING:
             who = f"unit {self._home.unit}"
-            # Of a forkserver that serves the whole host the launcher tells the end itself: it knows what killed it.
+            # The launcher reports the death of a forkserver of the whole host itself: it knows the exit code.
             kind = "died" if self._owns_forkserver else "peer"
             self._tell(Failed(who, kind, f"{who} lost its forkserver, and with it its processes", ""))
         self._enter(ShutdownStage.KILLED, GIVE_UP_S)
@@ -439,7 +471,10 @@ class Supervisor:
             self._ended(child, -signal.SIGKILL)
 
     def _kill_groups(self) -> None:
-        """Without the forkserver: only for the moment after somebody's death, when no pid can be somebody else's."""
+        """Kill the children's process groups without the forkserver.
+
+        Call it only right after the death of the forkserver or the launcher, before the kernel can reuse a pid.
+        """
         for child in self._living():
             if child.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -448,7 +483,7 @@ class Supervisor:
     # Telling the launcher
 
     def _tell(self, event: Event) -> None:
-        """Queue an event."""
+        """Queue an event for the launcher."""
         self._outbox.put(to_json(event).encode())
         if self._outbox.waiting and _STDOUT not in self._selector.get_map():
             self._selector.register(_STDOUT, selectors.EVENT_WRITE, self._write)

@@ -1,7 +1,7 @@
-"""Folders below the system's folder for temporary files, each for one start of a job.
+"""Temporary folders, one per start of a job, in the system's temporary folder.
 
-Rule: a process that uses such a folder holds a lock on a file in it. A folder whose lock no process holds was left by
-one that was killed, and the next process that makes a folder removes it.
+A process that uses such a folder holds a lock on a file in it. A folder with a free lock was left by a killed process,
+and is removed when another process makes a folder.
 """
 
 import contextlib
@@ -17,16 +17,22 @@ from topotrain.config.private_files import FOLDER_MODE, open_file
 
 PREFIX = "topotrain-"
 _LOCK = ".topotrain-lock"
-"""By this file a folder is known; one of another program that has a like name is left alone."""
+"""The file that identifies such a folder. Folders of other programs with similar names stay untouched."""
 
 
 def base() -> Path:
-    """Where these folders are; Unix sockets live in them, whose paths may have 107 bytes."""
+    """Return the parent of these folders.
+
+    Its path is short, because the folders hold Unix sockets, and their paths are limited to 107 bytes.
+    """
     return Path("/tmp" if len(tempfile.gettempdir()) > 60 else tempfile.gettempdir())
 
 
 def make() -> tuple[Path, int]:
-    """A new folder for this user alone, and the descriptor that is to stay open as long as it is used."""
+    """Make a folder for this user alone.
+
+    Returns its path, and a descriptor to keep open while the folder is used.
+    """
     sweep()
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base()))
@@ -36,9 +42,9 @@ def make() -> tuple[Path, int]:
 
 
 def share(name: str) -> tuple[Path, int]:
-    """The folder of this name, made by whichever process comes first; the descriptor as in `make`.
+    """Open the folder of this name, and make it if it does not exist.
 
-    Raises ConfigError where another user's folder has the name.
+    Returns the path and the descriptor as `make` does. Raises ConfigError where the folder belongs to another user.
     """
     path = base() / f"{PREFIX}{name}"
     while True:
@@ -54,7 +60,10 @@ def share(name: str) -> tuple[Path, int]:
 
 
 def use(path: Path) -> int | None:
-    """Lock a folder that is used; None where another process has just removed it. Raises OSError."""
+    """Lock a folder that is in use.
+
+    Returns None where another process has just removed the folder. Raises OSError.
+    """
     try:
         lock = open_file(path / _LOCK, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError:
@@ -67,14 +76,17 @@ def use(path: Path) -> int | None:
 
 
 def sweep() -> None:
-    """Remove what processes that were killed have left; nothing else is touched."""
+    """Remove the folders that killed processes have left."""
     for path in base().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             _remove_unused(path)
 
 
 def _remove_unused(path: Path) -> None:
-    """Raises OSError for a folder that is used, and for one that is none of ours."""
+    """Remove a folder of this user that no process uses.
+
+    Raises OSError for a folder in use, and for one without the lock file.
+    """
     if path.lstat().st_uid != os.geteuid():
         return
     lock = open_file(path / _LOCK, os.O_RDWR)
@@ -87,7 +99,7 @@ def _remove_unused(path: Path) -> None:
 
 
 def _names(path: Path, fd: int) -> bool:
-    """The path still leads to the file of this descriptor."""
+    """Return whether the path still refers to the file of this descriptor."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:

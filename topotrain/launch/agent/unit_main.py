@@ -1,4 +1,7 @@
-"""What runs as one process unit: it reads its place and its job, and supervises its processes (supervisor.py)."""
+"""Main program of a unit: it reads its settings and its job, and supervises.
+
+The supervision is in `supervisor.py`.
+"""
 
 import argparse
 import contextlib
@@ -23,7 +26,10 @@ _STDOUT = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m topotrain.launch.agent.unit_main --rank R --nprocs N …`, see `launch.UnitPlace`."""
+    """Run `python -m topotrain.launch.agent.unit_main --rank R --nprocs N …`.
+
+    The options are those of `launch.UnitPlace`. Returns the exit code.
+    """
     parser = argparse.ArgumentParser(prog="topotrain unit", allow_abbrev=False)
     add_arguments(parser, os.environ)
     defaults = EntryPoints()
@@ -49,7 +55,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def supervise(place: UnitPlace, calls: EntryPoints, life: AttemptInfo) -> int:
-    """Read the job, then start and watch the unit at `place`; returns its exit code. Raises ConfigError, OSError."""
+    """Read the job, then start and watch the unit at `place`; return its exit code.
+
+    Raises ConfigError or OSError.
+    """
     run_dir = Path(place.run_dir)
     job = job_file.load(run_dir / JOB_FILE)
     topology = layout(job.cluster, place.host_numbers)

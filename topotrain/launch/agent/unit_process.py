@@ -1,4 +1,4 @@
-"""The process of one unit, as its launcher holds it."""
+"""The launcher's handle of a unit's process."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from topotrain.launch.agent.pipes import LineReader
 
 @dataclass(slots=True)
 class UnitProcess:
-    """A unit that runs: its process, what it tells, and the file with what it could not tell."""
+    """A running unit: its process, its events, and the log of its stderr."""
 
     rank: int
     process: "subprocess.Popen[bytes]"
@@ -30,13 +30,16 @@ class UnitProcess:
         return f"unit {self.rank}"
 
     def command(self, command: str, **values: Any) -> None:
-        """See supervisor.py."""
+        """Send a command to the unit.
+
+        The commands are listed in `supervisor.py`.
+        """
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             os.write(self.process.stdin.fileno(), json.dumps({"command": command, **values}).encode() + b"\n")
 
     def close(self) -> None:
-        """Wait for its end, and let go of it."""
+        """Wait for the end of the process, and close its pipes."""
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
@@ -49,7 +52,7 @@ def begin(
     """Start the unit at `place`. Raises OSError."""
     option, variable = TABLE["rendezvous"]
     words = arguments(place)
-    if "@" in place.rendezvous:  # everybody on this machine can read a command line, and a URL may have a password
+    if "@" in place.rendezvous:  # all users of this host can read a command line, and a URL may contain a password
         at = words.index(option)
         del words[at : at + 2]
         environ = {**environ, variable: place.rendezvous}

@@ -1,13 +1,13 @@
-"""The folder of a job on this machine: who has it, what each process finds in it, and who is running.
+"""The workspace folder of a job on this host, and the list of its processes.
 
-workspace/lock            locked by the launcher as long as it lives; units that others start share it (`locking`)
-workspace/lock-R          locked by unit R, where others start it
-workspace/run/            fresh for each start, for this user alone: job.conf, token, store/, spans/ for a profile
-workspace/processes.json  every process with its pid, from the moment that all are up
-workspace/logs/           the output of the processes
-workspace/final.tmp       room on the disk for the final parameters, while the job runs
+    workspace/lock            locked by the launcher as long as it runs; units that another tool starts share it
+    workspace/lock-R          locked by unit R, where another tool starts it
+    workspace/run/            new for each start, for this user alone: job.conf, token, store/, spans/ for a profile
+    workspace/processes.json  every process with its pid, written when all processes are up
+    workspace/logs/           the output of the processes
+    workspace/final.tmp       disk space reserved for the final parameters while the job runs
 
-A unit that others start has its run folder in the system's folder for temporary files, and processes-R.json.
+A unit that another tool starts has its run folder in the system's temporary folder, and writes processes-R.json.
 """
 
 import contextlib
@@ -40,7 +40,10 @@ _WANTED = "wanted"
 
 @contextlib.contextmanager
 def claimed(job: Job) -> Iterator[Path]:
-    """The job's workspace, for this launcher alone. Raises ConfigError if it is in use or cannot be written."""
+    """Lock the job's workspace for this launcher alone.
+
+    Raises ConfigError if it is in use or not writable.
+    """
     path = Path(job.workspace).absolute()
     with contextlib.ExitStack() as stack:
         try:
@@ -50,19 +53,22 @@ def claimed(job: Job) -> Iterator[Path]:
             raise _unusable(job, error) from None
         except LockTaken as taken:
             raise ConfigError("cluster.workspace", job.workspace, str(taken)) from None
-        with contextlib.suppress(OSError):  # a full disk: the kernel knows the holder of a lock, too
+        with contextlib.suppress(OSError):  # the disk may be full; the kernel also knows the holder of the lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
         try:
             yield path
         finally:
-            with contextlib.suppress(OSError):  # of a process that was killed
+            with contextlib.suppress(OSError):  # left by a killed process
                 (path / RESERVED).unlink()
 
 
 @contextlib.contextmanager
 def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
-    """The job's workspace, for this unit and the others of its job. Raises ConfigError as `claimed` does."""
+    """Lock the job's workspace for the units of this job.
+
+    Raises ConfigError as `claimed` does.
+    """
     path = Path(job.workspace).absolute()
     with contextlib.ExitStack() as stack:
         try:
@@ -78,9 +84,10 @@ def claimed_by_unit(job: Job, rank: int) -> Iterator[Path]:
 
 
 def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
-    """Make the run directory anew; returns the URL where the job's processes meet. Raises ConfigError.
+    """Make a new run directory. Returns the URL of the job's rendezvous.
 
-    With `profile` the processes leave in run/spans what they did in that step, counted from 1.
+    profile: the step to profile, counted from 1; 0 for none. The processes write its spans to run/spans.
+    Raises ConfigError.
     """
     run_dir = workspace / "run"
     try:
@@ -95,7 +102,10 @@ def prepare(job: Job, workspace: Path, profile: int = 0) -> str:
 
 
 def furnish(run_dir: Path, job: Job, token: bytes, profile: int = 0) -> None:
-    """Lay down what the processes of a run look for in its folder. Raises OSError."""
+    """Write the files that the processes of a run need into its folder.
+
+    Raises OSError.
+    """
     write_text(run_dir / JOB_FILE, job_file.dumps(job))
     if profile:
         make_folder(run_dir / SPANS)
@@ -110,16 +120,17 @@ def _unusable(job: Job, error: OSError) -> ConfigError:
 
 
 def profiled_step(run_dir: Path) -> int:
-    """The step that the job is profiled in, counted from 1; 0 for none."""
+    """Return the step that the job profiles, counted from 1; 0 for none."""
     wanted = run_dir / SPANS / _WANTED
     return int(wanted.read_text()) if wanted.exists() else 0
 
 
 @dataclass(slots=True)
 class ProcessEntry:
-    """One process in processes.json. `rank` counts workers (for a unit, units); `exit` as in subprocess.
+    """One process in processes.json.
 
-    second: which of a server's second copies was complete last, counted from 0.
+    rank: counts workers; for a unit, units. exit: as in subprocess.
+    second: the index of the server's backup replica that was complete last, counted from 0.
     """
 
     roles: list[str]
@@ -133,15 +144,20 @@ class ProcessEntry:
     second: int | None = None
 
     def born(self, pid: int) -> None:
-        """The process is there; one that was there before it is forgotten."""
+        """Record the pid of a new process, and clear the data of a former one."""
         if self.pid != pid:
             self.pid, self.address, self.exit = pid, [], None
 
 
 class ProcessList:
-    """Keeps processes.json: told every event, it writes the file when all are up and whenever something changes.
+    """Maintains processes.json from the job's events.
 
-    `own_forkserver`: the job has started one, which is listed with its processes.
+    The file is written when all processes are up, and at each change after that.
+
+    Args:
+        topology: the layout, with the units to list.
+        path: the file.
+        own_forkserver: the job has its own forkserver, which is listed with its processes.
     """
 
     def __init__(self, topology: Topology, path: Path, own_forkserver: bool = True) -> None:
@@ -175,7 +191,7 @@ class ProcessList:
         self._changed = True
 
     def _guest(self, event: Event) -> ProcessEntry | None:
-        """A server from a unit that is gone, which is listed with the one unit that is here."""
+        """Add a server of a lost unit that restarts in the one unit listed here."""
         if not isinstance(event, Started) or not event.who.startswith("server "):
             return None
         group, _, index = event.who.removeprefix("server ").partition("/")
@@ -185,9 +201,9 @@ class ProcessList:
         return entry
 
     def save(self, missing: Collection[str] = ()) -> None:
-        """Write the file, at once and whole, if it is time. A disk that cannot take it does not end the job.
+        """Write the file atomically after a change, when all processes are up.
 
-        missing: who is not to be waited for.
+        A write error does not end the job. missing: names of processes that the file does not wait for.
         """
         if not self._changed or any(e.pid is None and not set(e.roles) <= set(missing) for e in self._entries):
             return

@@ -1,1 +1,1 @@
-"""Servers and workers that are started one by one, in any order."""
+"""Servers and workers that the user starts one by one, in any order."""

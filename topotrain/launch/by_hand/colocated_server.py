@@ -1,7 +1,7 @@
-"""The servers beside a worker that was started by hand, in a process of their own.
+"""The servers next to a worker that was started by hand, in their own process.
 
-Rule: it lives no longer than the worker's process. That one holds the other end of our stdin for as long as it lives;
-Ctrl-C on the terminal is for it alone.
+This process ends with the worker's process, which holds the other end of its stdin. It ignores Ctrl-C on the terminal,
+which is for the worker alone.
 """
 
 import importlib
@@ -25,7 +25,7 @@ _LOOK_S = 1.0
 
 
 def main() -> int:
-    """Read what to be from stdin, and be it. Returns the exit code."""
+    """Read the servers' settings from stdin, and run them. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = os.getppid()
     spec = json.loads(sys.stdin.readline())
@@ -51,9 +51,9 @@ def _serve(spec: dict[str, Any]) -> None:
 
 
 def _outlive_nobody(worker: int) -> None:
-    """End with the worker's process: at the end of stdin, or when we have another parent.
+    """End with the worker's process: at the end of stdin, or with a new parent.
 
-    Processes that the script has forked may hold the pipe open longer than it lives.
+    Processes that the script has forked may hold the pipe open after the worker has ended.
     """
     gone = threading.Event()
 

@@ -1,7 +1,8 @@
-"""Servers that somebody started by hand: they let the workers in that belong to them, and end with the job.
+"""Servers that the user starts by hand: they admit workers, and end with the job.
 
-Rule: without a launcher nobody but the servers sees who is there. So they say whom they wait for, refuse whoever comes
-twice, and when a worker is lost before its script came to its end they tell the others why the job cannot go on.
+Without a launcher only the servers see which workers are present. So they print which workers they wait for, and refuse
+a second process for the same worker. When a worker is lost before the end of its script, they send the others the
+reason why the job cannot go on.
 """
 
 import os
@@ -32,35 +33,39 @@ from topotrain.launch.runtime.child_channel import threads
 from topotrain.launch.runtime.process_host import HostedServers, flushing
 
 QUIET_S, REPEAT_S = 5.0, 30.0
-"""Waiting is told after so many seconds, and then again every so many."""
+"""Seconds of waiting before the first notice, and between later ones."""
 CAUSE_S = 1.0
-"""How long servers listen for the cause when they have only heard what may follow from it."""
-_MOST_WORDS = 40  # characters; the handshake has 64 for them and for a part of the digest
+"""Seconds for which servers wait for the cause after an error that may only be a consequence."""
+_MOST_WORDS = 40  # characters; the handshake has 64 for these words and a part of the digest
 _DIGEST_DIGITS = 20
-_TEXT = 500  # characters of somebody else's error
+_TEXT = 500  # characters of another process's error
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """What processes that are started by hand must have been told alike, in the words of their door.
+    """Settings that all manually started processes of a job must share.
 
-    words: goes into the handshake, so that a refusal can show what differs; at most 40 ASCII characters. compare: the
-    settings to look at then. patience_s: how long everybody waits for everybody else before training starts. name: what
-    the door calls a worker or a server. apart: the setting by which two workers differ, and what it is here.
+    Errors use the terms of the API by which the process was started.
+
+    words: part of the handshake, so that a refusal can show the difference; at most 40 ASCII characters.
+    compare: the settings to compare after a refusal.
+    patience_s: seconds for which processes wait for each other before training starts.
+    name: returns the name of a worker or a server in that API.
+    apart: the setting by which two workers differ, and its value here.
     """
 
     words: str = ""
     compare: str = "the job's settings"
     patience_s: float = 600.0
     name: Callable[[Address], str] = str
-    apart: str = "each process needs a place of its own in the job"
+    apart: str = "each process needs an index of its own in the job"
 
 
 def by_hand(job: Job) -> Job:
-    """The job as such processes run it.
+    """Return the job as manually started processes run it.
 
-    Over TCP, since they share no folder in which memory could be shown; and a loss ends it, since nobody is there who
-    could start a process again.
+    It uses TCP, because the processes share no folder for shared memory. A loss ends it, because no launcher can
+    restart a process.
     """
     return replace(job, on_failure=OnFailure.kStop, cluster=replace(job.cluster, road=Road.kTcp))
 
@@ -74,7 +79,7 @@ def place_of(
     port: int = 0,
     sockets: Path | None = None,
 ) -> RouterConfig:
-    """The place of a process in a job, see `by_hand`.
+    """Return the router's settings for a process of a job, see `by_hand`.
 
     Raises:
         ConfigError: the job's counts do not fit together.
@@ -87,7 +92,7 @@ def place_of(
 
 
 class WaitNotice:
-    """Says on stderr whom this process waits for, when that takes long."""
+    """Prints to stderr which process this one waits for, when that takes long."""
 
     def __init__(self, name: Callable[[Address], str]) -> None:
         self._name = name
@@ -97,19 +102,19 @@ class WaitNotice:
         self.say(f"{self._name(peer)} ({why})")
 
     def say(self, whom: str) -> None:
-        """Wait for `whom`; told now, or not yet."""
+        """Print that this process waits for `whom`, unless a notice came recently."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + REPEAT_S
             tell(f"waiting for {whom}")
 
 
 def tell(text: str) -> None:
-    """A line for the user."""
+    """Print a line for the user."""
     print(f"topotrain: {text}", file=sys.stderr, flush=True)
 
 
 def understandable(error: TransportError, terms: SharedSettings) -> TransportError:
-    """The same error, with what the user can do about it."""
+    """Return the error with advice for the user."""
     if not isinstance(error, Refused):
         return error
     advice = {
@@ -125,7 +130,7 @@ def understandable(error: TransportError, terms: SharedSettings) -> TransportErr
 
 
 class WorkerPresence:
-    """Who has come to the servers of this process, who has gone too early, and so whether the job can succeed."""
+    """The workers that have joined the servers of this process, and the first failure."""
 
     def __init__(self, topology: Topology, terms: SharedSettings, servers: Iterable[Address]) -> None:
         self.missing = {worker: None for server in sorted(servers) for worker in workers_of(topology, server)}
@@ -134,47 +139,50 @@ class WorkerPresence:
         self.change = threading.Condition()
 
     def came(self, server: Server, worker: Address) -> None:
-        """See `process_host.ConnectionObserver`."""
+        """Record a worker that has joined; see `process_host.ConnectionObserver`."""
         with self.change:
             self.missing.pop(worker, None)
 
     def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """See `process_host.ConnectionObserver`."""
+        """Record a failed worker; see `process_host.ConnectionObserver`."""
         self.fail(f"{self._name(worker)} failed: {why.text[:_TEXT]}", cause=why.cause)
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """See `process_host.ConnectionObserver`."""
+        """Record a lost connection; see `process_host.ConnectionObserver`."""
         if peer.role is Role.SERVER:
             over = not server.running
         elif peer.group not in server.groups:
             over = True
         else:
-            # The main worker still reads the result after its script has come to its end.
+            # The main worker still reads the result after the end of its script.
             is_main = (peer.group, peer.index) == (0, 0)
             over = server.has_finished(peer) and (server.done or not is_main)
         if not over:
             self.fail(f"{self._name(peer)} is gone, the job cannot go on: {reason}", cause=False)
 
     def fail(self, text: str, cause: bool = True) -> None:
-        """The job cannot go on; the first cause counts, or what was heard first while none is known."""
+        """Record that the job cannot go on.
+
+        The first cause counts; without one, the first failure does.
+        """
         with self.change:
             if self.failure is None or (cause and not self.failure.cause):
                 self.failure = Fail(text, cause=cause)
             self.change.notify_all()
 
     def trouble(self) -> None:
-        """Called inside `except`: a server of ours cannot go on."""
+        """Record the failure of a server of this process. Call it inside `except`."""
         traceback.print_exc()
         self.fail(f"a server failed: {traceback.format_exc().strip().splitlines()[-1]}")
 
 
 class ManualServers:
-    """Servers that are reached at one address.
+    """Servers that listen at one address.
 
     Args:
-        place: where, and how to find the others.
+        place: the address, and how to find the others.
         addresses: the servers.
-        attendance: hears who comes and goes.
+        attendance: records workers that join and leave.
     """
 
     def __init__(self, place: RouterConfig, addresses: Sequence[Address], attendance: WorkerPresence) -> None:
@@ -187,7 +195,7 @@ class ManualServers:
             resident.attendant = attendance
 
     def open(self) -> None:
-        """Meet the other servers, then let workers in. Raises WireError."""
+        """Connect to the other servers, then admit workers. Raises TransportError."""
         self.servers.open(lambda me, urls: None)
         self._open = True
 
@@ -195,18 +203,21 @@ class ManualServers:
         if peer.address.role is not Role.WORKER:
             return
         if there_already:
-            twice = "is here already: two processes say that they are the same one"
+            twice = "is here already: two processes claim to be the same one"
             raise Refused("TWICE", f"{peer.address} {twice}")
         if not self._open:
-            raise Refused("FULL", "the servers of the job have not all met yet")
+            raise Refused("FULL", "the servers of the job are not all connected yet")
 
     @property
     def done(self) -> bool:
-        """The job has no more use for these servers."""
+        """Whether the job needs these servers no more."""
         return all(resident.done for resident in self.servers.residents.values())
 
     def tell(self, why: Fail) -> None:
-        """Tell all workers that the job cannot go on, also those that are here and have said nothing yet."""
+        """Send all workers the reason why the job cannot go on.
+
+        It includes workers that have sent nothing yet.
+        """
         for me in self.servers.residents:
             for worker in workers_of(self._place.topology, me):
                 with suppress(TransportError):
@@ -214,7 +225,7 @@ class ManualServers:
 
 
 def workers_of(topology: Topology, server: Address) -> list[Address]:
-    """Those that belong to a server's group."""
+    """Return the workers of a server's group."""
     groups = topology.worker_groups_of(server.group)
     return [worker for group in groups for worker in topology.workers(group)]
 
@@ -233,26 +244,28 @@ def serve(
     port: int = 0,
     terms: SharedSettings | None = None,
 ) -> None:
-    """Be these servers of a job until it has no more use for them. Ctrl-C ends them at once, and the job with them.
+    """Run these servers of a job until it needs them no more.
+
+    Ctrl-C ends them at once, and the job with them.
 
     Args:
-        job: the job; every process of it must have the same one (`Job.digest`).
+        job: the job. Every process of it must have the same one (`Job.digest`).
         servers: addresses of the layout.
-        store: where processes find each other. With a `StaticStore` each server listens where the store says.
-        secret: 32 bytes, see `rendezvous.secret.load_secret`.
-        host, port: where to listen, for any other store; port 0: the first free one from the job's `start_port` on.
+        store: where processes find each other. With a `StaticStore` each server listens at its address in the store.
+        secret: 32 bytes, see `comm.security.secret.load_secret`.
+        host, port: where to listen, for any other store. Port 0: the first free one from the job's `start_port` on.
         terms: see `SharedSettings`.
 
     Raises:
         ConfigError: the job's counts do not fit together, or there is no such server.
-        WireError: a port cannot be used, or another server cannot be reached or refuses us.
-        JobError: the job cannot go on; all workers that are there have been told.
+        TransportError: a port cannot be used, or another server cannot be reached or refuses the connection.
+        JobError: the job cannot go on; all connected workers have received the reason.
     """
     job, terms = by_hand(job), terms or SharedSettings()
     topology = layout(job.cluster)
     for me in servers:
         check_there(topology, me)
-    before = torch.get_num_threads()  # the process is the user's, and may have other plans when we have left
+    before = torch.get_num_threads()  # the process belongs to the user: restore its setting at the end
     torch.set_num_threads(threads(os.environ))  # as under a launcher
     attendance = WorkerPresence(topology, terms, servers)
     houses: list[ManualServers] = []
@@ -260,7 +273,7 @@ def serve(
         for (at_host, at_port), members in _houses(servers, store, host, port).items():
             place = place_of(job, store, secret, terms, at_host, at_port)
             houses.append(ManualServers(place, members, attendance))
-            houses[-1].open()  # in the servers' order: each calls those before it
+            houses[-1].open()  # in the servers' order: each connects to those before it
         tell(f"{', '.join(map(terms.name, servers))}: ready")
         _stay(houses, attendance, terms)
     except BaseException as error:
@@ -276,7 +289,7 @@ def serve(
 
 
 def check_there(topology: Topology, address: Address) -> None:
-    """Raise ConfigError where the layout has nobody of that address."""
+    """Raise ConfigError where the layout has no process of that address."""
     try:
         topology.unit_of(address)
     except ValueError as error:
@@ -284,7 +297,7 @@ def check_there(topology: Topology, address: Address) -> None:
 
 
 def _houses(servers: Sequence[Address], store: Store, host: str, port: int) -> dict[tuple[str, int], list[Address]]:
-    """The servers of this process by where they listen."""
+    """Return the servers of this process by their listening address."""
     found: dict[tuple[str, int], list[Address]] = {}
     for me in sorted(servers):
         where = store.place(me.group, me.index) if isinstance(store, StaticStore) else (host, port)
@@ -293,7 +306,7 @@ def _houses(servers: Sequence[Address], store: Store, host: str, port: int) -> d
 
 
 def _stay(houses: Sequence[ManualServers], attendance: WorkerPresence, terms: SharedSettings) -> None:
-    """Return when the job has no more use for the houses. Raises JobError."""
+    """Return when the job needs these servers no more. Raises JobError."""
     waiting = WaitNotice(terms.name)
     until, end = time.monotonic() + terms.patience_s, 0.0
     while not all(house.done for house in houses):

@@ -1,8 +1,8 @@
-"""A process that somebody started by hand becomes a worker of a job, and stays one until its script ends.
+"""A process that the user starts by hand and that becomes a worker of a job.
 
-Rule: the process is the user's. Its script runs on as before; at its end, or at `leave`, the worker says goodbye and
-worker (0,0) brings the result home. A script that ends with an exception, or by Ctrl-C, waits for nobody: the servers
-are told why, and tell the others.
+The process belongs to the user, and its script runs as before. At its end, or at `leave`, the worker signs off, and
+worker (0,0) delivers the result. A script that ends with an exception, or by Ctrl-C, waits for no other process: it
+sends the reason to the servers, which send it to the other workers.
 """
 
 import atexit
@@ -40,9 +40,9 @@ from topotrain.training.finish_job import close, finish, is_complete
 __all__ = ["StaticStore", "SharedSettings", "join", "leave"]
 
 END_S = 30.0
-"""How long the servers beside a worker may take to end after it."""
+"""Seconds for the servers next to a worker to end after it."""
 CAUSE_S = 1.5
-"""How long a worker that has to end listens for a better reason: what is heard first may be a consequence."""
+"""Seconds for which a failing worker waits for a better reason: the first one may be a consequence."""
 
 
 def join(
@@ -58,24 +58,23 @@ def join(
     sockets: Path | None = None,
     gpus: bool = True,
 ) -> Context:
-    """Make this very process worker `me` of a job: from here on `tt.prepare` ties the script to it.
+    """Make this process worker `me` of a job; `tt.prepare` then connects the script.
 
     Args:
-        job: the job; every process of it must have the same one (`Job.digest`).
+        job: the job. Every process of it must have the same one (`Job.digest`).
         me: a worker of its layout.
         store: where processes find each other.
-        secret: 32 bytes, see `rendezvous.secret.load_secret`.
-        host: the address of this machine that others can reach.
-        serves: servers that live beside this worker; they get a process of their own, which ends with this one, and
-            which imports the function that is `terms.name`.
-        url: of the store, for that process; a `StaticStore` needs none.
+        secret: 32 bytes, see `comm.security.secret.load_secret`.
+        host: the address of this host that others can reach.
+        serves: servers next to this worker. They get a process of their own, which ends with this one, and which
+            imports the function `terms.name`.
+        url: the URL of the store, for that process. A `StaticStore` needs none.
         terms: see `SharedSettings`.
-        sockets: a folder that all processes of the job share, for engines that want one.
+        sockets: a folder that all processes of the job share, for engines that need one.
         gpus: whether `tt.device` may name a GPU.
-
     Raises:
-        ConfigError: the job's counts do not fit together, there is no such worker, or this process has a job already,
-            or has called `tt.prepare`, which tied the script to none.
+        ConfigError: the job's counts do not fit together, there is no such worker, this process has a job already, or
+            it has called `tt.prepare` without a job.
     """
     if process.current() is not None:
         raise ConfigError("this process", str(me), "belongs to a job already")
@@ -99,14 +98,14 @@ def join(
 
 
 def leave() -> None:
-    """End this process's part in a job that it joined; the script goes on as an ordinary one.
+    """End this process's part in the job; the script continues as an ordinary one.
 
-    The end of the script does the same. Nothing happens where a launcher runs the script; an ordinary process may call
+    The end of the script does the same. Nothing happens where a launcher runs the script. An ordinary process may call
     `tt.prepare` again.
 
     Raises:
         ConfigError: `tt.prepare` was never called.
-        JobError, PeerLost: the job failed meanwhile.
+        JobError, PeerLost: the job has failed.
     """
     here = process.current()
     if here is None:
@@ -126,7 +125,7 @@ def _roads(place: RouterConfig, me: Address, terms: SharedSettings) -> WorkerCon
 
 
 def _emit(event: Event) -> None:
-    """What a launcher would show of this worker."""
+    """Print the events that a launcher would show of this worker."""
     if isinstance(event, Metrics):
         for name, value in event.values.items():
             print(f"{name}: {value:.6g}", flush=True)
@@ -137,7 +136,7 @@ def _emit(event: Event) -> None:
 
 
 class _Joined:
-    """What happens to a worker's process until it leaves."""
+    """The worker in this process, until it leaves the job."""
 
     def __init__(self, here: Context, servers: "subprocess.Popen[bytes] | None") -> None:
         self._here, self._servers = here, servers
@@ -150,23 +149,23 @@ class _Joined:
         self._own_end = ProcessExitHook(self)
 
     def watch(self) -> None:
-        """Notice how the script ends."""
+        """Install hooks for the end of the script."""
         sys.excepthook = self._uncaught
-        sys.exit = self._leaving  # type: ignore[assignment]  # at exit nothing tells with which code
+        sys.exit = self._leaving  # type: ignore[assignment]  # functions at exit do not get the exit code
         atexit.register(self._at_exit)
         self._own_end.watch()
         RemainingThreads(self._remains).watch_after_main()
 
     def _remains(self, text: str) -> None:
-        if not self._over:  # else it is the business of an ordinary process
+        if not self._over:  # after the job the process is an ordinary one
             tell(f"{self._here.me}: {text}")
 
     def is_complete(self) -> bool:
-        """As `process_exit.Part` has it."""
+        """Whether no work is under way that other processes would miss."""
         return is_complete(self._here)
 
     def end(self) -> int:
-        """As `process_exit.Part` has it."""
+        """Leave the job, and return the exit code."""
         try:
             self.leave()
         except BaseException as error:
@@ -175,7 +174,7 @@ class _Joined:
         return 0
 
     def leave(self) -> None:
-        """Finish; what goes wrong is raised after all has been closed."""
+        """Leave the job. Errors are raised after everything is closed."""
         if self._over or os.getpid() != self._pid:
             return
         try:
@@ -207,7 +206,7 @@ class _Joined:
         close(self._here, finished)
 
     def _abort(self, error: BaseException) -> None:
-        """End without waiting for anybody, and say why."""
+        """Leave at once, and send the servers the reason."""
         self._give_up(error)
         self._close(finished=False)
         if self._servers is not None:
@@ -219,9 +218,9 @@ class _Joined:
         if isinstance(error, JobError | PeerLost | TransportError):
             tell(f"error: {self._reason(error)}")
         elif isinstance(error, ConfigError | StoreError):
-            tell(f"error: {error}")  # the traceback would lead into our own code
+            tell(f"error: {error}")  # the traceback would only show code of topotrain
         else:
-            self._give_up(error)  # at once: the others have been told of what follows from it
+            self._give_up(error)  # at once: the other workers may already see its consequences
             self._hook(kind, error, trace)
 
     def _give_up(self, error: BaseException) -> None:
@@ -232,7 +231,7 @@ class _Joined:
             )
 
     def _reason(self, error: JobError | PeerLost | TransportError) -> str:
-        """The cause, if a server knows it; else what was told or seen first."""
+        """Return the cause, if a server knows it; otherwise the first reported error."""
         if not isinstance(self._here.roads, WorkerConnections) or (isinstance(error, JobError) and error.config):
             return str(error)
         exchange, until = self._here.roads.exchange, time.monotonic() + CAUSE_S
@@ -270,14 +269,17 @@ def _words(error: BaseException) -> str:
 def _start_servers(
     job: Job, serves: Sequence[Address], store: Store, secret: bytes, host: str, url: str, terms: SharedSettings
 ) -> "subprocess.Popen[bytes]":
-    """Servers in a process of their own: a script must not share one with threads that others wait for."""
+    """Start the servers in a process of their own.
+
+    The script's process must not share its interpreter with threads that other processes wait for.
+    """
     if not isinstance(store, StaticStore) and not url:
         raise ConfigError("url", url, "servers beside a worker need the store's URL")
     spec = {
         "job": dumps(job),
         "servers": [[server.group, server.index] for server in serves],
         "store": as_data(store) if isinstance(store, StaticStore) else url,
-        "secret": secret.hex(),  # through the pipe: others can read command lines and, at times, environments
+        "secret": secret.hex(),  # through the pipe: other users can read command lines and, at times, environments
         "host": host,
         "terms": [terms.words, terms.compare, terms.patience_s],
         "name": f"{terms.name.__module__}:{terms.name.__qualname__}",
@@ -285,5 +287,5 @@ def _start_servers(
     command = [sys.executable, "-m", "topotrain.launch.by_hand.colocated_server"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, bufsize=0)
     assert child.stdin is not None
-    child.stdin.write(json.dumps(spec).encode() + b"\n")  # and stays open: its end is how the child sees ours
+    child.stdin.write(json.dumps(spec).encode() + b"\n")  # stays open: the child ends at the end of the pipe
     return child

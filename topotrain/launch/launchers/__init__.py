@@ -1,7 +1,7 @@
-"""Every launcher by its name.
+"""The registry of launchers, by name.
 
-A launcher is a module of this folder with the two functions of `submission.LauncherTool`. What its units learn from its
-variables stands in table_spec.py.
+A launcher is a module of this folder with the two functions of `submission.LauncherTool`. `env_tables.py` lists the
+environment variables that give its units their ranks.
 """
 
 import importlib
@@ -29,7 +29,7 @@ LOCAL, KUBERNETES = "local", "kubernetes"
 
 @dataclass(frozen=True, slots=True)
 class LauncherEntry:
-    """Where a launcher is written, what it is to a user in one line, and which options it takes beside the usual."""
+    """A launcher: its module, its description for the user, and its special options."""
 
     module: str
     says: str
@@ -51,12 +51,15 @@ LAUNCHERS = {
     ),
 }
 SPECIAL = tuple(dict.fromkeys(option for entry in LAUNCHERS.values() for option in entry.takes))
-"""Options that only some launchers take."""
+"""The options that only some launchers accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launch came to. `text` is for stdout: the dry run, or the number of the job that was queued."""
+    """The result of a launch.
+
+    text: the text for stdout, which is the dry run or the number of the queued job.
+    """
 
     launcher: str
     id: str
@@ -68,7 +71,7 @@ class Launched:
     dry_run: bool
 
     def as_data(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the data for --json."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("said", "text", "dry_run")}
         return {**data, **self.said, **({"dry_run": self.text} if self.dry_run else {})}
 
@@ -76,7 +79,10 @@ class Launched:
 def launch(
     name: str, job: Job, topology: Topology, options: LaunchOptions, environ: Mapping[str, str], dry_run: bool
 ) -> Launched:
-    """Hand a job to the launcher `name`, or only show what that would be. Raises ConfigError, StoreError."""
+    """Start a job with the launcher `name`, or show what it would submit.
+
+    Raises ConfigError or StoreError.
+    """
     check_name(name)
     check_special(name, options)
     if name == LOCAL:
@@ -99,20 +105,23 @@ def launch(
 
 
 def find_tool(name: str) -> LauncherTool:
-    """The module of a launcher other than the local one. Raises ConfigError for a name that is none."""
+    """Return the module of a launcher other than the local one.
+
+    Raises ConfigError for an unknown name.
+    """
     check_name(name)
     return cast(LauncherTool, importlib.import_module(f"topotrain.launch.launchers.{LAUNCHERS[name].module}"))
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a launcher's."""
+    """Raise ConfigError unless `name` is the name of a launcher."""
     if name not in LAUNCHERS:
         known = "".join(f"\n{known:12}{entry.says}" for known, entry in LAUNCHERS.items())
         raise ConfigError("launcher", name, f"must be one of these:{known}")
 
 
 def check_special(name: str, options: LaunchOptions) -> None:
-    """Raise ConfigError for an option that other launchers take."""
+    """Raise ConfigError for an option that only other launchers accept."""
     for option in SPECIAL:
         value = getattr(options, option)
         if value and option not in LAUNCHERS[name].takes:
@@ -121,7 +130,7 @@ def check_special(name: str, options: LaunchOptions) -> None:
 
 
 def check_local(options: LaunchOptions) -> None:
-    """Raise ConfigError for what means nothing on this machine alone."""
+    """Raise ConfigError for an option that the local launcher does not have."""
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--pass", options.extra)):
         if value and value != 1:
             raise ConfigError(option, value, "is not for the local launcher, which starts all units on this machine")
@@ -131,7 +140,10 @@ def check_local(options: LaunchOptions) -> None:
 
 
 def local_command(job: Job, topology: Topology) -> str:
-    """The processes that the local launcher starts, beside the forkserver that they share."""
+    """Return the commands of the processes that the local launcher starts.
+
+    The forkserver that they share is not included.
+    """
     run_dir = Path(job.workspace).absolute() / "run"
     lines = []
     for unit in topology.units:

@@ -1,7 +1,7 @@
-"""What a unit learns from the variables of whatever started it: one table from launcher to names.
+"""Environment variables by which other tools identify units, in one table.
 
-Rule: data, and two functions that read it. A unit needs its number, the number of units and the URL where all meet; a
-launcher that starts units in its own way tells the first two in variables of its own.
+A unit needs its rank, the number of units, and the URL of the rendezvous. Each launcher sets the first two in variables
+of its own.
 """
 
 import re
@@ -18,9 +18,11 @@ DEFAULT_ID = "default"
 
 @dataclass(frozen=True, slots=True)
 class VariableNames:
-    """Names of variables. id: those that together name one start of a job, the same in all of its units.
+    """The names of a launcher's variables.
 
-    first: of one whose number, if it is there, is added to the rank: for a launcher that counts every role from 0.
+    rank, nprocs: the unit's rank and the number of units.
+    id: variables that together name one start of a job, with the same values in all of its units.
+    first: a variable with a number to add to the rank, if it is set. It is for launchers that count each role from 0.
     """
 
     rank: str
@@ -29,8 +31,8 @@ class VariableNames:
     first: str = ""
 
 
-# The first whose rank and nprocs are both there wins. Who starts units inside of another one stands before it: mpirun
-# in a batch job of Slurm inherits Slurm's variables, in which every unit would have the number of the batch script.
+# The first entry with both variables set wins. A launcher that runs inside another one comes before it. For example
+# mpirun in a batch job of Slurm inherits Slurm's variables, which hold the rank of the batch script for every unit.
 TABLES: Mapping[str, VariableNames] = MappingProxyType(
     {
         "topotrain": VariableNames("TOPOTRAIN_RANK", "TOPOTRAIN_NPROCS"),
@@ -45,10 +47,11 @@ TABLES: Mapping[str, VariableNames] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """Which unit this process is, and where all meet. launcher: whose variables said so; "" for none.
+    """The identity of a unit, and its rendezvous.
 
-    id: how the launcher names this start; "default" where it has no name. patience: seconds for which it waits for the
-    others before training; 0: as long as usual.
+    launcher: the launcher that set the variables. "": none did.
+    id: the launcher's name for this start. "default": it has none.
+    patience: seconds to wait for the other units before training. 0: the default.
     """
 
     rank: int
@@ -61,17 +64,17 @@ class LaunchInfo:
 
 
 def started_by(environ: Mapping[str, str]) -> str:
-    """The launcher whose variables are all there; "" for none."""
+    """Return the launcher with all variables set; "" for none."""
     return next((name for name, table in TABLES.items() if {table.rank, table.nprocs} <= environ.keys()), "")
 
 
 def start_of(
     environ: Mapping[str, str], rank: int | None = None, nprocs: int | None = None, rendezvous: str = "", host: str = ""
 ) -> LaunchInfo:
-    """What this process has been told; an argument wins over a variable.
+    """Return the identity of this process. Arguments win over variables.
 
     Raises:
-        ConfigError: something is not told, or is no number; it says which variables were looked for.
+        ConfigError: a value is missing or invalid; the error lists the variables.
     """
     launcher = started_by(environ)
     table = TABLES.get(launcher)
@@ -79,7 +82,7 @@ def start_of(
         missing = "--rank" if rank is None else "--nprocs"
         looked = "; ".join(f"{name}: {t.rank} and {t.nprocs}" for name, t in TABLES.items())
         raise ConfigError(
-            missing, None, f"must be given, or told by a launcher's variables, which are not all there\n{looked}"
+            missing, None, f"must be given, or set by a launcher's variables, which are not all set\n{looked}"
         )
     if table is not None:
         if rank is None:
@@ -104,10 +107,13 @@ def start_of(
 
 
 def _check_host(host: str) -> None:
-    """Raise ConfigError for an address that cannot be one host's: told now, every unit knows at once what to mend."""
+    """Raise ConfigError for an address that cannot belong to one host.
+
+    An early check makes every unit report the mistake at once.
+    """
     try:
         address = ip_address(host)
-    except ValueError:  # a name is looked up where something listens
+    except ValueError:  # a host name, which is resolved later
         return
     if address.is_unspecified or address.is_multicast:
         accepted = "must be the address of one interface of this host, at which others reach it"
@@ -122,7 +128,7 @@ def _number(environ: Mapping[str, str], name: str, least: int) -> int:
 
 
 def _id(environ: Mapping[str, str], launcher: str) -> str:
-    """A part of a key."""
+    """Return a name of this start that can be part of a key."""
     words = [environ[name] for name in TABLES[launcher].id if environ.get(name)] if launcher else []
     if not words:
         return DEFAULT_ID

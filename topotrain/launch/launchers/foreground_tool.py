@@ -1,7 +1,7 @@
-"""Somebody else's tool, run in front: found, started, told of Ctrl-C, and waited for.
+"""External tools that run in the foreground: find, start, signal, and wait.
 
-Rule: the tool is in a session of its own, so that one Ctrl-C reaches it once, through us, as the SIGTERM at which each
-of these tools ends all units (srun would ask for a second Ctrl-C). One that does not end is killed.
+The tool runs in its own session, so Ctrl-C does not reach it directly. The launcher sends it SIGTERM, at which each of
+these tools ends all units (srun would ask for a second Ctrl-C). A tool that does not end is killed.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from topotrain.launch.multinode.node_info import JobEnd
 
 PATIENCE_S = 40.0
-"""From SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
+"""Seconds from SIGTERM to SIGKILL: Slurm and torchrun give their processes 30 s."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequested(Exception):
-    """One of the signals that end a job came; `number` says which."""
+    """A signal that ends a job has arrived; `number` is its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -36,7 +36,10 @@ class StopRequested(Exception):
 
 
 def find(program: str, install: str) -> str:
-    """The path of `program`. Raises ConfigError, which says what to install."""
+    """Return the path of `program`.
+
+    Raises ConfigError with the advice what to install.
+    """
     path = shutil.which(program)
     if path is None:
         raise ConfigError("launcher", program, f"is not on PATH: {install}")
@@ -45,22 +48,25 @@ def find(program: str, install: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CommandTool:
-    """A `submission.LauncherTool` that is one command, in front.
+    """A `submission.LauncherTool` that is one foreground command.
 
     Args:
-        words: the command. Raises ConfigError for options that the tool cannot take.
-        install: what to do where its program is not on PATH.
+        words: makes the command. Raises ConfigError for options that the tool does not have.
+        install: what to do where the program is not on PATH.
     """
 
     words: Callable[[Submission], list[str]]
     install: str = ""
 
     def command(self, submission: Submission) -> str:
-        """The command line, and the variables that it inherits."""
+        """Return the command line, and the variables that it inherits."""
         return submission.show(shlex.join(self.words(submission)))
 
     def start(self, submission: Submission) -> LaunchResult:
-        """Run it to its end: all units, or with torchrun this node's. Raises ConfigError where there is no program."""
+        """Run the command to its end. With torchrun it runs this node's units only.
+
+        Raises ConfigError where the program is missing.
+        """
         program, *rest = self.words(submission)
         found = find(program, self.install)
         submission.write()
@@ -68,7 +74,7 @@ class CommandTool:
 
 
 def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:
-    """Run a tool that starts all units of a job, to its end."""
+    """Run a tool that starts all units of a job to its end."""
     try:
         code = run(words, submission.environ, not submission.options.json)
     except StopRequested as came:
@@ -77,16 +83,20 @@ def in_front(words: Sequence[str], submission: Submission) -> LaunchResult:
 
 
 def agreed(submission: Submission, code: int) -> int:
-    """The exit code that the units of a failed job have agreed on; where they could not, `code`, which the tool told.
+    """Return the exit code that the units of a failed job have agreed on.
 
-    srun tells 143 when it had to end the other units, torchrun tells 1 for everything.
+    Without an agreement it is `code`, the exit code of the tool. srun returns 143 when it had to end the other units,
+    and torchrun returns 1 for every failure.
     """
     end = ending(submission) if code else None
     return code if end is None else end.code or code
 
 
 def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | None":
-    """How the job has ended, if that can be found out. said: becomes the end of a job that has none yet."""
+    """Return how the job has ended, if the store knows.
+
+    said: the end to set for a job that has none yet.
+    """
     from topotrain.comm.security.secret import load_secret
     from topotrain.comm.store import StoreError, open_store, within
     from topotrain.launch.multinode.node_info import JobEnd, with_job
@@ -100,19 +110,21 @@ def ending(submission: Submission, said: "JobEnd | None" = None) -> "JobEnd | No
             if said is not None:
                 run.compare_and_set("end", None, said.dumped())
             end = run.get("end")
-    except StoreError:  # one that the first unit has served is gone with it
+    except StoreError:  # a store that unit 0 has served ends with it
         return None
     return JobEnd.loaded(end) if end else None
 
 
 def run(words: Sequence[str], environ: Mapping[str, str], keep_stdout: bool = True) -> int:
-    """Run a tool to its end; returns its exit code. `keep_stdout`: else its stdout is our stderr.
+    """Run a tool to its end; return its exit code.
 
-    Raises Interrupted after a signal, when the tool is gone.
+    Raises StopRequested after a signal, when the tool has ended.
+
+    keep_stdout: whether the tool's stdout stays stdout. Otherwise it is redirected to stderr.
     """
     where = None if keep_stdout else sys.stderr.fileno()
     with interruptible() as gate:
-        gate.closed = True  # a signal inside Popen would leave a process that nobody knows
+        gate.closed = True  # a signal inside Popen would leave an unknown process behind
         process = subprocess.Popen(
             words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL, stdout=where, start_new_session=True
         )
@@ -141,13 +153,16 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 @dataclass(slots=True)
 class SignalGate:
-    """While it is closed, signals wait behind it. came: the last one that did; 0 for none."""
+    """Holds signals back while it is closed.
+
+    came: the last signal held back; 0 for none.
+    """
 
     closed: bool = False
     came: int = 0
 
     def open(self) -> None:
-        """Raise Interrupted for what came meanwhile, and from now on at once."""
+        """Stop holding signals back, and raise StopRequested for one that arrived."""
         self.closed = False
         if self.came:
             raise StopRequested(self.came)
@@ -155,7 +170,10 @@ class SignalGate:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[SignalGate]:
-    """Inside, a signal that ends a job is the exception Interrupted; one that is ignored stays so."""
+    """Raise StopRequested at each signal that ends a job, within the block.
+
+    Ignored signals stay ignored.
+    """
     gate = SignalGate()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
-"""Kubernetes: manifests for a job, written to a file or to stdout. Nothing is submitted: `kubectl apply -f` does that.
+"""Kubernetes: manifests for a job, written to a file or to stdout.
 
-Rule: what is written can be shown to anybody, unless --with-secret was said. The job's folder of other launchers is a
-ConfigMap here, its store is served by unit 0, and its program must be in the image.
+Nothing is submitted: `kubectl apply -f` does that. The manifests contain no secret unless --with-secret is given. Other
+launchers write a folder for the job; here a ConfigMap replaces it. Unit 0 serves the store. The program must be in the
+image.
 """
 
 import os
@@ -42,7 +43,10 @@ _PASSED: Mapping[str, tuple[str, re.Pattern[str]]] = MappingProxyType(
 
 
 def completed(job: Job, options: LaunchOptions) -> LaunchOptions:
-    """The options with a name for the job and a store that its unit 0 serves, where they say neither."""
+    """Return the options with defaults for the job's name and its store.
+
+    By default unit 0 serves the store.
+    """
     base = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:30]
     base = base if _LABEL.fullmatch(base) else "job"
     wanted = options.rendezvous or job.rendezvous
@@ -56,7 +60,10 @@ def completed(job: Job, options: LaunchOptions) -> LaunchOptions:
 
 
 def passed(extra: Sequence[str]) -> dict[str, str]:
-    """Words for --pass by their names, the volumes as lines of one. Raises ConfigError."""
+    """Return the values of --pass by name, with all volumes as lines of one text.
+
+    Raises ConfigError.
+    """
     found: dict[str, str] = {}
     for word in extra:
         name, _, value = word.partition("=")
@@ -68,17 +75,20 @@ def passed(extra: Sequence[str]) -> dict[str, str]:
 
 
 def order(at: Submission) -> ManifestConfig:
-    """What is to be written. Raises ConfigError, StoreError for a URL or a secret that cannot be read."""
+    """Return the settings of the manifests.
+
+    Raises ConfigError or StoreError for a URL or a secret that cannot be read.
+    """
     options = at.options
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts), ("--wait", options.wait)):
         if value:
-            raise ConfigError(option, value, "is not for kubernetes, whose manifests are only written")
+            raise ConfigError(option, value, "is not for kubernetes, where manifests are only written")
     if not options.image:
         raise ConfigError("--image", "", "must be given: a container with Python, topotrain[tls] and the program in it")
     if options.format and options.format not in FORMATS:
         raise ConfigError("--format", options.format, "must be one of: " + ", ".join(FORMATS))
     namespace = options.namespace or NAMESPACE
-    most = 63 - len(f"-{kubernetes_manifests.SERVERS}-0-{at.units}-xxxxx")  # what stands behind it in the name of a pod
+    most = 63 - len(f"-{kubernetes_manifests.SERVERS}-0-{at.units}-xxxxx")  # the suffix in the name of a pod
     for option, name, longest in (("--id", at.id, most), ("--namespace", namespace, 63)):
         if not _LABEL.fullmatch(name) or len(name) > longest:
             raise ConfigError(option, name, f"must be at most {longest} of a-z, 0-9 and -, beginning with a letter")
@@ -91,9 +101,7 @@ def order(at: Submission) -> ManifestConfig:
         namespace,
         options.image,
         words.get("python", PYTHON),
-        job_file.dumps(
-            replace(at.job, rendezvous="")
-        ),  # a variable of each pod has it, with its password if it has one
+        job_file.dumps(replace(at.job, rendezvous="")),  # each pod has it in a variable, possibly with a password
         at.rendezvous if open_url else "",
         at.topology,
         _secrets(at, open_url) if options.with_secret else None,
@@ -113,20 +121,20 @@ def _secrets(at: Submission, open_url: bool) -> dict[str, str]:
 
 
 def command(at: Submission) -> str:
-    """The manifests, and above them what is left to do."""
+    """Return the manifests, after comments about the remaining steps."""
     made = order(at)
     return _head(made) + _yaml(FORMATS[at.options.format or "trainjob"](made))
 
 
 def start(at: Submission) -> LaunchResult:
-    """Write them. Raises ConfigError."""
+    """Write the manifests. Raises ConfigError."""
     text, file = command(at), at.options.output
     if not file:
         return LaunchResult(0, text=text)
     try:
         mode = 0o600 if at.options.with_secret else 0o644
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as out:
-            if at.options.with_secret:  # the file may have been there
+            if at.options.with_secret:  # the file may have existed with another mode
                 os.fchmod(out.fileno(), mode)
             out.write(text)
     except OSError as error:
@@ -135,20 +143,22 @@ def start(at: Submission) -> LaunchResult:
 
 
 def _head(made: ManifestConfig) -> str:
-    """As comments: how the Secret comes to be, and where results go."""
+    """Return comments: how to create the Secret, and where the results are."""
     lines = ["kubectl apply -f THIS-FILE"]
     if made.secrets is None:
         keys = "--from-file=token=/dev/stdin"
         keys += "" if made.rendezvous else " --from-literal=rendezvous=URL-WITH-PASSWORD"
         lines = [
-            f"First, once, the Secret {made.secret}, which no file needs to hold:",
+            f"First, once, create the Secret {made.secret} without writing it to a file:",
             "  python -c 'import secrets; print(secrets.token_hex(32), end=\"\")' |",
             f"    kubectl -n {made.namespace} create secret generic {made.secret} {keys}",
             "Then:",
             f"  {lines[0]}",
         ]
     if not made.volumes:
-        lines += ["The workspace is inside the pods and goes with them: --pass=volume=CLAIM:/path keeps what is below."]
+        lines += [
+            "The workspace is inside the pods and is lost with them: --pass=volume=CLAIM:/path keeps files below /path."
+        ]
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -159,7 +169,7 @@ def _yaml(documents: list[Data]) -> str:
         raise ConfigError("launcher", "kubernetes", f"writes YAML, and pyyaml is not installed: {INSTALL}") from None
 
     class Dumper(yaml.SafeDumper):
-        """Lists stand indented, and a text of several lines as it is."""
+        """Indents lists, and writes texts of several lines as block scalars."""
 
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:
             return super().increase_indent(flow, False)

@@ -1,8 +1,9 @@
-"""What Kubernetes is told of a job, as data: a TrainJob of Kubeflow Trainer v2 with a runtime of its own, or a JobSet.
+"""Kubernetes manifests of a job as data: a TrainJob of Kubeflow, or a JobSet.
 
-Rule: pure. One indexed Job per role, in which a pod is a unit: its completion index, plus the first rank of its role,
-is its rank. A pod that fails fails its Job, and that all of them; nobody replaces a single pod, though a
-running job could take it in. The secret is only referred to, unless it is given.
+A TrainJob (Kubeflow Trainer v2) comes with its own TrainingRuntime. This module is pure. There is one indexed Job per
+role, in which a pod is a unit. The rank of a unit is the completion index plus the first rank of its role. A failed pod
+fails its Job, and so the whole JobSet. Single pods are not replaced, although a running job could accept a new unit.
+The manifests refer to the Secret, and contain it only if it is given.
 """
 
 from collections.abc import Mapping
@@ -13,21 +14,23 @@ from topotrain.config.topology import Topology, Unit
 
 TRAINER_API, JOBSET_API = "trainer.kubeflow.org/v1alpha1", "jobset.x-k8s.io/v1alpha2"
 MAIN, SERVERS = "node", "servers"
-"""Names of the two Jobs. The first has unit 0 in it; Kubeflow wants that name for its container, too."""
+"""The names of the two Jobs. The first contains unit 0; Kubeflow requires that name for its container, too."""
 CONF_FOLDER, CONF_FILE = "/etc/topotrain", "job.conf"
 MEETING_S = 1800
-"""Until the last pod has come: images may have to be fetched."""
+"""Seconds until the last pod has started: images may have to be pulled."""
 _SETUP_CODE = 2
 Data = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestConfig:
-    """What is to be made of a job.
+    """The settings of a job's manifests.
 
-    conf: the text of the job file. rendezvous: the URL; "" for one with a password, which then stands in the Secret.
-    secrets: the Secret's values, to be written down; None: it is made otherwise. cpu, memory: of each pod, as
-    quantities; "" for as many CPUs as it has processes, and for no bound. volumes: path -> PersistentVolumeClaim.
+    conf: the text of the job file.
+    rendezvous: the store's URL. "": it has a password, which is in the Secret instead.
+    secrets: the values of the Secret to write. None: it is created separately.
+    cpu, memory: quantities for each pod; "": as many CPUs as it has processes, and no memory limit.
+    volumes: the PersistentVolumeClaim of each path.
     """
 
     name: str
@@ -46,12 +49,12 @@ class ManifestConfig:
 
     @property
     def secret(self) -> str:
-        """The Secret's name."""
+        """The name of the Secret."""
         return f"{self.name}-secret"
 
 
 def trainjob(order: ManifestConfig) -> list[Data]:
-    """A TrainJob, the TrainingRuntime that it refers to, and what both need."""
+    """Return a TrainJob, its TrainingRuntime, and the objects that both need."""
     main = roles(order.topology)[0][1]
     runtime = {
         "apiVersion": TRAINER_API,
@@ -71,7 +74,7 @@ def trainjob(order: ManifestConfig) -> list[Data]:
 
 
 def jobset(order: ManifestConfig) -> list[Data]:
-    """A JobSet, and what it needs."""
+    """Return a JobSet and the objects that it needs."""
     return [
         *_needed(order),
         {
@@ -84,7 +87,10 @@ def jobset(order: ManifestConfig) -> list[Data]:
 
 
 def roles(topology: Topology) -> list[tuple[str, tuple[Unit, ...]]]:
-    """The units of each Job, ranks in a row: workers, and servers where they have units of their own."""
+    """Return the units of each Job, with consecutive ranks.
+
+    One Job has the workers. Servers in units of their own have a second Job.
+    """
     if not topology.cluster.server_worker_separate:
         return [(MAIN, topology.units)]
     working = tuple(unit for unit in topology.units if unit.workers)
@@ -93,7 +99,10 @@ def roles(topology: Topology) -> list[tuple[str, tuple[Unit, ...]]]:
 
 
 def address(name: str, namespace: str, domain: str) -> str:
-    """The name of the pod of unit 0, which its own hosts file knows before the cluster's name service does."""
+    """Return the DNS name of the pod of unit 0.
+
+    Its own hosts file has the name before the cluster's DNS does.
+    """
     return f"{name}-{MAIN}-0-0.{name}.{namespace}.svc.{domain}"
 
 
@@ -121,7 +130,10 @@ def _metadata(order: ManifestConfig, name: str) -> Data:
 
 
 def _jobset_spec(order: ManifestConfig) -> Data:
-    """All start again together or not at all; a job that was set up wrongly never does."""
+    """Return the JobSet's spec: all pods restart together, or none does.
+
+    A job with a wrong configuration never restarts.
+    """
     policy: Data = {"maxRestarts": order.max_restarts}
     if order.max_restarts:
         policy["rules"] = [{"name": "badinput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
@@ -144,7 +156,7 @@ def _replicated(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Da
         codes = {"containerName": name, "operator": "In", "values": [_SETUP_CODE]}
         spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
     template: Data = {"spec": spec}
-    if name == MAIN:  # what Kubeflow knows the pods by that are to train
+    if name == MAIN:  # Kubeflow finds the training pods by this label
         template = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}, **template}
     return {"name": name, "replicas": 1, "template": template}
 
@@ -176,7 +188,10 @@ def _pod(order: ManifestConfig, name: str, units: tuple[Unit, ...]) -> Data:
 
 
 def _variables(order: ManifestConfig, first: int) -> list[Data]:
-    """What a unit is told; JOB_COMPLETION_INDEX comes from the indexed Job."""
+    """Return the variables of a unit.
+
+    The indexed Job adds JOB_COMPLETION_INDEX.
+    """
     where = {"value": order.rendezvous} if order.rendezvous else _from_secret(order, "rendezvous")
     return [
         {"name": "TOPOTRAIN_NPROCS", "value": str(len(order.topology.units))},

@@ -1,7 +1,7 @@
-"""mpirun of Open MPI: the units as its processes, in front. They start no MPI; only their rank comes from it.
+"""mpirun of Open MPI: runs the units as its processes, in the foreground.
 
-Rule: one unit that fails ends all, and nobody is started again. Open MPI would bind each unit to one core, though a
-unit is several processes.
+The units use no MPI; only their ranks come from it. One failed unit ends all, and none is restarted. Binding to cores
+is off, because Open MPI would bind each unit to one core, and a unit is several processes.
 """
 
 import os
@@ -16,18 +16,21 @@ INSTALL = "it comes with Open MPI (Debian: openmpi-bin)"
 
 
 def words(submission: Submission) -> list[str]:
-    """The command. Raises ConfigError for --nodes, which mpirun does not know."""
+    """Return the command.
+
+    Raises ConfigError for --nodes, which mpirun does not have.
+    """
     if submission.options.nodes:
         raise ConfigError("--nodes", submission.options.nodes, "is not for mpirun: name the machines with --hosts")
     line = ["mpirun", "-np", str(submission.units), "--bind-to", "none", "--wdir", os.getcwd()]
     line += ["--host", _slots(submission.options.hosts)] if submission.options.hosts else []
-    for variable in submission.environ:  # the name alone: mpirun takes the value from its own environment
+    for variable in submission.environ:  # only the name: mpirun reads the value from its own environment
         line += ["-x", variable]
     return [*line, *submission.options.extra, *submission.command]
 
 
 def _slots(hosts: Sequence[str]) -> str:
-    """A name given n times has n slots, as "name:n" has."""
+    """Return the hosts with their slots: a name given n times becomes "name:n"."""
     return ",".join(f"{name}:{slots}" if slots > 1 else name for name, slots in Counter(hosts).items())
 
 

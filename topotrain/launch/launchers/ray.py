@@ -1,10 +1,10 @@
-"""Ray: one actor per unit in a placement group of a Ray cluster, in front. Ray's core alone is used.
+"""Ray: runs one actor per unit in a placement group, in the foreground.
 
-Rule: Ray places and watches, our units do the rest. An actor runs one unit as a process of its own and nothing else;
-when the actor goes, the unit goes, too. A lost actor or node ends the job with that as its cause. Ray itself restarts
-nobody: with --max-restarts a job that failed starts again as a whole, from its beginning and under a name of its own
-(as under torchrun), though a running job could take one unit in again. What a unit must know travels as the argument
-of a call, since Ray shows an actor's environment on command lines.
+Only Ray's core is used. Ray places and monitors the actors. An actor runs one unit as a child process, and the unit
+ends with its actor. The loss of an actor or a node ends the job, with that as its cause. Ray itself restarts nothing,
+although a running job could accept a new unit. With --max-restarts a failed job restarts as a whole, from its beginning
+and under a new name, as under torchrun. The unit's settings are arguments of a remote call, because Ray shows the
+environment of an actor on command lines.
 """
 
 import ctypes
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'topotrain[ray]'"
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 LOOK_S, QUIET_S, ROOM_S = 0.2, 5.0, 300.0
-"""Between two looks at the actors; until waiting for room in the cluster is told; until it is given up."""
+"""Seconds between two polls of the actors; until a notice about missing capacity; until the launcher gives up."""
 FINAL_CODES = frozenset({0, 2, 130, 143})
-"""Ends that a restart would not better: well, bad input, and by signal."""
+"""Exit codes without a restart: success, bad input, and signals."""
 _PR_SET_PDEATHSIG = 1
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """What the user wants of Ray. cpus: of each unit; 0: one for each of its processes. room: seconds to wait.
+    """The user's options for Ray.
 
-    grows: the user has said for how long, so nodes may still join.
+    cpus: CPUs of each unit; 0: one for each of its processes. room: seconds to wait for capacity.
+    grows: the user has set `room`, so nodes may still join the cluster.
     """
 
     strategy: str
@@ -58,10 +59,10 @@ class RayOptions:
 
 
 def ask(topology: Topology, extra: Sequence[str]) -> RayOptions:
-    """Read --pass words. Raises ConfigError.
+    """Parse the words of --pass. Raises ConfigError.
 
-    Several server groups are several copies of each shard, which shall not go with one node: then one unit per node is
-    a must, and else a wish.
+    Several server groups hold several replicas of each shard, which must not be lost with one node. So one unit per
+    node is required for them, and preferred otherwise.
     """
     given = RayOptions("STRICT_SPREAD" if topology.synced else "SPREAD")
     for word in extra:
@@ -85,18 +86,21 @@ def _is_number(text: str) -> bool:
 
 
 def bundles(submission: Submission, asked: RayOptions) -> list[dict[str, float]]:
-    """What each unit takes of a node, by rank. Raises ConfigError for options that Ray has no use for."""
+    """Return the resources of each unit, by rank.
+
+    Raises ConfigError for options that Ray does not use.
+    """
     options = submission.options
     for option, value in (("--nodes", options.nodes), ("--hosts", options.hosts)):
         if value:
-            raise ConfigError(option, value, "is not for ray, which finds the nodes: say how with --pass=strategy=")
+            raise ConfigError(option, value, "is not for ray, which finds the nodes: choose how with --pass=strategy=")
     gpus = {"GPU": asked.gpus} if asked.gpus else {}
     units = submission.topology.units
     return [{"CPU": asked.cpus or len(unit.workers) + bool(unit.servers), **gpus} for unit in units]
 
 
 def command(submission: Submission) -> str:
-    """What is asked of Ray, which has no command line for it."""
+    """Return a description of the calls to Ray, which has no command line for them."""
     asked = ask(submission.topology, submission.options.extra)
     lines = [f"ray.init(address={asked.address!r})", f"placement_group(strategy={asked.strategy!r}, bundles=["]
     lines += [f"    {bundle},  # unit {rank}" for rank, bundle in enumerate(bundles(submission, asked))]
@@ -105,7 +109,10 @@ def command(submission: Submission) -> str:
 
 
 def start(submission: Submission) -> LaunchResult:
-    """Run all units to their end, as often as they may start. Raises ConfigError where there is no Ray, or no room."""
+    """Run all units to their end, with restarts as allowed.
+
+    Raises ConfigError where Ray is not installed, or has no capacity.
+    """
     asked = ask(submission.topology, submission.options.extra)
     wanted = bundles(submission, asked)
     from topotrain.launch.agent.stop_signals import signals
@@ -125,7 +132,10 @@ def start(submission: Submission) -> LaunchResult:
 
 
 def lived(submission: Submission, count: int) -> Submission:
-    """The job in its life number `count`: a unit must not hear how an earlier life has ended."""
+    """Return the submission of attempt number `count`.
+
+    Each attempt has its own name, because a unit must not read how an earlier attempt has ended.
+    """
     if count == 0:
         return submission
     name = f"{submission.id}.life-{count}"
@@ -135,7 +145,7 @@ def lived(submission: Submission, count: int) -> Submission:
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """Ray itself, connected. Raises ConfigError."""
+    """Yield the connected Ray module. Raises ConfigError."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -147,7 +157,7 @@ def _connected(address: str) -> Iterator[Any]:
         ray.init(address=address, logging_level="ERROR", log_to_driver=True, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0]
-        accepted = f"no Ray cluster answers ({why}): name one with --pass=address=, or `ray start --head` begins one"
+        accepted = f"no Ray cluster answers ({why}): name one with --pass=address=, or run `ray start --head`"
         raise ConfigError("--pass=address", without_password(address), accepted) from None
     try:
         yield ray
@@ -156,7 +166,7 @@ def _connected(address: str) -> Iterator[Any]:
 
 
 def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: RayOptions) -> None:
-    """Raise ConfigError where the units would wait for room that these nodes never have."""
+    """Raise ConfigError where these nodes never have enough capacity."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if asked.grows or fits(nodes, wanted, asked.strategy):
         return
@@ -164,7 +174,7 @@ def _check_room(ray: Any, wanted: Sequence[Mapping[str, float]], asked: RayOptio
     other = better(nodes, wanted)
     accepted = f"has no room for the {len(wanted)} units ({_amounts(wanted[0])} for unit 0) on the nodes ({have}), "
     accepted += f"but {other} has; " if other else "and no other strategy has; "
-    accepted += "where nodes are still to join, say with --pass=room=SECONDS for how long to wait"
+    accepted += "where nodes are still to join, set the seconds to wait with --pass=room=SECONDS"
     raise ConfigError("--pass=strategy", asked.strategy, accepted)
 
 
@@ -173,21 +183,25 @@ def _amounts(amounts: Mapping[str, float]) -> str:
 
 
 class UnitActor:
-    """The actor: runs one unit on its node."""
+    """The actor that runs one unit on its node."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def __repr__(self) -> str:  # Ray sets it before each line of the actor's output
+    def __repr__(self) -> str:  # Ray's prefix of each line of the actor's output
         return f"unit {self._rank}"
 
     def where(self) -> str:
-        """The name of this host, and of Ray's node on it."""
+        """Return the name of this host, and of Ray's node on it."""
         ray: Any = importlib.import_module("ray")
         return f"{socket.gethostname()} (Ray node {ray.get_runtime_context().get_node_id()[:12]})"
 
     def run(self, words: Sequence[str], environ: Mapping[str, str], folder: str, keep_stdout: bool) -> int:
-        """The exit code of a process that lives no longer than this one. `keep_stdout`: else its stdout is stderr."""
+        """Run the unit, and return its exit code.
+
+        The process ends with this actor at the latest. keep_stdout: whether its stdout stays stdout; otherwise it is
+        redirected to stderr.
+        """
         bound = [sys.executable, "-m", "topotrain.launch.launchers.ray", str(os.getpid()), *words]
         out = None if keep_stdout else sys.stderr.fileno()
         try:
@@ -200,7 +214,10 @@ class UnitActor:
 
 
 def main(parent: str, *words: str) -> None:
-    """Become the unit, which gets a SIGTERM when the actor `parent` ends, however that comes about."""
+    """Replace this process by the unit.
+
+    The kernel sends the unit SIGTERM when the actor `parent` ends for any reason.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() == int(parent):
         os.execv(words[0], words)
@@ -208,7 +225,7 @@ def main(parent: str, *words: str) -> None:
 
 @dataclass(slots=True)
 class _Life:
-    """One start of the whole job."""
+    """One attempt of the whole job."""
 
     ray: Any
     at: Submission
@@ -220,7 +237,10 @@ class _Life:
     lost_rank: int = -1
 
     def live(self) -> int:
-        """Run it to its end; returns its exit code. Nothing of it is left in the cluster."""
+        """Run the attempt to its end; return its exit code.
+
+        It leaves nothing in the cluster.
+        """
         util = self.ray.util
         group = util.placement_group(bundles(self.at, self.asked), strategy=self.asked.strategy)
         actors: list[Any] = []
@@ -264,7 +284,10 @@ class _Life:
         return self.ray.remote(UnitActor).options(**options, scheduling_strategy=place).remote(rank)
 
     def _watch(self, actors: Sequence[Any]) -> None:
-        """Return when all units have ended; after a loss or a signal not later than PATIENCE_S."""
+        """Wait until all units have ended.
+
+        After a loss or a signal it waits at most PATIENCE_S seconds.
+        """
         options = self.at.options
         places = {actor.where.remote(): rank for rank, actor in enumerate(actors)}
         runs: dict[Any, int] = {}
@@ -300,7 +323,7 @@ class _Life:
         runs.pop(ref, None)
 
     def _tell(self) -> None:
-        """Let the units that still live know why the job ends."""
+        """Write the reason of the job's end to the store for the remaining units."""
         if self.heard.came:
             number = self.heard.came[0]
             foreground_tool.ending(
@@ -311,7 +334,7 @@ class _Life:
 
 
 def _reason(error: Exception) -> str:
-    """The line of Ray's text that says why."""
+    """Return the line of Ray's error that gives the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "because" in line or "died" in line.lower()), lines[0] if lines else "")
 

@@ -1,18 +1,19 @@
-"""Whether the nodes of a Ray cluster could ever hold the units of a job; pure.
+"""Capacity check: whether a Ray cluster could ever hold the units of a job.
 
-Rule: only what cannot be is refused. Room that others take now may become free, so a node counts with all that it has.
+It refuses only what is impossible. Capacity that is in use now may become free, so each node counts with its total
+resources. This module is pure.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 Amounts = Mapping[str, float]
-"""CPU and GPU: what a node has, or what a unit takes of one."""
+"""The amounts of CPU and GPU that a node has, or that a unit needs."""
 
 
 def fits(nodes: Sequence[Amounts], bundles: Sequence[Amounts], strategy: str) -> bool:
-    """False only if these units have no room on these nodes even when nobody else uses them.
+    """Return False only if these units cannot fit on these nodes without other users.
 
-    All bundles take the same number of GPUs, as `ray.bundles` makes them.
+    All bundles have the same number of GPUs, as `ray.bundles` makes them.
     """
     if strategy == "STRICT_PACK":
         whole = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in ("CPU", "GPU")}
@@ -27,7 +28,7 @@ def fits(nodes: Sequence[Amounts], bundles: Sequence[Amounts], strategy: str) ->
 
 
 def better(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> str:
-    """The words for --pass with which the units fit; "" if none were found."""
+    """Return the words for --pass with which the units fit; "" if none were found."""
     for strategy, cpus in _choices(nodes, bundles):
         asked = [{**bundle, "CPU": cpus} if cpus else bundle for bundle in bundles]
         if fits(nodes, asked, strategy):
@@ -36,7 +37,7 @@ def better(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> str:
 
 
 def _choices(nodes: Sequence[Amounts], bundles: Sequence[Amounts]) -> Iterator[tuple[str, float]]:
-    """Strategies, and CPUs for each unit (0: as they are), the nearest to what a unit wants first."""
+    """Yield strategies and CPUs per unit (0: unchanged), closest to the request first."""
     yield "SPREAD", 0.0
     yield "SPREAD", 1.0
     for parts in range(1, len(bundles) + 1):
@@ -52,5 +53,5 @@ def _holds(node: Amounts, bundle: Amounts) -> bool:
 
 
 def _times(node: Amounts, bundle: Amounts) -> int:
-    """How many such units a node holds."""
+    """Return the number of such units that a node holds."""
     return int(min(node.get(kind, 0.0) / amount for kind, amount in bundle.items() if amount))

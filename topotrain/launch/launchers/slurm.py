@@ -1,8 +1,8 @@
-"""sbatch: the units as one batch job of Slurm.
+"""sbatch: runs the units as one batch job of Slurm.
 
-Rule: the script says everything that matters, so that what `--dry-run` prints is what runs. Nobody is started again
-(`--no-requeue`) unless the user says so. There is no accounting database to ask: the controller knows a job until
-some minutes after its end, and that is where `--wait` looks.
+The script contains all settings, so `--dry-run` prints what runs. Nothing is restarted (`--no-requeue`) unless the user
+asks for it. `--wait` asks the controller instead of an accounting database, which may not exist. The controller knows a
+job until some minutes after its end.
 """
 
 import os
@@ -21,11 +21,14 @@ from topotrain.launch.launchers.submission import LaunchResult, Submission
 SCRIPT, OUTPUT = "job.sh", "slurm-%j.out"
 LOOK_S = 0.5
 QUIET_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "OUT OF SIGHT"})
-"""A job in one of these has not ended."""
+"""A job in one of these states has not ended."""
 
 
 def script(submission: Submission) -> str:
-    """The batch script. Raises ConfigError for an extra word that is no option of sbatch."""
+    """Return the batch script.
+
+    Raises ConfigError for an extra word that is no option of sbatch.
+    """
     for word in submission.options.extra:
         if not word.startswith("-"):
             raise ConfigError("--pass", word, "must be an option of sbatch, such as --partition=gpu")
@@ -46,17 +49,23 @@ def script(submission: Submission) -> str:
 
 
 def _directive(option: str) -> str:
-    """sbatch splits a line at spaces, and takes double quotes as a shell would."""
+    """Quote an option for sbatch.
+
+    sbatch splits a line at spaces, and interprets double quotes like a shell.
+    """
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"' if " " in option else option
 
 
 def command(submission: Submission) -> str:
-    """The batch script, and the variables that sbatch inherits."""
+    """Return the batch script, and the variables that sbatch inherits."""
     return submission.show(script(submission))
 
 
 def start(submission: Submission) -> LaunchResult:
-    """Queue the script, and with `wait` follow it to its end. Raises ConfigError where there is no sbatch."""
+    """Queue the script, and with `wait` follow it to its end.
+
+    Raises ConfigError where sbatch is missing or refuses the script.
+    """
     text = script(submission)
     sbatch = foreground_tool.find("sbatch", srun.INSTALL)
     submission.write()
@@ -71,7 +80,7 @@ def start(submission: Submission) -> LaunchResult:
     )
     if done.returncode:
         raise ConfigError("sbatch", shlex.join(submission.options.extra), "was refused: " + done.stderr.strip())
-    job = done.stdout.strip().partition(";")[0]  # behind it stands the cluster, where there are several
+    job = done.stdout.strip().partition(";")[0]  # the name of the cluster follows, where there are several
     said = {"job": job, "output": str(submission.folder / OUTPUT.replace("%j", job))}
     if not submission.options.wait:
         return LaunchResult(0, said)
@@ -79,9 +88,10 @@ def start(submission: Submission) -> LaunchResult:
 
 
 def follow(job: str, output: Path, submission: Submission) -> int:
-    """Wait for the end of a batch job, telling on stderr what it is doing; returns the units' exit code.
+    """Wait for the end of a batch job, and print its states to stderr.
 
-    A signal cancels the job and returns 128 + its number. A job that did not end well shows its last lines.
+    Returns the units' exit code. A signal cancels the job, and the result is 128 + its number. The last lines of a
+    failed job's output are shown.
     """
     told = ""
     try:
@@ -103,12 +113,12 @@ def follow(job: str, output: Path, submission: Submission) -> int:
 
 
 def look(job: str) -> tuple[str, int]:
-    """The state of a job, and its exit code (1 for an end without one)."""
+    """Return the state of a job, and its exit code (1 for an end without one)."""
     done = subprocess.run(
         ["scontrol", "show", "job", "--oneliner", job], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     if done.returncode:
-        # The controller may be away for a while, as when it is restarted; the job goes on.
+        # The controller may be unavailable for a while, such as during its restart; the job continues.
         return ("FORGOTTEN", 1) if "Invalid job id" in done.stderr else ("OUT OF SIGHT", 0)
     words = dict(word.partition("=")[::2] for word in done.stdout.split())
     state = words.get("JobState", "FORGOTTEN")

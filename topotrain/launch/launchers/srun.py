@@ -1,7 +1,7 @@
-"""srun: the units as the tasks of one Slurm step, in front.
+"""srun: runs the units as the tasks of one Slurm step, in the foreground.
 
-Rule: one unit that fails ends the step, and nobody is started again. A unit is one task with a CPU for each of its
-processes, and Slurm must not bind them all to one.
+One failed unit ends the step, and none is restarted. A unit is one task with a CPU for each of its processes. Binding
+is off, because Slurm would bind them all to one CPU.
 """
 
 import os
@@ -13,7 +13,10 @@ INSTALL = "it comes with Slurm (Debian: slurm-client), on a login node of the cl
 
 
 def words(submission: Submission, inside: bool = False) -> list[str]:
-    """The command. `inside`: it stands in a batch script, which says the rest."""
+    """Return the command.
+
+    inside: it is for a batch script, which sets the other options.
+    """
     step = ["srun", f"--ntasks={submission.units}", f"--cpus-per-task={submission.processes}"]
     if not inside:
         step += [f"--job-name={submission.job.name or submission.id}", f"--chdir={os.getcwd()}"]

@@ -1,11 +1,11 @@
-"""What a job becomes before somebody else's tool starts its units: a folder that every one of them can read.
+"""Submission of a job to another tool: a folder that all units can read.
 
-workspace/launch/ID/job.conf   the job as it was when it was submitted: program, arguments and overrides included
-workspace/launch/ID/token      its secret, which the environment names and no command line shows
-workspace/launch/ID/store/     where the units meet, unless another URL is given
+    workspace/launch/ID/job.conf   the job as it was submitted, including program, arguments and overrides
+    workspace/launch/ID/token      its secret, which the environment refers to and no command line shows
+    workspace/launch/ID/store/     the units' store, unless another URL is given
 
-Rule: the folder is for this user alone, and nothing is written for a dry run. A queue may hold a job for days, so
-what was submitted is what runs, whatever becomes of the file that the user wrote.
+The folder is for this user alone, and a dry run writes nothing. A queue may hold a job for days. The job runs as
+submitted, even if the user changes the job file later.
 """
 
 import os
@@ -30,16 +30,19 @@ RENDEZVOUS_VARIABLE, TOKEN_VARIABLE = "TOPOTRAIN_RENDEZVOUS", "TOPOTRAIN_TOKEN_F
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What the user says to a launcher beside the job.
+    """The user's options for a launcher.
 
-    rendezvous: the store's URL; "": a folder of the workspace. nodes: on how many machines; 0 leaves it to the tool.
-    hosts: their names, for tools that do not choose them. extra: words for the tool itself, as they are.
-    wait: stay until a queued job has ended. id: the job's name in the store; "": a new one. json: stdout is for our
-    JSON, so that what the units print goes to stderr.
+    rendezvous: the store's URL. "": a folder of the workspace.
+    nodes: the number of nodes. 0: the tool decides.
+    hosts: the names of hosts, for tools that do not choose them.
+    extra: words for the tool itself, unchanged.
+    wait: wait until a queued job has ended.
+    id: the job's name in the store; "": a new one.
+    json: stdout is for JSON output, so the units' output goes to stderr.
 
-    Only some launchers take the rest. max_restarts: how often all may start again after a failure. image: of the
-    container. namespace, format, output, with_secret: where manifests belong, of which kind, to which file ("" for
-    stdout), and whether the secret stands in them.
+    Only some launchers accept the rest: max_restarts: the number of restarts of all units after a failure. image: the
+    container image. namespace, format, output: the namespace of manifests, their format, and their file ("" for
+    stdout). with_secret: whether the manifests contain the secret.
     """
 
     rendezvous: str = ""
@@ -59,7 +62,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job on its way to a launcher; `submission` makes one."""
+    """A job to submit to a launcher; `submission` makes one."""
 
     job: Job
     topology: Topology
@@ -68,7 +71,7 @@ class Submission:
     folder: Path
     rendezvous: str
     environ: Mapping[str, str] = field(repr=False)
-    """The variables of ours that each unit needs, beside what it inherits."""
+    """The variables that each unit needs besides those that it inherits."""
 
     @property
     def units(self) -> int:
@@ -76,23 +79,32 @@ class Submission:
 
     @property
     def processes(self) -> int:
-        """Of the largest unit: its workers, and its servers together."""
+        """The processes of the largest unit: its workers, and one for its servers."""
         return max(len(unit.workers) + bool(unit.servers) for unit in self.topology.units)
 
     @property
     def command(self) -> list[str]:
-        """The words that start one unit; which one it is, the tool's own variables say (see table_spec.py)."""
+        """The command that starts a unit.
+
+        The tool's own variables give the unit its rank (see env_tables.py).
+        """
         return [sys.executable, "-m", "topotrain", "unit", str(self.folder / JOB_FILE)]
 
     def per_node(self, nodes: int) -> int:
-        """Units on each of so many nodes, for tools that want the same number everywhere. Raises ConfigError."""
+        """Return the number of units on each of `nodes` nodes.
+
+        It is for tools that need the same number on each. Raises ConfigError.
+        """
         if self.units % nodes:
             fits = ", ".join(str(n) for n in range(1, self.units + 1) if self.units % n == 0)
             raise ConfigError("--nodes", nodes, f"must divide the {self.units} units evenly: {fits}")
         return self.units // nodes
 
     def write(self) -> None:
-        """Lay the folder down; a second time, as on each node of one torchrun, changes nothing. Raises ConfigError."""
+        """Write the folder.
+
+        A second call, as on each node of one torchrun, changes nothing. Raises ConfigError.
+        """
         from topotrain.comm.security.secret import load_secret
 
         try:
@@ -105,16 +117,17 @@ class Submission:
             raise ConfigError("cluster.workspace", self.job.workspace, accepted) from None
 
     def show(self, text: str) -> str:
-        """For a dry run: `text`, and above it the variables that it inherits, without passwords."""
+        """Return `text` for a dry run, after its inherited variables without passwords."""
         lines = [f"# with {name}={without_password(value)}" for name, value in self.environ.items()]
         return "\n".join([*lines, text.rstrip("\n"), ""])
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
-    """What became of a start: the exit code, and what the tool called the job (empty for one that ran in front).
+    """The result of a start.
 
-    text: for stdout, instead of the job's number.
+    code: the exit code. said: the tool's data about the job; empty for one that ran in the foreground.
+    text: a text for stdout instead of the job's number.
     """
 
     code: int
@@ -123,19 +136,25 @@ class LaunchResult:
 
 
 class LauncherTool(Protocol):
-    """A module of this folder that hands a job to one launcher."""
+    """A module of this folder that submits a job to one launcher."""
 
     def command(self, submission: Submission) -> str:
-        """Exactly what would be submitted. Raises ConfigError for options that the tool cannot take."""
+        """Return what would be submitted.
+
+        Raises ConfigError for options that the tool does not have.
+        """
         ...
 
     def start(self, submission: Submission) -> LaunchResult:
-        """Submit it; returns when it is queued or, for tools that run in front, has ended. Raises ConfigError."""
+        """Submit the job.
+
+        Returns when it is queued or, for foreground tools, when it has ended. Raises ConfigError.
+        """
         ...
 
 
 def submission(job: Job, topology: Topology, options: LaunchOptions, environ: Mapping[str, str]) -> Submission:
-    """Name a job and find its folder; nothing is written. Raises ConfigError."""
+    """Name a job, and find its folder, without writing anything. Raises ConfigError."""
     wanted = options.rendezvous or job.rendezvous
     given = parse_qs(urlsplit(wanted).query).get("job", [""])[0]
     if given and options.id and given != options.id:
@@ -154,12 +173,12 @@ def submission(job: Job, topology: Topology, options: LaunchOptions, environ: Ma
 
 
 def job_id(job: Job) -> str:
-    """A new name for a start of this job, which may be a part of a key."""
+    """Return a new name for a start of this job, which can be part of a key."""
     return f"{_word(job.name)}-{secrets.token_hex(4)}"
 
 
 def without_password(url: str) -> str:
-    """`url` with *** for its password, if it has one."""
+    """Return `url` with *** in place of its password, if it has one."""
     parts = urlsplit(url)
     if parts.password is None:
         return url
@@ -172,7 +191,10 @@ def _word(name: str) -> str:
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Write a file for this user alone; one that is there already must say the same. Raises ConfigError, OSError."""
+    """Write a file for this user alone.
+
+    An existing file must have the same content. Raises ConfigError or OSError.
+    """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     with os.fdopen(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)

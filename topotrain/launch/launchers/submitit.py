@@ -1,7 +1,7 @@
-"""submitit: the units as the tasks of one submitit job on Slurm.
+"""submitit: runs the units as the tasks of one submitit job on Slurm.
 
-Rule: `submit` is the whole of it, for those who have an executor of their own. submitit stops a job after five
-minutes unless it is told otherwise; here the limit is the partition's. Nobody is started again.
+`submit` can be called directly with an executor of the user. submitit limits a job to five minutes by default; here the
+limit is that of the partition. No unit is restarted.
 """
 
 import os
@@ -19,7 +19,10 @@ FOLDER = "submitit"
 
 
 class UnitFailed(Exception):
-    """What a unit's task raises, so that submitit knows that it failed; `code` is the unit's exit code."""
+    """The failure of a unit's task, raised so that submitit sees it.
+
+    code: the unit's exit code.
+    """
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -27,7 +30,7 @@ class UnitFailed(Exception):
 
 
 def unit(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Be one task: run the unit. Raises UnitFailed."""
+    """Run the unit as one task. Raises UnitFailed."""
     code = subprocess.run(words, env={**os.environ, **environ}, stdin=subprocess.DEVNULL).returncode
     if code:
         raise UnitFailed(code if code > 0 else 128 - code)
@@ -35,16 +38,17 @@ def unit(words: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def submit(executor: Any, submission: Submission) -> Any:
-    """Give all units of a job to `executor` (a submitit.AutoExecutor or SlurmExecutor); returns submitit's Job.
+    """Submit all units of a job to `executor`; return submitit's Job.
 
-    Its nodes times tasks per node must be the number of units. The job's folder is written first.
+    The executor is a submitit.AutoExecutor or SlurmExecutor. Its nodes times tasks per node must be the number of
+    units. The job's folder is written first.
     """
     submission.write()
     return executor.submit(unit, submission.command, dict(submission.environ))
 
 
 def parameters(submission: Submission) -> dict[str, Any]:
-    """What `AutoExecutor.update_parameters` is given. Raises ConfigError."""
+    """Return the arguments of `AutoExecutor.update_parameters`. Raises ConfigError."""
     nodes = submission.options.nodes or 1
     given: dict[str, Any] = {
         "name": submission.job.name or submission.id,
@@ -67,7 +71,10 @@ def parameters(submission: Submission) -> dict[str, Any]:
 
 
 def command(submission: Submission) -> str:
-    """submitit writes the batch script itself, when it submits: what it is asked for."""
+    """Return a description of the submission.
+
+    submitit itself writes the batch script when it submits.
+    """
     lines = [f"submitit.AutoExecutor({str(submission.folder / FOLDER)!r}, cluster='slurm')"]
     lines += [f"  {name} = {value!r}" for name, value in parameters(submission).items()]
     return submission.show("\n".join([*lines, f"  each task runs {' '.join(submission.command)}"]))

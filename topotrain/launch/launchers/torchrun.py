@@ -1,9 +1,9 @@
-"""torchrun: the units as the workers of torch.distributed.run, in front.
+"""torchrun: runs the units as workers of torch.distributed.run, in the foreground.
 
-Rule: torchrun ends everybody when one unit fails, and starts everybody again if it is told to (--pass=--max-restarts=1;
-not by itself): it cannot start one role alone. What starts again is a new job, from its beginning and under a name of
-its own, for a unit of the second life must not hear how the first one ended. On several nodes the same command is given
-on each; they find each other at the first of --hosts.
+torchrun ends all units when one fails. It restarts all units only if asked to (--pass=--max-restarts=1), because it
+cannot restart one role alone. A restart is a new job, from its beginning and under a new name, because its units must
+not read how the first attempt ended. On several nodes the same command is run on each; the nodes meet at the first of
+--hosts.
 """
 
 import os
@@ -21,7 +21,7 @@ PORT = 29400
 
 
 def words(submission: Submission) -> list[str]:
-    """The command, the same on every node. Raises ConfigError."""
+    """Return the command, which is the same on every node. Raises ConfigError."""
     options = submission.options
     nodes = options.nodes or len(options.hosts) or 1
     per_node = submission.per_node(nodes)
@@ -49,14 +49,17 @@ command, start = _TOOL.command, _TOOL.start
 
 
 def rendezvous(environ: Mapping[str, str]) -> str:
-    """Where the units of this life meet. Raises KeyError for what `start` or torchrun has not set."""
+    """Return the rendezvous of this attempt.
+
+    Raises KeyError for a variable that `start` or torchrun has not set.
+    """
     url, life = environ[RENDEZVOUS_VARIABLE], environ["TORCHELASTIC_RESTART_COUNT"]
     job = parse_qs(urlsplit(url).query)["job"][0]
     return url if life == "0" else with_job(url, f"{job}.life-{life}")
 
 
 def main(conf: str) -> None:
-    """What torchrun starts: becomes the unit."""
+    """Replace this process, which torchrun has started, by the unit."""
     environ = {**os.environ, RENDEZVOUS_VARIABLE: rendezvous(os.environ)}
     os.execve(sys.executable, [sys.executable, "-m", "topotrain", "unit", conf], environ)
 

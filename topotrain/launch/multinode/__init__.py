@@ -1,1 +1,1 @@
-"""Units on several hosts: how they meet and act together."""
+"""Units on several hosts: rendezvous, membership, and common decisions."""

@@ -1,6 +1,6 @@
-"""The lives of a job over several units, one after the other, as one of its units goes through them.
+"""The attempts of a job over several units, from the view of one unit.
 
-Rule: unit 0 decides, from what it hears of all; the others follow.
+Unit 0 receives the events of all units and decides. The other units follow.
 """
 
 import json
@@ -35,9 +35,10 @@ from topotrain.launch.run_loop import RunLoop
 
 @dataclass(frozen=True, slots=True)
 class AttemptAgreement:
-    """What the units have agreed on before they begin.
+    """The result of the units' agreement before the first attempt.
 
-    origin: of the job's snapshots, as it was before that. resume: the one that the job begins with; "": none.
+    origin: the source of snapshots to resume from. resume: the snapshot of the first attempt; "": the job starts at
+        step 0.
     """
 
     job: Job
@@ -49,7 +50,7 @@ class AttemptAgreement:
 
 @dataclass(slots=True)
 class Attempts:
-    """The lives of the job, one after the other, as this unit decides about them or follows."""
+    """The sequence of attempts, which unit 0 decides about and other units follow."""
 
     hall: NodeRendezvous
     met: AttemptAgreement
@@ -59,18 +60,27 @@ class Attempts:
     saved: Saved | None = None
 
     def first(self) -> RestartInfo | None:
-        """The life that this unit begins with; None: there is none any more."""
+        """Return the first attempt for this unit; None if the job has ended.
+
+        A unit that joins a running job waits for its next attempt.
+        """
         if not self.hall.returns:
             return RestartInfo(AttemptInfo(resume=self.met.resume), self.met.hosts)
         return await_begin((), self.company, self.heard, 0, self.met.workspace)
 
     def recovery(self, topology: Topology, began: float) -> RecoveryPolicy | None:
-        """What decides for all units, in unit 0. Raises ConfigError."""
+        """Return the policy by which unit 0 decides for all units; None in other units.
+
+        Raises ConfigError.
+        """
         near = frozenset(map(str, topology.units[0].workers))
         return None if self.hall.rank else recovery(self.met.job, topology, began, near)
 
     def follows(self, here: Topology, begun: RestartInfo) -> Follower | None:
-        """What leaves it to unit 0, in the others; None where nothing is to start again."""
+        """Return the policy by which another unit follows unit 0.
+
+        None means that nothing restarts in this job.
+        """
         post, life = self.company.post, begun.life.number
         if post is None:
             return None
@@ -81,7 +91,10 @@ class Attempts:
         return Follower([str(who) for unit in here.units for who in (*unit.workers, *unit.servers)], say)
 
     def next(self, goes_on: RecoveryPolicy | None, run: RunLoop, begun: RestartInfo) -> RestartInfo | None:
-        """What follows when the job starts again as a whole; None: it ends instead. Raises ConfigError."""
+        """Return the next attempt after a restart of the whole job.
+
+        None means that the job ends instead. Raises ConfigError.
+        """
         number, self.saved = begun.life.number, run.saved or self.saved
         if goes_on is None:
             assert self.company.post is not None

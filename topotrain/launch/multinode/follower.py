@@ -1,8 +1,8 @@
-"""What a unit does about processes that die while another unit decides for the whole job (recovery.py, post.py).
+"""Recovery in a unit that another unit decides for.
 
-Rule: pure; it stands where `RecoveryPolicy` stands in unit 0. What that has to know is told to it; a death, and an
-error that may follow from one, are held until it has said what follows. An exception of the user's program ends the job
-at once, here as there.
+`Follower` replaces `RecoveryPolicy` in all units but unit 0. It is pure: it does no I/O and reads no clock. It sends
+unit 0 the events that matter for recovery. It holds back a death, and an error that may follow from one, until unit 0
+has decided. An exception of the user's program ends the job at once, as in unit 0.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,56 +29,65 @@ from topotrain.launch.recovery.recovery_actions import FailJob, Word
 
 
 class Follower:
-    """See above.
+    """The policy of a unit that follows the decisions of unit 0.
 
     Args:
-        residents: who lives here.
-        say: tells unit 0 an event.
+        residents: the workers and servers of this unit.
+        say: sends an event to unit 0.
     """
 
     def __init__(self, residents: Collection[str], say: Callable[[Event], None]) -> None:
         self._residents, self._say = set(residents), say
-        self._first: set[str] = set()  # whose next step is the first of its process
+        self._first: set[str] = set()  # processes that have not finished a step yet
         self._held: list[Failed] = []
         self._exited: set[str] = set()
         self._listens = self._ended = self._alone = False
 
     @property
     def due(self) -> float | None:
-        """Nothing happens by itself."""
+        """None: a follower has no timers."""
         return None
 
     @property
     def missing(self) -> set[str]:
-        """As of `RecoveryPolicy`."""
+        """The empty set: a follower waits for all its workers."""
         return set()
 
     @property
     def complete(self) -> bool:
-        """Unit 0 has said that nothing is to start again, or cannot be heard, and all here have ended well."""
+        """Whether this unit may end.
+
+        Either unit 0 has announced that nothing restarts any more, or it is unreachable and all processes here ended
+        well.
+        """
         return self._ended or (self._alone and not self._held and self._residents <= self._exited)
 
     @property
     def listens(self) -> bool:
-        """Every step is told."""
+        """Whether unit 0 wants every step."""
         return self._listens
 
     def listen(self, on: bool) -> None:
-        """Unit 0 wants to hear every step, or no longer."""
+        """Set whether unit 0 wants every step."""
         self._listens = on
 
     def end(self) -> None:
-        """Unit 0 has said that nothing is to start again."""
+        """Note that unit 0 restarts nothing any more."""
         self._ended = True
 
     def told(self, all: bool, alone: bool) -> None:
-        """Whether unit 0 has heard everything; alone: it could not be reached for so long that nobody waits for it."""
+        """Note the state of the connection to unit 0.
+
+        Args:
+            all: unit 0 has received all messages.
+            alone: the store was unreachable for so long that this unit stops waiting for it.
+        """
         self._alone = alone
-        if all:  # what follows is its to say
+        if all:  # unit 0 decides what follows
             self._held.clear()
 
     def heard(self, event: Event, now: float) -> Sequence[Word]:
-        """What follows from an event here and now."""
+        """Return the actions that follow from a local event."""
         match event:
             case Failed() if self._ended:
                 return [event]
@@ -99,7 +108,7 @@ class Follower:
                 return []
             case Started(who=who):
                 self._first.add(who)
-                if who.startswith("server"):  # it may have come from a unit that is gone
+                if who.startswith("server"):  # it may replace a server of a lost unit
                     self._residents.add(who)
                 self._exited.discard(who)
                 self._held = [held for held in self._held if held.who != who]
@@ -120,7 +129,10 @@ class Follower:
         return [event]
 
     def turn(self, now: float) -> Sequence[Word]:
-        """Who cannot be heard for so long has no say in it any more."""
+        """Return the actions that are due by time.
+
+        A unit that was cut off for so long fails by its own events.
+        """
         if self._held and self._alone:
             held, self._held = self._held, []
             return [FailJob(tuple(held))]

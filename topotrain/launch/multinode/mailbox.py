@@ -1,13 +1,15 @@
-"""The line between unit 0, which decides for the whole job, and each other unit, while a job runs over several units.
+"""Messages between unit 0 and each other unit while a job runs.
 
-It goes through the store in which the units have met, and not over a connection of its own: all units have the store
-open, it knows who may speak, it outlives a broken connection, and who cannot write to it any more is not heard, so that
-two sides of a cut network never decide two things. up/R.WORD and down/R.WORD are the pages of unit R and of unit 0
-(letters.py); who writes a page to unit 0 rings its bell. WORD is new for each process that is unit R, so nothing that
-was said to a dead one is taken for the words to its successor.
+The messages go through the store of the rendezvous, not over connections of their own. All units have the store open,
+it checks the writers' access, and it outlives a broken connection. No messages of a unit arrive if it cannot write to
+the store, so the two sides of a network partition never make two decisions.
 
-Rule: nobody waits for the store. A page that could not be written, or that was wiped out, is written again, every
-BEAT_S until it is there.
+The keys up/R.WORD and down/R.WORD hold the pages of unit R and of unit 0 (see `reliable_messages.py`). A unit that
+writes a page for unit 0 also changes the key `bell`. WORD is new for each process that is unit R, so a new process
+never reads messages to its predecessor.
+
+* No caller waits for the store.
+* A page that could not be written, or that was deleted, is written again every BEAT_S until it is there.
 """
 
 import socket
@@ -29,7 +31,7 @@ _BELL = "bell"
 
 @dataclass(frozen=True, slots=True)
 class UnitMessage:
-    """Unit `rank` has said something."""
+    """Unit `rank` has sent a message."""
 
     rank: int
     words: Words
@@ -37,7 +39,7 @@ class UnitMessage:
 
 @dataclass(frozen=True, slots=True)
 class UnitVanished:
-    """Unit `rank` gives no sign of life any more."""
+    """Unit `rank` has stopped its heartbeat."""
 
     rank: int
     failed: Failed
@@ -45,7 +47,7 @@ class UnitVanished:
 
 @dataclass(frozen=True, slots=True)
 class UnitReturned:
-    """A new process is unit `rank`, which had vanished."""
+    """A new process has joined as unit `rank`, which had vanished."""
 
     rank: int
     unit: NodeInfo
@@ -56,7 +58,10 @@ News = UnitMessage | UnitVanished | UnitReturned
 
 @dataclass(slots=True)
 class _Line:
-    """To one other unit. word: of the process that is unit R, on whichever side of the line that is."""
+    """The connection to one other unit.
+
+    word: the word of the process that is unit R; on both sides that is the unit other than 0.
+    """
 
     rank: int
     word: str
@@ -66,19 +71,19 @@ class _Line:
 
 
 class Mailbox:
-    """One unit's end of its lines.
+    """One unit's end of its connections through the store.
 
     Args:
         run: the keys of this start of the job.
-        rank: of this unit.
-        words: rank -> word of the process that is that unit, for units other than 0: {0: its own word}.
-        away_s: a store that has not answered for so long is not waited for.
+        rank: the rank of this unit.
+        words: in unit 0, the word of the process of each other rank; in other units, {0: its own word}.
+        away_s: seconds without an answer of the store after which this unit stops waiting for it.
     """
 
     def __init__(self, run: Store, rank: int, words: Mapping[int, str], away_s: float) -> None:
         self._run, self._rank, self._away_s = run, rank, away_s
         self.suspicious = False
-        """Somebody has lost a peer, so that a unit that is silent is thought to be gone sooner."""
+        """A process has lost a peer, so a silent unit counts as gone sooner."""
         self._lines = {other: _Line(other, word, ReliableEnd()) for other, word in words.items()}
         self._lock = threading.Condition()
         self._news: deque[News] = deque()
@@ -90,35 +95,38 @@ class Mailbox:
             threading.Thread(target=work, name=f"post {work.__name__.strip('_')}s", daemon=True).start()
 
     def fileno(self) -> int:
-        """Readable when there is news."""
+        """Return a descriptor that is readable when there is news."""
         return self._told.fileno()
 
     @property
     def alone(self) -> bool:
-        """The store has not answered for so long that nobody waits for it."""
+        """Whether the store has not answered for more than `away_s` seconds."""
         return time.monotonic() - self._answered > self._away_s
 
     @property
     def all_told(self) -> bool:
-        """The others have heard everything."""
+        """Whether the other units have acknowledged all messages."""
         with self._lock:
             return not any(line.ends.waiting for line in self._lines.values())
 
     @property
     def others(self) -> list[int]:
-        """Whom one can write to."""
+        """The ranks of the units that messages can be sent to."""
         with self._lock:
             return sorted(self._lines)
 
     def say(self, rank: int, words: Words) -> None:
-        """Send words to a unit, if there is one; does not wait."""
+        """Send a message to a unit.
+
+        Does nothing for an unknown rank. The call does not block.
+        """
         with self._lock:
             if rank in self._lines:
                 self._lines[rank].ends.say(words)
                 self._lock.notify_all()
 
     def news(self) -> list[News]:
-        """What has come since this was asked last."""
+        """Return the news since the last call."""
         with self._lock:
             if self._news:
                 self._told.recv(4096)
@@ -127,12 +135,15 @@ class Mailbox:
             return found
 
     def tell(self, news: News) -> None:
-        """Bring news that did not come by a page."""
+        """Add news from another source than the store's pages."""
         with self._lock:
             self._put(news)
 
     def open(self, rank: int, word: str) -> None:
-        """From now on another process is that unit; what was said to the former one is void."""
+        """Connect to a new process of that rank.
+
+        Messages to the former process are dropped.
+        """
         with self._lock:
             if rank in self._lines and self._lines[rank].word == word:
                 return
@@ -140,7 +151,7 @@ class Mailbox:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Neither write nor read any more."""
+        """Stop writing and reading."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -163,7 +174,7 @@ class Mailbox:
         return f"down/{self._rank}.{line.word}" if self._rank else f"up/{line.rank}.{line.word}"
 
     def _write(self) -> None:
-        """Bring the pages into the store, and look now and then whether they are still there."""
+        """Write the pages to the store, and check every BEAT_S that they are still there."""
         due = time.monotonic() + BEAT_S
         while True:
             with self._lock:
@@ -202,7 +213,10 @@ class Mailbox:
             self._run.set(_BELL, f"{self._rank}.{line.word}.{self._rung}".encode())
 
     def _read(self) -> None:
-        """Hear the bell, or the page itself where only one can change; a missed bell costs a beat."""
+        """Read the pages when the bell changes.
+
+        A unit other than 0 reads one page only, and watches it directly. A missed bell costs at most BEAT_S.
+        """
         known: bytes | None = None
         while not self._closed:
             with self._lock:
@@ -228,7 +242,7 @@ class Mailbox:
                 return
             try:
                 found = line.ends.read(page)
-            except ValueError:  # of somebody who has no business there; the next page is the unit's own
+            except ValueError:  # written by another program; the unit will write its page again
                 return
             for words in found:
                 self._put(UnitMessage(line.rank, words))

@@ -1,6 +1,7 @@
-"""The life of one unit that somebody else has started: it meets the others, runs its part, and ends with them.
+"""One unit of a job over several hosts, started by another tool.
 
-Rule: every unit ends with the same code and the same cause. The folder of its run is private and goes with it.
+The unit meets the others, runs its processes, and ends with them. Every unit ends with the same exit code and the same
+cause. The folder of its run is private, and is removed at the end.
 """
 
 import hashlib
@@ -39,18 +40,21 @@ from topotrain.launch.recovery.resume_point import ResumeSource, asked_for, seal
 from topotrain.launch.run_loop import DECIDE_S, RunFiles, RunLoop
 
 QUIET_S = 5.0
-"""How long a unit whose part is done waits for the others before that is told."""
+"""Seconds for which a finished unit waits for the others before it shows a notice."""
 STORE_S = 3.0
-"""Seconds for which an operation tries to reach a store that is away, before it is asked again later."""
-_OPEN = "{} neither encrypts nor asks who is there: between hosts use it on a network of your own only"
+"""Seconds for which an operation tries to reach an unavailable store, before it is retried later."""
+_OPEN = "{} has neither encryption nor authentication: between hosts use it on a network of your own only"
 
 Watching = Callable[[Job, Topology, Topology], AbstractContextManager[OnEvent]]
-"""Opens the windows of a unit: on its job, the whole layout, and the part of it that runs here."""
+"""Opens the displays of a unit, given its job, the whole layout, and the part of it that runs here."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeResult:
-    """How the job ended for one unit. outcome: its code is every unit's, its cause the first one."""
+    """How the job ended for one unit.
+
+    outcome: the same code and first cause as in every unit.
+    """
 
     outcome: JobOutcome
     end: JobEnd
@@ -61,10 +65,14 @@ class NodeResult:
 
 @dataclass(slots=True)
 class Node:
-    """One unit of a job on this machine.
+    """One unit of a job on this host.
 
-    start: which, and where all meet. given: the job, if this unit was handed one. watching: its windows. environ: where
-    secrets are looked for. calls: what a child runs; only tests change it. forkserver, outlet: as for `LocalLauncher`.
+    start: the rank of the unit, and the rendezvous of all units.
+    given: the job, if this unit was started with one.
+    watching: opens the unit's displays.
+    environ: the environment with the secrets.
+    calls: the functions that child processes run; only tests change it.
+    forkserver, outlet: as for `LocalLauncher`.
     """
 
     start: LaunchInfo
@@ -76,10 +84,11 @@ class Node:
     outlet: Outlet = field(default_factory=AlwaysTaken)
 
     def live(self) -> NodeResult:
-        """Run the unit to its end; no process of it is left on return.
+        """Run the unit to its end, and leave no process of it behind.
 
         Raises:
-            ConfigError, StoreError: something is set up wrongly, or the others were not found; nothing was started.
+            ConfigError: a setting is wrong. Nothing was started.
+            StoreError: the other units were not found; nothing was started.
         """
         url = parse(self.start.rendezvous)
         rank, name = self.start.rank, url.job or self.start.id or DEFAULT_ID
@@ -108,7 +117,7 @@ class Node:
             return self._run(hall, root, met, secret)
 
     def _open(self, secret: bytes) -> Store:
-        """The whole store."""
+        """Open the whole store."""
         return open_store(with_job(self.start.rendezvous, ""), secret, STORE_S, self.environ)
 
     # --- before
@@ -138,33 +147,36 @@ class Node:
                 hall.close()
 
     def _shown(self, served: StoreService | None) -> str:
-        """The store's URL, where the units were told nothing but env://."""
+        """Return the store's URL for units that were started with env:// only.
+
+        It is "" for another rendezvous.
+        """
         if parse(self.start.rendezvous).scheme != "env":
             return ""
         named = self.environ.get("TOPOTRAIN_RENDEZVOUS", "")
         return served.url if served is not None else named or "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**self.environ)
 
     def _record(self, hall: NodeRendezvous, job: Job, hosts: HostMap) -> JobRecord:
-        """What the store's list says of the job."""
+        """Return the job's entry in the store's list."""
         addresses = tuple(dict.fromkeys(hosts.addresses))
         return JobRecord(hall.id, job.name, started=time.time(), units=self.start.nprocs, hosts=addresses)
 
     def _register(self, root: Store, record: JobRecord) -> None:
         registry = Registry(root)
         with suppress(UnknownJob):
-            registry.end(record.id, "failed")  # of an earlier start, whose units are all gone, as we know here
+            registry.end(record.id, "failed")  # an earlier start; its units are all gone by now
         registry.add(record)
 
     def _give_up(self, hall: NodeRendezvous, end: JobEnd) -> NodeResult:
-        """Before anything was started: let the others know."""
-        if hall.pulse is not None:  # one that was not let in has no say
+        """Tell the other units that the job ends before its start."""
+        if hall.pulse is not None:  # only a member of the job may end it
             with suppress(StoreError):
                 hall.run.compare_and_set("end", None, end.dumped())
             if self.start.rank == 0:
-                outlast(hall.run)  # the store may go with us
+                outlast(hall.run)  # the store may end with this process
         return NodeResult(JobOutcome(end.code, 0.0), end, rank=self.start.rank)
 
-    # --- meanwhile
+    # --- the run
 
     def _run(self, hall: NodeRendezvous, root: Store, met: AttemptAgreement, secret: bytes) -> NodeResult:
         rank, job, hosts = self.start.rank, met.job, met.hosts
@@ -173,11 +185,11 @@ class Node:
         stores = StoreKeys(hall.run, hall.shared, Registry(root), self._record(hall, job, hosts))
         lines = hall.lines if job.on_failure is OnFailure.kContinue else None
         with ExitStack() as stack:
-            twice = job.cluster.replicas > 1  # then the first server may move, and unit 0 knows where it is
+            twice = job.cluster.replicas > 1  # the first server may move, and unit 0 knows its unit
             leads = rank == 0 if twice else LEADER in here.units[0].servers
             company = stack.enter_context(closing(NodeMembership(stores, rank, hosts, leads, lines, hall.hear)))
             company.where = _where(topology)
-            # In this order: when windows wait for a reader at the end, Ctrl-C is Python's again.
+            # In this order: while the displays wait for a reader at the end, Ctrl-C raises KeyboardInterrupt again.
             on_event = stack.enter_context(self.watching(job, topology, here))
             heard = stack.enter_context(signals())
             notes = UnitReport()
@@ -223,7 +235,10 @@ class Node:
             return NodeResult(whole, end, job, topology, rank)
 
     def _live(self, run: RunLoop, hall: NodeRendezvous, begun: RestartInfo, secret: bytes) -> JobOutcome:
-        """One life of the job here, from its first process to its last; nobody of another life has the same key."""
+        """Run one attempt of this unit, from its first process to its last.
+
+        Each attempt has a key of its own, so processes of different attempts cannot connect.
+        """
         rank, hosts, number = self.start.rank, begun.hosts, begun.life.number
         key = job_key(secret, "unit", hall.run_id, *([str(number)] if number else []))
         with ExitStack() as stack:
@@ -242,7 +257,7 @@ class Node:
                 run.destroy()
 
     def _leave(self, hall: NodeRendezvous, root: Store, company: NodeMembership, end: JobEnd) -> None:
-        """The last words: unit 0 tidies up when nobody needs the store any more."""
+        """Leave the job. Unit 0 also cleans up when all other units have left the store."""
         if self.start.rank:
             return
         outlast(hall.run)
@@ -250,7 +265,7 @@ class Node:
             company.leave("done" if end.code == 0 else "stopped" if end.failed is None else "failed")
             hall.close()
             forget_lives(root, hall.run_id)
-            if end.code:  # whoever has submitted the job may ask why it failed
+            if end.code:  # the user may ask why the job failed
                 forget(hall.run, but="end")
             else:
                 forget(hall.run)
@@ -258,13 +273,13 @@ class Node:
 
 
 def _of(job: Job, hosts: HostMap, rank: int) -> Topology:
-    """The layout, and of its units this one."""
+    """Return the layout with only the unit of this rank."""
     topology = layout(job.cluster, hosts.numbers)
     return replace(topology, units=(topology.units[rank],))
 
 
 def _where(topology: Topology) -> dict[str, int]:
-    """Who lives in which unit."""
+    """Return the unit of each process and unit name."""
     found = {str(who): unit.rank for unit in topology.units for who in (*unit.workers, *unit.servers)}
     return found | {f"unit {unit.rank}": unit.rank for unit in topology.units}
 
@@ -272,7 +287,10 @@ def _where(topology: Topology) -> dict[str, int]:
 def _agree(
     company: NodeMembership, outcome: JobOutcome, notes: UnitReport, heard: StopSignals, again: bool, on_event: OnEvent
 ) -> JobEnd:
-    """Wait until all agree how the job has ended; a signal ends it. again: it was about to start again."""
+    """Wait until all units agree how the job has ended. A signal ends the wait.
+
+    again: the job was about to restart.
+    """
     if again:
         if heard.came and not company.over:
             company.signalled(heard.came[0])
@@ -285,12 +303,12 @@ def _agree(
             while not company.over and not heard.came:
                 if not selector.select(seconds):
                     seconds = None
-                    on_event(Notice("launcher", "what runs here has ended; the job ends when its other units have"))
+                    on_event(Notice("launcher", "this unit has ended; the job ends when its other units have"))
         if heard.came and not company.over:
             company.signalled(heard.came[0])
     elif outcome.cause is not None and not company.over:
         company.tell(outcome.cause)
-    return company.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="nobody agreed on the end")
+    return company.wait(DECIDE_S) or JobEnd(outcome.code or 1, failed=outcome.cause, text="no agreement on the end")
 
 
 def _check_program(job: Job) -> None:
@@ -311,7 +329,10 @@ def _private_folder() -> Iterator[Path]:
 
 @contextmanager
 def _shared_folder(key: bytes) -> Iterator[Path]:
-    """The folder of this start that its units on this machine have in common. Raises ConfigError."""
+    """Yield the folder that the units of this start on this host share.
+
+    Raises ConfigError.
+    """
     path, lock = temporary_folders.share(hashlib.sha256(b"folder" + key).hexdigest()[:16])
     try:
         yield path

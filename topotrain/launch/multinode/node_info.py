@@ -1,4 +1,4 @@
-"""What units tell each other: who they are, where all are, and how the job has ended: data, as JSON in the store."""
+"""Data that units exchange in the store, as JSON: units, hosts, and the job's end."""
 
 import json
 import os
@@ -19,9 +19,10 @@ from topotrain.launch import exit_code
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """How a job has ended. unit, host: where; -1 and "" for nowhere in particular. code: every unit's exit code.
+    """How a job has ended.
 
-    failed: the first cause of a failure. text: in words, where nothing failed and the job ended early all the same.
+    code: the exit code of every unit. unit, host: where it ended; -1 and "" for no particular unit.
+    failed: the first cause of a failure. text: the reason of an early end without a failure.
     """
 
     code: int
@@ -32,11 +33,14 @@ class JobEnd:
 
     @staticmethod
     def of(cause: Failed, unit: int, host: str) -> "JobEnd":
-        """The end that a failure is."""
+        """Return the end that a failure causes."""
         return JobEnd(exit_code(cause), unit, host, cause)
 
     def dumped(self) -> bytes:
-        """For the store, whose values have a bound."""
+        """Serialize for the store.
+
+        Long texts are cut, because the store limits the size of values.
+        """
         data = asdict(self)
         if self.failed is not None:
             data["failed"].update(text=self.failed.text[-20_000:], traceback=self.failed.traceback[-40_000:])
@@ -44,7 +48,10 @@ class JobEnd:
 
     @staticmethod
     def loaded(raw: bytes) -> "JobEnd":
-        """What `dumped` made; anything else in its place ends a job, too."""
+        """Deserialize the result of `dumped`.
+
+        An unreadable value ends the job as well, with code 1.
+        """
         try:
             data = json.loads(raw)
             failed = data.pop("failed")
@@ -54,7 +61,7 @@ class JobEnd:
 
 
 class EndedBeforeStart(Exception):
-    """The job ended before it began; says how."""
+    """The job ended before it started. `end` describes how."""
 
     def __init__(self, end: JobEnd) -> None:
         super().__init__(end.text)
@@ -63,10 +70,11 @@ class EndedBeforeStart(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a unit says about itself. machine: the same for units that can share memory. proof: that it has the secret.
+    """The description of a unit.
 
-    address: at which other hosts reach it; "" if it does not know. given: the user has said so. word: a random one,
-    which no other process has.
+    machine: equal for units that can share memory. proof: proves that the unit has the job's secret.
+    address: the address for other hosts; "" if the unit does not know one. given: the user has set the address.
+    word: a random word that no other process has.
     """
 
     rank: int
@@ -80,12 +88,12 @@ class NodeInfo:
     word: str = ""
 
     def dumped(self) -> bytes:
-        """For the store."""
+        """Serialize for the store."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def loaded(raw: bytes) -> "NodeInfo":
-        """What `dumped` made. Raises StoreError."""
+        """Deserialize the result of `dumped`. Raises StoreError."""
         try:
             return NodeInfo(**json.loads(raw))
         except (ValueError, TypeError):
@@ -93,15 +101,16 @@ class NodeInfo:
 
     @property
     def who(self) -> str:
-        """For an error."""
+        """The unit's name, pid and host for error messages."""
         return f"unit {self.rank} (pid {self.pid} on {self.name})"
 
 
 @dataclass(frozen=True, slots=True)
 class HostMap:
-    """Where the units are, by rank: numbers of hosts, their names, and the address of each unit.
+    """The hosts of the units, by rank.
 
-    url: of the store, where it is not what each unit was told. served: unit 0 serves the store itself.
+    numbers: the number of each unit's host. names: the name of each unit's host. addresses: the address of each unit.
+    url: the URL of the store, if units were started with another one. served: unit 0 serves the store itself.
     """
 
     numbers: tuple[int, ...]
@@ -111,12 +120,12 @@ class HostMap:
     served: bool = False
 
     def dumped(self) -> bytes:
-        """For the store."""
+        """Serialize for the store."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
     def loaded(raw: bytes) -> "HostMap":
-        """What `dumped` made. Raises StoreError."""
+        """Deserialize the result of `dumped`. Raises StoreError."""
         try:
             return HostMap.of(json.loads(raw))
         except (ValueError, TypeError, KeyError):
@@ -124,20 +133,26 @@ class HostMap:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> "HostMap":
-        """The inverse of `asdict`, by way of JSON. Raises KeyError, TypeError."""
+        """Return the inverse of `asdict` after JSON. Raises KeyError or TypeError."""
         numbers, names, addresses = (tuple(data[key]) for key in ("numbers", "names", "addresses"))
         return HostMap(numbers, names, addresses, data["url"], data["served"])
 
 
 def machine() -> str:
-    """The same for processes that can reach each other's Unix sockets and loopback addresses, and for no others."""
+    """Return a text that identifies this machine.
+
+    It is equal for processes that can reach each other's Unix sockets and loopback addresses, and for no others.
+    """
     parts = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
-    folder = os.stat(tempfile.gettempdir())  # containers of one machine may have one network and yet no common folder
+    folder = os.stat(tempfile.gettempdir())  # containers may share a network but no folder
     return " ".join([*parts, str(os.stat("/proc/self/ns/net").st_ino), f"{folder.st_dev}:{folder.st_ino}"])
 
 
 def address_towards(url: str) -> str:
-    """The address of this host on its way to the store; "" where the store's URL names no host that has one."""
+    """Return this host's address on the route to the store.
+
+    It is "" where the URL names no reachable host.
+    """
     parts = urlsplit(url)
     if not parts.hostname:
         return _own_address()
@@ -150,7 +165,7 @@ def address_towards(url: str) -> str:
 
 
 def _own_address() -> str:
-    """What this host's name stands for, if that is no loopback address."""
+    """Return the address of this host's name; "" for a loopback address."""
     with suppress(OSError, UnicodeError):
         found = str(socket.getaddrinfo(socket.gethostname(), 1, type=socket.SOCK_DGRAM)[0][4][0])
         return "" if is_local(found) else found
@@ -158,19 +173,22 @@ def _own_address() -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether it is nothing that another host could call."""
+    """Return whether other hosts cannot connect to this address."""
     return address in ("", "::1", "0.0.0.0", "::") or address.startswith("127.")
 
 
 def with_job(url: str, job: str) -> str:
-    """The URL of a store with `?job=` for this job, or for none."""
+    """Return the store's URL with `?job=` set to this job, or removed for ""."""
     parts = urlsplit(url)
     query = [(key, value) for key, value in parse_qsl(parts.query, keep_blank_values=True) if key != "job"]
     return urlunsplit(parts._replace(query=urlencode([*query, ("job", job)] if job else query, safe="/")))
 
 
 def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
-    """Where these units, in the order of their ranks, are. Raises ConfigError for one whose address is missing."""
+    """Return the hosts of these units, which are ordered by rank.
+
+    Raises ConfigError for a unit on another host without an address.
+    """
     numbers: dict[str, int] = {}
     for unit in units:
         numbers.setdefault(unit.machine, len(numbers))
@@ -178,7 +196,7 @@ def hosts_of(units: list[NodeInfo], url: str, served: bool) -> HostMap:
     for unit in units:
         if not alone and is_local(unit.address):
             shown = f"is on {unit.name}, and others on {len(numbers) - 1} other hosts"
-            accepted = f"{shown}: say with --host at which address they reach it"
+            accepted = f"{shown}: set --host to an address at which they reach it"
             raise ConfigError(f"--host of unit {unit.rank}", unit.address, accepted)
     return HostMap(
         tuple(numbers[unit.machine] for unit in units),

@@ -1,8 +1,9 @@
-"""The units of a job that run elsewhere, as one unit sees them: who lives, and how the job ends.
+"""Membership of a job's units, as one unit sees it: liveness and the job's end.
 
-Rule: a job ends once, by compare-and-set on `end`, with the first cause. Whoever has lost a peer waits for a better
-reason first, and where none comes looks who is missing. The store decides nothing while training goes on: when it is
-away the job goes on, and only who stays silent for LOST_S though the store is there ends it.
+* A job ends once, by compare-and-set on the key `end`, with the first cause.
+* A unit with a connection error first waits for a better cause. Without one it looks for a unit without a heartbeat.
+* The store decides nothing during training. The job continues while the store is unavailable. Only a unit that stays
+  silent for LOST_S while the store is available ends the job.
 """
 
 import json
@@ -36,22 +37,25 @@ from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo
 from topotrain.launch.multinode.node_rendezvous import ALIVE_S, BEAT_S
 
 LOST_S = 10.0
-"""A unit that was silent for so long is gone, whatever its peers have noticed."""
+"""Seconds of silence after which a unit is gone, regardless of its peers."""
 STORE_LOST_S = 5.0
-"""Unit 0 is gone when the store that it serves was away for so long."""
+"""Seconds without the store after which unit 0, which serves it, is gone."""
 AWAY_S = 15.0
-"""So long a unit whose part has ended well waits for a store that is away, to hear how the others have ended."""
+"""Seconds for which a finished unit waits for an unavailable store, to learn how the others have ended."""
 _PATIENCE_S: Mapping[str, float] = MappingProxyType({"internal": 1.5, "peer": ALIVE_S + 1.0})
-"""How long a failure of a kind that may have a cause elsewhere waits for it."""
+"""Seconds for which a failure waits for its cause, by kinds of failure that may have one elsewhere."""
 _WATCH_S = 5.0
-_TELL_EVERY_S = 5.0  # between two signs of life in the registry
+_TELL_EVERY_S = 5.0  # between two updates of the registry
 _LOOK_S = 0.1
-SAVE = "save"  # where a unit that is asked to end asks for a last snapshot
+SAVE = "save"  # the key by which a unit that is to end asks for a last snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class StoreKeys:
-    """The keys of this start of the job, those of the job, and its entry among all jobs, in the whole store."""
+    """The store's keys for a job.
+
+    run: the keys of this start. shared: the keys of the job. registry, record: the job's entry in the list of all jobs.
+    """
 
     run: Store
     shared: Store
@@ -60,16 +64,17 @@ class StoreKeys:
 
 
 class NodeMembership:
-    """See `run_loop.NodeMembership`.
+    """The other units of the job; it implements `run_loop.OtherUnits`.
 
     Args:
-        stores: what to watch.
-        rank: of this unit.
-        hosts: where all units are.
-        leads: the first server is in this unit, or this one knows where it is: it has the last snapshot taken where
-            another unit is asked to end.
-        lines: where the job goes on when processes die, see `Mailbox`; None: the loss of a unit ends it.
-        hear: reads the introduction of a unit that has come back.
+        stores: the store's keys.
+        rank: the rank of this unit.
+        hosts: the hosts of all units.
+        leads: this unit has the first server, or knows where it is. So it requests the last snapshot when another unit
+            is
+            asked to end.
+        lines: the words for a `Mailbox`, where the job survives process deaths. None: the loss of a unit ends the job.
+        hear: reads the description of a unit that rejoins.
     """
 
     def __init__(
@@ -85,9 +90,9 @@ class NodeMembership:
         self._kept = MaintainedValues(stores.run)
         self.post = None if lines is None else Mailbox(stores.run, rank, lines, AWAY_S)
         self.where: Mapping[str, int] = {}
-        """Who lives in which unit, where this one knows what the others say."""
-        self._gone: set[int] = set()  # units that are not looked after
-        self._words: set[str] = set()  # of units that came back, once known
+        """The unit of each process, where this unit receives the events of the others."""
+        self._gone: set[int] = set()  # units without a check of their heartbeat
+        self._words: set[str] = set()  # of units that rejoined and were reported
         self._asked: JobEnd | None = None
         self._told, self._teller = socket.socketpair()
         self._lock = threading.Lock()
@@ -103,12 +108,12 @@ class NodeMembership:
             self._start(work)
 
     def fileno(self) -> int:
-        """See `run_loop.NodeMembership`."""
+        """Return a descriptor that is readable when the end of the job is decided."""
         return self._told.fileno()
 
     @property
     def over(self) -> bool:
-        """See `run_loop.NodeMembership`."""
+        """Whether the end of the job is decided."""
         return self.end is not None
 
     def close(self) -> None:
@@ -132,7 +137,10 @@ class NodeMembership:
     # --- how it ends
 
     def tell(self, cause: Failed) -> None:
-        """See `run_loop.NodeMembership`."""
+        """Report why the job cannot go on here.
+
+        The call does not block.
+        """
         with self._lock:
             first, self._cause = self._cause is None, cause
         if first:
@@ -140,20 +148,23 @@ class NodeMembership:
 
     @property
     def saves(self) -> bool:
-        """See `run_loop.NodeMembership`."""
+        """Whether the job is to end after a last snapshot that this unit requests."""
         return self._leads and self._asked is not None
 
     def heard(self) -> None:
-        """See `run_loop.NodeMembership`."""
+        """Clear the event for which `fileno` became readable."""
         self._told.recv(64)
 
     def save(self, number: int) -> None:
-        """See `run_loop.NodeMembership`."""
+        """Report that a signal asks the job to end after a last snapshot.
+
+        The call does not block.
+        """
         self._asked = end = self._by_signal(number)
         self._start(lambda: self._ask_to_save(end))
 
     def _ask_to_save(self, end: JobEnd) -> None:
-        with suppress(StoreError):  # then the job ends without it, when there was time enough
+        with suppress(StoreError):  # without the store the job ends when the grace period is over
             self._stores.run.compare_and_set(SAVE, None, end.dumped())
         self._kept.keep(SAVE, end.dumped())
 
@@ -164,18 +175,24 @@ class NodeMembership:
         )
 
     def signalled(self, number: int, more: str = "") -> None:
-        """See `run_loop.NodeMembership`."""
+        """Report that a signal asks the job to end.
+
+        The call does not block. more: text to add to the report.
+        """
         end = self._asked or self._by_signal(number)
         end = replace(end, text=f"{end.text}; {more}") if more else end
         self._start(lambda: self._decide(end))
 
     def wait(self, seconds: float) -> JobEnd | None:
-        """The end, if it is decided in time."""
+        """Return the end of the job if it is decided in time, else None."""
         self._decided.wait(seconds)
         return self.end
 
     def _explain(self) -> None:
-        """Wait as long as the cause deserves for one that explains it, then make it the job's."""
+        """Wait for a better cause, then end the job with the best known one.
+
+        The time limit depends on the kind of failure.
+        """
         began = time.monotonic()
         while not self._decided.is_set():
             assert self._cause is not None
@@ -191,7 +208,10 @@ class NodeMembership:
             self._decided.wait(_LOOK_S)
 
     def _silent_one(self) -> int | None:
-        """A unit that gives no sign of life; with the store that it served, unit 0."""
+        """Return a unit without a heartbeat; None if there is none.
+
+        It is unit 0 if the store that unit 0 serves is gone.
+        """
         try:
             living = set(self._stores.run.keys("alive/"))
         except StoreError:
@@ -204,17 +224,20 @@ class NodeMembership:
         return Failed(f"unit {rank}", "died", text, "")
 
     def _decide(self, end: JobEnd) -> None:
-        """Make it the end of the job, if it has none yet."""
+        """Set the end of the job, unless it is decided already."""
         try:
             if self._stores.run.compare_and_set("end", None, end.dumped()):
                 self._deliver_decided(end.dumped())
             else:
                 self._deliver_decided(self._stores.run.get("end") or b"")
         except StoreError:
-            self._deliver(end)  # nobody else can be asked
+            self._deliver(end)  # no other unit can be asked
 
     def _deliver_decided(self, raw: bytes) -> None:
-        """The end as it is in the store, and stays until this unit leaves: others may not have heard of it."""
+        """Deliver the end that the store has.
+
+        It is kept in the store until this unit leaves, because other units may not have read it.
+        """
         self._kept.keep("end", raw)
         self._deliver(JobEnd.loaded(raw))
 
@@ -237,7 +260,10 @@ class NodeMembership:
                 self._decided.wait(BEAT_S)
 
     def _look(self) -> None:
-        """Unit 0 looks after everybody and hears the user; the others look after unit 0."""
+        """Watch heartbeats until the job ends.
+
+        Unit 0 watches all units, and also the user's request to stop. The others watch unit 0.
+        """
         while not self._decided.wait(BEAT_S):
             try:
                 if self._rank == 0:
@@ -264,7 +290,7 @@ class NodeMembership:
             asked = time.monotonic()
             there = rank == self._rank or self._stores.run.get(f"alive/{rank}") is not None
             now = time.monotonic()
-            if now - asked > BEAT_S:  # the store was away, for others as well: silence counts from here on
+            if now - asked > BEAT_S:  # the store was unavailable, for others too: restart the timers
                 self._silent.clear()
             if there:
                 self._silent.pop(rank, None)
@@ -275,7 +301,10 @@ class NodeMembership:
         return 0.0 if rank and self.post is not None and self.post.suspicious else LOST_S
 
     def _lose(self, rank: int) -> None:
-        """A unit is gone: that ends the job, or is for unit 0 to judge."""
+        """Handle the loss of a unit.
+
+        It ends the job, or unit 0 decides about it.
+        """
         if self.post is None or rank == 0:
             self._decide(JobEnd.of(self._vanished(rank), rank, self._hosts.names[rank]))
         else:
@@ -287,7 +316,7 @@ class NodeMembership:
             return
         for key in self._stores.run.keys("back/"):
             raw = self._stores.run.get(key)
-            with suppress(StoreError, ConfigError):  # a stranger, or one that has another job in mind: it hears nothing
+            with suppress(StoreError, ConfigError):  # not a unit of this job: it gets no reply
                 unit = self._hear(raw or b"")
                 if unit.word not in self._words and 0 < unit.rank < len(self._hosts.names):
                     self._words.add(unit.word)
@@ -295,20 +324,23 @@ class NodeMembership:
                     self.post.tell(UnitReturned(unit.rank, unit))
 
     def expect(self, hosts: HostMap, ranks: Collection[int]) -> None:
-        """By unit 0: these units, which are there, are looked after from now on, and no others."""
+        """Watch these units from now on, and no others. Only for unit 0."""
         self._hosts = hosts
         self._gone = set(range(len(hosts.names))) - set(ranks)
         self._silent.clear()
 
     def cast_out(self) -> None:
-        """The others go on without this unit, which they have not heard for too long."""
-        text = f"the job goes on without unit {self._rank} on {self._name}, which was not heard of for too long"
+        """End this unit: the others continue without it after its long silence."""
+        text = f"the job goes on without unit {self._rank} on {self._name}, which was silent for too long"
         self._deliver(JobEnd(1, self._rank, self._name, text=text))
 
     def nobody_came(self, rank: int, seconds: float, more: str) -> None:
-        """A unit that had vanished did not come back: that ends the job; does not wait."""
+        """End the job because no replacement of a vanished unit joined.
+
+        The call does not block.
+        """
         lost = self._vanished(rank)
-        text = f"{lost.text}, and within {seconds:g} s none was started in its place{more}"
+        text = f"{lost.text}, and within {seconds:g} s no replacement was started{more}"
         end = JobEnd.of(replace(lost, text=text), rank, self._hosts.names[rank])
         self._start(lambda: self._decide(end))
 
@@ -322,12 +354,18 @@ class NodeMembership:
     # --- a good end
 
     def finish(self, events: Sequence[Event]) -> None:
-        """This unit's part ended well. When all have, unit 0 ends the job; does not wait."""
+        """Report that this unit ended well.
+
+        When all have, unit 0 ends the job. The call does not block.
+        """
         self.reports[self._rank] = list(events)
         self._start(self._collect if self._rank == 0 else self._report)
 
     def _report(self) -> None:
-        """Until the end is known: what is told once might be wiped out with the store."""
+        """Keep the report in the store until the end is known.
+
+        A report that is written once might be lost with the store.
+        """
         key, raw = f"report/{self._rank}", json.dumps([to_json(event) for event in self.reports[self._rank]]).encode()
         answered = self._answered
         while not self._decided.is_set():
@@ -356,30 +394,36 @@ class NodeMembership:
         self._decide(JobEnd(0))
 
     def _end_alone(self, answered: float) -> None:
-        """All is well here, and nobody says how it is elsewhere."""
+        """End well without the reports of the others if the store stays away."""
         if time.monotonic() - answered > AWAY_S:
-            text = f"the store was away for {AWAY_S:g} s at the end, so how the other units ended is not known here"
+            text = f"the store was unavailable for {AWAY_S:g} s at the end, so the end of the other units is unknown"
             self._deliver(JobEnd(0, text=text))
 
     def leave(self, state: str) -> None:
-        """By unit 0: note in the registry how the job ended. Raises StoreError."""
-        self._kept.close()  # or what is removed after this would be written again
+        """Record in the registry how the job ended. Only for unit 0.
+
+        Raises StoreError.
+        """
+        self._kept.close()  # otherwise removed keys would be written again
         self._stores.registry.keep(self._stores.record)
         self._stores.registry.end(self._stores.record.id, state)
 
 
 class UnitReport:
-    """Keeps what a report needs of one unit's events: the last of what repeats, and all that does not."""
+    """The events of a unit that a report needs.
+
+    Of repeated events it keeps the last one.
+    """
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, str], Event] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         if isinstance(event, Started | Serving | StepDone | Skipped | Finished | Metrics | Final):
             self._last[(type(event).__name__, getattr(event, "who", ""))] = event
 
     @property
     def events(self) -> list[Event]:
-        """In an order in which they may have happened."""
+        """The recorded events, in a possible order of occurrence."""
         return list(self._last.values())

@@ -1,14 +1,14 @@
-"""What the units of a job say to each other in the store, until every one knows the same.
+"""Rendezvous of a job's units in the store, until all know the same.
 
-jobs/ID/job      the job's text, put there by who submitted it; unit 0 may bring its own
-jobs/ID/run      a random word for this start of the job, by unit 0
-jobs/ID/stop     set by `topotrain jobs stop`
-jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, what units say to each other while it runs
-                 (post.py), back/R of a unit that is started again meanwhile, and the addresses of its processes
-jobs/ID.RUN.N/   those of the processes, after the job has started again as a whole for the Nth time
+    jobs/ID/job      the job's text, written when the user submits it; unit 0 may use its own instead
+    jobs/ID/run      a random word for this start of the job, by unit 0
+    jobs/ID/stop     set by `topotrain jobs stop`
+    jobs/ID.RUN/     one start: job, host/R, alive/R, hosts, end, report/R, the units' messages (mailbox.py), back/R
+                     of a unit that rejoins the running job, and the addresses of its processes
+    jobs/ID.RUN.N/   the addresses of the processes after the Nth restart of the whole job
 
-Rule: what one start has left behind cannot be taken for another one's, because each has keys of its own. What a unit
-that comes later needs to find its way is kept by unit 0 (`MaintainedValues`), also in a store that was wiped.
+Each start has its own keys, so data of an earlier start is never read. Unit 0 keeps the keys that later units need
+(`MaintainedValues`), even in a store that lost its data.
 """
 
 import os
@@ -38,20 +38,20 @@ from topotrain.launch.multinode.node_info import (
 )
 
 MEETING_S = 60.0
-"""How long units wait for each other before training starts."""
+"""Seconds for which units wait for each other before training starts."""
 QUIET_S, REPEAT_S = 5.0, 20.0
-"""Waiting is told after so many seconds, and then again every so many."""
+"""Seconds of waiting before the first notice, and between later ones."""
 BEAT_S, ALIVE_S = 1.0, 4.0
-"""A unit says so often that it lives, and is forgotten after so long a silence."""
+"""Seconds between two heartbeats of a unit, and seconds after which a heartbeat expires."""
 _LOOK_S = 1.0
 _MISSED = 3
-"""So many looks in a row may find no start in the store: it may have been wiped, and unit 0 writes it again."""
+"""Number of consecutive reads that may find no start: the store may have lost its data, and unit 0 rewrites it."""
 _T = TypeVar("_T")
 _FROM = "from"
 
 
 class RendezvousNotice:
-    """Says on stderr what a unit waits for, when that takes long."""
+    """Prints to stderr what a unit waits for, when that takes long."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -64,7 +64,7 @@ class RendezvousNotice:
 
 
 class Heartbeat:
-    """Tells in the store that this unit lives, every BEAT_S, until it is closed."""
+    """Writes this unit's heartbeat to the store every BEAT_S until it is closed."""
 
     def __init__(self, run: Store, rank: int) -> None:
         self._run, self._key = run, f"alive/{rank}"
@@ -72,7 +72,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
 
     def start(self) -> Self:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
         return self
 
@@ -80,13 +80,13 @@ class Heartbeat:
         count = 0
         while True:
             count += 1
-            with suppress(StoreError):  # training goes on while the store is away
+            with suppress(StoreError):  # training continues without the store
                 self._run.set(self._key, str(count).encode(), ALIVE_S)
             if self._closed.wait(BEAT_S):
                 return
 
     def close(self) -> None:
-        """Say goodbye."""
+        """Stop, and delete the heartbeat."""
         self._closed.set()
         self._thread.join(2 * ALIVE_S)
         with suppress(StoreError):
@@ -94,13 +94,14 @@ class Heartbeat:
 
 
 class NodeRendezvous:
-    """Where one unit meets the others.
+    """The rendezvous of one unit with the others.
 
     Args:
         root: the whole store.
         job: the name of the job in the store.
-        rank, nprocs: of this unit.
-        secret: of the job.
+        rank: the rank of this unit.
+        nprocs: the number of units.
+        secret: the secret of the job.
         patience: seconds to wait for the others; 0: MEETING_S.
     """
 
@@ -113,12 +114,12 @@ class NodeRendezvous:
         self.word = ""
         self.pulse: Heartbeat | None = None
         self._kept = MaintainedValues(root)
-        self._missing = 0  # looks in a row at which no start of the job was found in the store
+        self._missing = 0  # consecutive reads that found no start of the job in the store
         self.me: NodeInfo | None = None
         self.known: list[NodeInfo] = []
-        """By unit 0: all units, by their ranks."""
+        """In unit 0: all units, ordered by rank."""
         self.returns = False
-        """This unit was started again while its job runs."""
+        """Whether this unit was restarted while its job runs."""
 
     @property
     def run_id(self) -> str:
@@ -131,7 +132,7 @@ class NodeRendezvous:
         return within(self._root, f"jobs/{self.run_id}")
 
     def close(self) -> None:
-        """Leave: the others need not look for this unit any more."""
+        """Leave, and delete this unit's heartbeat."""
         self._kept.close()
         if self.pulse is not None:
             self.pulse.close()
@@ -139,7 +140,10 @@ class NodeRendezvous:
     # --- coming in
 
     def enter(self, me: NodeInfo) -> None:
-        """Unit 0 opens a start of the job, the others come to it. Raises ConfigError, StoreError."""
+        """Open a start of the job as unit 0, or join it as another unit.
+
+        Raises ConfigError or StoreError.
+        """
         self.me, self.returns = me, False
         self._kept.close()  # of an earlier start
         self._kept = MaintainedValues(self._root)
@@ -152,7 +156,7 @@ class NodeRendezvous:
         old = ""
         while True:
             self.word = self._await(self.shared, "run", "unit 0", old).decode()
-            old = self.word  # of an earlier start, if we have to look again
+            old = self.word  # of an earlier start, if this one has to be read again
             if not self.run.compare_and_set(f"host/{self.rank}", None, me.dumped()):
                 self._check_twin()
                 if self.run.get("hosts") is not None and self.run.get("end") is None and self._return(me):
@@ -161,22 +165,23 @@ class NodeRendezvous:
                 self._kept.keep(self._whole(f"host/{self.rank}"), me.dumped())
                 self.pulse = Heartbeat(self.run, self.rank).start()
                 return
-            else:  # an earlier start, of which all was forgotten between our looking and our coming
+            else:  # an earlier start, which was deleted before this unit joined it
                 self.run.delete(f"host/{self.rank}")
 
     def _return(self, me: NodeInfo) -> bool:
-        """This unit was lost while the job ran: unit 0 is told that there is one again, and has a word for it, later.
+        """Rejoin a running job that has lost the unit of this rank.
 
-        False: another start has begun. Until unit 0 has answered there is no pulse: of a start in which nobody lives no
-        sign of life must be seen. Raises Over, StoreError.
+        The unit announces itself to unit 0, and waits for a reply. It writes no heartbeat before the reply: a start
+        without running units must show no heartbeats. Returns False if another start has begun. Raises EndedBeforeStart
+        or StoreError.
         """
         self._set(f"back/{self.rank}", me.dumped())
-        what = f"unit 0 of job {self.id!r}, which runs, and has a place for unit {self.rank} when it starts again"
+        what = f"unit 0 of job {self.id!r}, which is running, and can include unit {self.rank} when it restarts"
         try:
             self._await(self.run, f"down/{self.rank}.{me.word}", what)
         except JobRestarted:
             self._kept.close()
-            self.run.delete(f"back/{self.rank}")  # it may have come when all of that start was forgotten
+            self.run.delete(f"back/{self.rank}")  # that start may have been deleted before this key was written
             self._kept = MaintainedValues(self._root)
             return False
         self.returns = True
@@ -192,11 +197,14 @@ class NodeRendezvous:
         if not self.shared.compare_and_set("run", known, self.word.encode()):
             raise self._running("another unit 0")
         if old is not None:
-            forget(old)  # not before: who still comes to it shall find its place taken
+            forget(old)  # not before: a unit that joins it late must find its rank taken
             forget_lives(self._root, f"{self.id}.{(known or b'').decode()}")
 
     def _outlive(self, old: Store) -> None:
-        """Return when nobody of an earlier start is left."""
+        """Wait until all units of an earlier start are gone.
+
+        Raises ConfigError if it is still running.
+        """
         first = {key: old.get(key) for key in old.keys("alive/")}
         while living := old.keys("alive/"):
             self._waiting(f"the end of an earlier start of job {self.id!r}")
@@ -210,7 +218,7 @@ class NodeRendezvous:
         return ConfigError("job", self.id, accepted)
 
     def _check_twin(self) -> None:
-        """Raise ConfigError when another process is this unit, too."""
+        """Raise ConfigError when another process has the rank of this unit."""
         raw = self.run.get(f"host/{self.rank}")
         beat = self.run.get(f"alive/{self.rank}")
         if raw is None or (beat is None and self.run.get("hosts") is not None):
@@ -222,30 +230,39 @@ class NodeRendezvous:
 
     @property
     def lines(self) -> dict[int, str]:
-        """For `Post`. By unit 0: after `gather`."""
+        """The words for a `Mailbox`, by rank.
+
+        In unit 0 call it after `gather`.
+        """
         assert self.me is not None
         return {0: self.me.word} if self.rank else {unit.rank: unit.word for unit in self.known if unit.rank}
 
     def _whole(self, key: str) -> str:
-        """The name of a key of this start in the whole store."""
+        """Return the name, in the whole store, of a key of this start."""
         return f"jobs/{self.run_id}/{key}"
 
     def _set(self, key: str, value: bytes) -> None:
-        """Write a value of this start, and keep it. Raises StoreError."""
+        """Write a key of this start, and maintain it. Raises StoreError."""
         self._kept.set(self._whole(key), value)
 
     # --- agreeing
 
     def bring(self, job: Job | None) -> Job:
-        """The job, by unit 0: the one given, or the one that was submitted. Raises ConfigError, StoreError."""
+        """Return the job that was given to unit 0 or submitted, and publish it.
+
+        For unit 0. Raises ConfigError or StoreError.
+        """
         if job is None:
-            text = self._await(self.shared, "job", "a job: unit 0 was given none, and nobody has submitted one")
+            text = self._await(self.shared, "job", "a job: unit 0 was started without one, and none was submitted")
             job = job_file.loads(text.decode(), "the job in the store")
         self._set("job", job_file.dumps(job).encode())
         return job
 
     def take(self, given: Job | None) -> Job:
-        """The job, by any other unit. Raises Over, ConfigError for another one than that which was `given`."""
+        """Return the job that unit 0 has published.
+
+        For all units but unit 0. Raises EndedBeforeStart, StoreError, and ConfigError if it differs from `given`.
+        """
         job = job_file.loads(self._await(self.run, "job", "the job from unit 0").decode(), "the job in the store")
         if given is not None and given.digest() != job.digest():
             raise ConfigError("JOB.conf", given.name or None, f"differs from that of unit 0 ({job.name or 'no name'})")
@@ -258,7 +275,10 @@ class NodeRendezvous:
             raise ConfigError("--nprocs", self._nprocs, f"must be {units}, the number of units of this job")
 
     def gather(self, url: str, served: bool) -> HostMap:
-        """By unit 0: hear everybody out, and tell all where all are. Raises Over, ConfigError, StoreError."""
+        """Read the descriptions of all units, and publish their hosts. For unit 0.
+
+        Raises EndedBeforeStart, ConfigError or StoreError.
+        """
         known: dict[int, NodeInfo] = {}
         while len(known) < self._nprocs:
             rank = next(rank for rank in range(self._nprocs) if rank not in known)
@@ -267,32 +287,47 @@ class NodeRendezvous:
             known[rank] = self.hear(self._await(self.run, f"host/{rank}", what))
         self.known = [known[rank] for rank in range(self._nprocs)]
         hosts = hosts_of(self.known, url, served)
-        for unit in self.known:  # so that whoever comes after a loss of the store finds its place taken
+        for unit in self.known:  # a unit that joins after a loss of the store's data must find its rank taken
             self._kept.keep(self._whole(f"host/{unit.rank}"), unit.dumped())
         self._set("hosts", hosts.dumped())
         return hosts
 
     def regather(self, back: Mapping[int, NodeInfo], hosts: HostMap) -> HostMap:
-        """By unit 0: where all are, now that these are others. Raises ConfigError."""
+        """Return the hosts after some units were replaced. For unit 0.
+
+        Raises ConfigError.
+        """
         self.known = [back.get(unit.rank, unit) for unit in self.known]
         return hosts_of(self.known, hosts.url, hosts.served)
 
     def learn(self) -> HostMap:
-        """By all others: where all are. Raises Over, StoreError."""
+        """Return the hosts that unit 0 has published.
+
+        For all units but unit 0. Raises EndedBeforeStart or StoreError.
+        """
         return HostMap.loaded(self._await(self.run, "hosts", "the other units"))
 
     def choose(self, name: str, seal: str) -> None:
-        """By unit 0, before all know where all are: from which snapshot the job goes on, if any. Raises StoreError."""
+        """Publish the snapshot that the job resumes from, if any. For unit 0.
+
+        Call it before `gather`. Raises StoreError.
+        """
         if name:
             self._set(_FROM, f"{seal} {name}".encode())
 
     def chosen(self) -> tuple[str, str]:
-        """By all others, once they know where all are: its name and seal. Raises StoreError."""
+        """Return the name and the seal of the snapshot to resume from.
+
+        For all units but unit 0. Call it after `learn`. Raises StoreError.
+        """
         sealed, _, name = (self.run.get(_FROM) or b"").decode().partition(" ")
         return name, sealed
 
     def introduce(self, given: str, url: str) -> NodeInfo:
-        """This unit, at the address that was `given`, or else the one that it has on its way to the store."""
+        """Return the description of this unit.
+
+        Its address is `given`, or else the one on the route to the store.
+        """
         address, proof = given or address_towards(url), self._proof(self.rank)
         return NodeInfo(
             self.rank,
@@ -307,15 +342,18 @@ class NodeRendezvous:
         )
 
     def _proof(self, rank: int) -> str:
-        # The store may be one that knows nothing of secrets; without this a wrong one is found by a worker, much later.
+        # Not every store checks secrets. Without this proof a wrong secret is found by a worker, much later.
         return job_key(self._secret, "unit", self.id, str(rank)).hex()
 
     def hear(self, raw: bytes) -> NodeInfo:
-        """Who has come. Raises ConfigError for one that was told something else, StoreError."""
+        """Read and check the description of a unit.
+
+        Raises StoreError, and ConfigError for a unit with other settings.
+        """
         unit = NodeInfo.loaded(raw)
         if unit.proof != self._proof(unit.rank):
             accepted = "must be the same in all units: TOPOTRAIN_TOKEN, or the file that TOPOTRAIN_TOKEN_FILE names"
-            raise ConfigError("secret", None, f"{unit.who} has another one than unit 0; it {accepted}")
+            raise ConfigError("secret", None, f"{unit.who} has another secret than unit 0; it {accepted}")
         if unit.nprocs != self._nprocs:
             accepted = f"must be {self._nprocs} as for unit 0"
             raise ConfigError(f"--nprocs of unit {unit.rank}", unit.nprocs, accepted)
@@ -324,7 +362,10 @@ class NodeRendezvous:
     # --- waiting
 
     def _await(self, store: Store, key: str, what: str, old: str = "") -> bytes:
-        """A value, when it is there. Raises Over, StoreError after MEETING_S."""
+        """Return a value when it exists.
+
+        Raises EndedBeforeStart, JobRestarted, and StoreError at the deadline.
+        """
         while True:
             try:
                 return self._patiently(lambda: store.watch(key, _LOOK_S, old.encode() or None), what)
@@ -336,7 +377,10 @@ class NodeRendezvous:
                 raise StoreError(f"{what} did not come within {self.patience:g} s {who}")
 
     def _check_start(self, outside: bool) -> None:
-        """Raise Over if this start has ended, or another one has taken its place."""
+        """Check that this start is the current one.
+
+        Raises EndedBeforeStart if it has ended, and JobRestarted if another one has replaced it.
+        """
         if outside or not self.word:
             return
         raw = self.run.get("end")
@@ -348,7 +392,7 @@ class NodeRendezvous:
             raise JobRestarted
 
     def _patiently(self, ask: Callable[[], _T], what: str) -> _T:
-        """Ask a store that may not be there yet."""
+        """Retry an operation on a store that may not be available yet."""
         while True:
             try:
                 return ask()
@@ -364,14 +408,17 @@ class JobRestarted(Exception):
 
 
 def _is_final(error: StoreError) -> bool:
-    """Whether asking again is in vain."""
+    """Return whether a retry cannot succeed."""
     from topotrain.comm.store.tcp_store import AccessDenied
 
     return isinstance(error, AccessDenied)
 
 
 def outlast(run: Store) -> None:
-    """By unit 0: return when all others have left this start, or are gone."""
+    """Wait until all other units have left this start, or their heartbeats expired.
+
+    For unit 0.
+    """
     until = time.monotonic() + ALIVE_S + 2 * BEAT_S
     with suppress(StoreError):
         while time.monotonic() < until and set(run.keys("alive/")) - {"alive/0"}:
@@ -379,13 +426,16 @@ def outlast(run: Store) -> None:
 
 
 def forget_lives(root: Store, run_id: str) -> None:
-    """Remove what the lives of a start after the first one have left. Raises StoreError."""
+    """Delete the data of all attempts of a start but the first.
+
+    Raises StoreError.
+    """
     for key in root.keys(f"jobs/{run_id}."):
         root.delete(key)
 
 
 def forget(store: Store, but: str = "") -> None:
-    """Remove all keys but one. Raises StoreError."""
+    """Delete all keys except `but`. Raises StoreError."""
     for key in store.keys(""):
         if key != but:
             store.delete(key)

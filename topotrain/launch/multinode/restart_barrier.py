@@ -1,8 +1,10 @@
-"""Between two lives of a job over several units: all units come together, and begin the next one from one snapshot.
+"""The barrier between two attempts of a job over several units.
 
-Rule: no unit begins before all have ended their processes. Who has vanished is waited for, so long as units wait for
-each other at the start; then the job ends. Unit 0 chooses the snapshot, and each unit looks whether it sees the same
-one: a workspace that is not shared is told, and not trained on.
+* No unit starts before all units have ended their processes.
+* Unit 0 waits for a replacement of a vanished unit as long as units wait at the rendezvous. Then the job ends.
+* Unit 0 chooses the snapshot, and each unit checks that it sees the same one. A workspace that is not shared is an
+
+error.
 """
 
 import time
@@ -24,7 +26,7 @@ from topotrain.launch.recovery.resume_point import SHARED, seal, seen
 
 @dataclass(frozen=True, slots=True)
 class RestartInfo:
-    """What a unit begins: the life of the job, and where all units are in it."""
+    """The attempt that a unit begins, and the hosts of all units in it."""
 
     life: AttemptInfo
     hosts: HostMap
@@ -32,9 +34,10 @@ class RestartInfo:
 
 @dataclass(slots=True)
 class RestartBarrier:
-    """Who is ready for the life after number `life`; pure.
+    """The units that are ready for the attempt after number `life`. It does no I/O.
 
-    ranks: of all units but 0. vacant: those where nobody would live. patience_s: for a unit that has vanished.
+    ranks: all units but 0. vacant: the units that would have no processes.
+    patience_s: seconds to wait for a vanished unit.
     """
 
     life: int
@@ -46,7 +49,7 @@ class RestartBarrier:
     _gone: dict[int, float] = field(default_factory=dict)
 
     def heard(self, news: News, now: float) -> None:
-        """Take news; what belongs to a life that is over says nothing here."""
+        """Record news. Messages about a former attempt are ignored."""
         match news:
             case UnitMessage(rank, words) if (
                 "ready" in words and words.get("life") == self.life and rank not in self.back
@@ -65,22 +68,22 @@ class RestartBarrier:
 
     @property
     def there(self) -> set[int]:
-        """Who is not gone."""
+        """The units that are not gone."""
         return set(self.ranks) - self._gone.keys()
 
     @property
     def missing(self) -> set[int]:
-        """Who is waited for."""
+        """The units that the barrier waits for."""
         return set(self.ranks) - self._ready - (self._gone.keys() & set(self.vacant))
 
     @property
     def gone(self) -> list[int]:
-        """Who has vanished and is waited for."""
+        """The vanished units that the barrier waits for."""
         return sorted(self._gone.keys() & self.missing)
 
     @property
     def due(self) -> float | None:
-        """When the first of them has been waited for long enough."""
+        """The time at which the first of them has been waited for long enough."""
         return min((self._gone[rank] + self.patience_s for rank in self.gone), default=None)
 
 
@@ -92,7 +95,10 @@ def muster(
     tell: Callable[[str], None],
     hint: str,
 ) -> bool:
-    """By unit 0: return when all are ready; False: the job ends instead."""
+    """Wait in unit 0 until all units are ready.
+
+    Returns False if the job ends instead.
+    """
     post = _post(company)
     told: set[int] = set()
     news = list(unread)
@@ -115,7 +121,7 @@ def muster(
 
 
 def begin_anew(company: NodeMembership, made: RestartBarrier, hosts: HostMap, life: AttemptInfo) -> None:
-    """By unit 0: tell all who are there what they begin."""
+    """Send the next attempt from unit 0 to all units that are present."""
     post = _post(company)
     company.expect(hosts, made.there)
     for rank, unit in made.back.items():
@@ -129,7 +135,10 @@ def begin_anew(company: NodeMembership, made: RestartBarrier, hosts: HostMap, li
 def await_begin(
     unread: Iterable[News], company: NodeMembership, heard: StopSignals, life: int, workspace: Path
 ) -> RestartInfo | None:
-    """By another unit: wait for the life after number `life`; None: the job ends instead. Raises ConfigError."""
+    """Wait in another unit for the attempt after number `life`.
+
+    Returns None if the job ends instead. Raises ConfigError.
+    """
     post = _post(company)
     news = list(unread)
     while True:
@@ -150,7 +159,7 @@ def _begun(number: int, words: Mapping[str, Any], workspace: Path) -> RestartInf
 
 
 def check_found(resume: str, saved: Saved | None, job: Job) -> None:
-    """Raise ConfigError where a snapshot was taken that cannot be seen by unit 0."""
+    """Raise ConfigError where unit 0 does not see a snapshot that was taken."""
     if saved is not None and not resume:
         accepted = f"has no snapshot, though {saved.who} has taken number {saved.number}: {SHARED}"
         raise ConfigError("cluster.workspace", job.workspace, accepted)
@@ -162,10 +171,10 @@ def _post(company: NodeMembership) -> Mailbox:
 
 
 def _sleep(company: NodeMembership, post: Mailbox, heard: StopSignals, due: float | None) -> None:
-    """Until something has come, or it is time."""
+    """Wait until something arrives, or `due` is reached."""
     with DefaultSelector() as selector:
         for number in (company.fileno(), post.fileno(), heard.woken.fileno()):
             selector.register(number, EVENT_READ)
         ready = selector.select(None if due is None else max(0.0, due - time.monotonic()))
         if not company.over and any(key.fd == company.fileno() for key, _ in ready):
-            company.heard()  # a last snapshot is asked for, of processes that are not there
+            company.heard()  # a request for a last snapshot, but no processes are running

@@ -1,1 +1,1 @@
-"""What happens when a process of a job dies."""
+"""Recovery from process deaths, and changes of a job's size."""

@@ -1,7 +1,8 @@
-"""Which worker groups are there while a job runs: some leave, are given up, and come (again).
+"""Elastic worker groups: groups leave, are given up, and join while a job runs.
 
-Rule: pure. What is wished is asked of the servers first, who know what the job has come to; nobody else trains any
-slower for it. A group that leaves is given some seconds for it; one that is given up is missed by nobody.
+This module is pure: it does no I/O and reads no clock. The servers are asked first whether a change is possible,
+because they know the job's progress. Other groups do not wait for a change. A leaving group gets a grace period. Other
+groups do not wait for a group that was given up.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,10 @@ JOIN, LEAVE, LOSE = "join", "leave", "lose"
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """That a group joins or leaves; within_s: seconds that it has for leaving, before its processes are ended."""
+    """A request that a group joins or leaves.
+
+    within_s: seconds for leaving, after which the group's processes are ended.
+    """
 
     verb: str
     group: int
@@ -24,7 +28,10 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class AskServers:
-    """To do: ask the group's servers whether this may be; incarnation: of the group's workers, as they are now."""
+    """An action: ask the group's servers whether a change is possible.
+
+    incarnation: the present one of the group's workers.
+    """
 
     wish: str
     group: int
@@ -33,7 +40,10 @@ class AskServers:
 
 @dataclass(frozen=True, slots=True)
 class ReportGone:
-    """To do: tell the group's servers that none of its processes before this incarnation is left."""
+    """An action: tell the group's servers that earlier processes are gone.
+
+    incarnation: no process before this incarnation is left.
+    """
 
     group: int
     incarnation: int
@@ -41,7 +51,10 @@ class ReportGone:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """To do: tell whoever wished this what came of it; error: why nothing did."""
+    """An action: answer the clients that made this request.
+
+    error: the reason of a refusal.
+    """
 
     verb: str
     group: int
@@ -50,7 +63,7 @@ class AnswerRequest:
 
 
 class GroupState(Enum):
-    """How it stands with a group; the value is what a user is told."""
+    """The state of a group. The value is shown to the user."""
 
     HERE = "trains"
     ASKED = "is asked to leave"
@@ -62,24 +75,27 @@ class GroupState(Enum):
 
 @dataclass(slots=True)
 class GroupEntry:
-    """A group. until: when one that leaves is made to; how: it left, in words; lost: why it is given up."""
+    """A worker group and its state.
+
+    until: the time at which a leaving group is ended. how: describes how it left. lost: the reason why it was given up.
+    """
 
     state: GroupState = GroupState.HERE
     within_s: float = 0.0
     until: float | None = None
     how: str = ""
     lost: Failed | None = None
-    agreed: bool = False  # the servers go on without it
-    arriving: bool = False  # it has joined, and has not made a step yet
+    agreed: bool = False  # the servers continue without it
+    arriving: bool = False  # it has joined, but has not completed a step
 
 
 @dataclass(slots=True)
 class GroupStates:
-    """All groups of a job, over all its lives.
+    """All groups of a job, over all its attempts.
 
     Args:
-        refusals: group -> why it cannot leave and come; "": it can.
-        absent: groups that are not there at the start.
+        refusals: for each group, the reason why it cannot leave and join; "": it can.
+        absent: groups that are absent at the start.
     """
 
     refusals: Mapping[int, str]
@@ -95,41 +111,44 @@ class GroupStates:
         return self._parts[group]
 
     def put(self, group: int, part: GroupEntry) -> None:
-        """How it stands with a group from here on."""
+        """Set the state of a group."""
         self._parts[group] = part
 
     @property
     def away(self) -> frozenset[int]:
-        """Groups that are not there."""
+        """The absent groups."""
         return frozenset(g for g, part in self._parts.items() if part.state in (GroupState.AWAY, GroupState.COMING))
 
     def going(self, group: int | None) -> bool:
-        """Whether what is lost with this group's processes is known already."""
+        """Whether the loss of this group's processes is expected."""
         return group in self._parts and self._parts[group].state in (GroupState.LEAVING, GroupState.LOST)
 
     def elastic(self, group: int) -> bool:
-        """Whether the job may go on without the group."""
+        """Return whether the job can continue without the group."""
         return not self.refusals.get(group, "it is not here") and any(g != group for g in self._here())
 
     def asked(self) -> list[tuple[int, str]]:
-        """Groups about which the servers have not answered yet, and what they were asked."""
+        """Return the groups with an open question to the servers, and the question."""
         wishes = {GroupState.ASKED: LEAVE, GroupState.COMING: JOIN, GroupState.LOST: LOSE}
         return [(g, wishes[p.state]) for g, p in sorted(self._parts.items()) if p.state in wishes and not p.agreed]
 
     @property
     def due(self) -> float | None:
-        """When the first group that leaves has had its time."""
+        """The time at which the first leaving group has to be gone."""
         return min((part.until for part in self._parts.values() if part.until is not None), default=None)
 
     def late(self, now: float) -> list[int]:
-        """Groups that have had their time for leaving; each is told once."""
+        """Return the groups that have used up their time for leaving.
+
+        Each is returned once.
+        """
         found = [g for g, part in self._parts.items() if part.until is not None and part.until <= now]
         for group in found:
             self._parts[group].until = None
         return found
 
     def refusal(self, wish: GroupRequest) -> str:
-        """Why this cannot be, as far as it is known here; "": ask the servers."""
+        """Return why the request must be refused; "": the servers have to decide."""
         part = self._parts.get(wish.group)
         if part is None:
             return f"there is no worker group {wish.group}; {self}"
@@ -144,7 +163,10 @@ class GroupStates:
         return ""
 
     def renewed(self) -> None:
-        """The whole job starts again: who was about to leave has left, and who was about to come is there."""
+        """Update the groups for a restart of the whole job.
+
+        Leaving groups are absent after it, and joining groups are present.
+        """
         for group, part in self._parts.items():
             gone = part.state in (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
             self._parts[group] = GroupEntry(GroupState.AWAY if gone else GroupState.HERE)
@@ -153,5 +175,5 @@ class GroupStates:
         return [g for g, part in self._parts.items() if part.state is GroupState.HERE]
 
     def __str__(self) -> str:
-        """The groups and their states."""
+        """Return the groups and their states as text."""
         return "groups: " + ", ".join(f"{g} {part.state.value}" for g, part in sorted(self._parts.items()))

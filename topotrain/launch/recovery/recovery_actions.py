@@ -1,4 +1,4 @@
-"""What is to be done about a process death: what `recovery_policy` decides, and the run loop carries out."""
+"""Actions after a process death, from the recovery policy to the run loop."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from topotrain.launch.recovery.resize import RequestSnapshot, ResizeRefused, Res
 
 @dataclass(frozen=True, slots=True)
 class RestartGroup:
-    """To do: end what is left of this group, then start its workers with this incarnation.
+    """An action: end the rest of this group, then restart its workers.
 
-    why: for their logs. who: the one worker that is meant; "": all of them.
+    incarnation: of the new workers. why: the reason, for their logs. who: the only worker to restart; "": all of them.
     """
 
     group: int
@@ -22,17 +22,20 @@ class RestartGroup:
 
 @dataclass(frozen=True, slots=True)
 class EndProcess:
-    """To do: end this process, which does nothing any more; what follows from its loss is said beside."""
+    """An action: end this process, which has no work left.
+
+    Separate actions describe what follows from its loss.
+    """
 
     who: str
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceReplica:
-    """To do: tell every server process who has which seat now, and start a fresh one in the seat of `who`.
+    """An action: send all server processes the new placement, and replace `who`.
 
-    number: of the fresh process, counted over the job. seats: as `seats.ReplicaPlacement.to_data`. unit: where the
-    fresh one is to stand; -1: nowhere, the seat stays empty.
+    number: of the new process, counted over the job. seats: as from `ReplicaPlacement.to_data`.
+    unit: the unit for the new process; -1: none, the placement keeps an empty slot.
     """
 
     who: str
@@ -44,14 +47,14 @@ class PlaceReplica:
 
 @dataclass(frozen=True, slots=True)
 class RestartJob:
-    """To do: end every process, then start the whole job again."""
+    """An action: end every process, then restart the whole job."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """To do: end the job for one of these reasons; nobody needs to wait for a better one."""
+    """An action: end the job for one of these reasons, without further waiting."""
 
     failures: tuple[Failed, ...]
 

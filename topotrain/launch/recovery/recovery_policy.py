@@ -1,14 +1,17 @@
-"""What a job does about processes that die: what is lost with them, what starts again, and when that is enough.
+"""Policy for process deaths: what is lost, what restarts, and when the job fails.
 
-Rule: pure; it is told events and the time, and says what is to be done. A death is a cause; what those say who lost a
-peer by it is none. So an error that may follow from a death waits for one, while an exception of the user's program, or
-a wrong setting, ends the job at once. A process that stays frozen is ended, and is as lost as a dead one. Who has told
-that it finished is missed by nobody. Over several units the first one decides for all: the others tell it what they
-hear (`following`), and a unit that is not heard of any more is lost with all who lived in it.
+A process death is a root cause. Connection errors that other processes report because of it are not. So an error that
+may follow from a death waits for one, while an exception of the user's program, or a wrong setting, ends the job at
+once.
 
-Nothing is waited for before a start: the old processes have ended by then, and `restarts` bounds how often it happens.
-A group that has used that up is given up, where others can read what it leaves; so is one that leaves
-(`attendance`). Workers leave a job of one group, and join it, between two lives of the whole job (`resizing`).
+* The policy is pure. It receives events and the time, and returns actions.
+* A process that stays frozen is ended, and counts as dead.
+* The loss of a process that has finished changes nothing.
+* Over several units unit 0 decides for all. The others send it their events (`follower.py`). A unit without a heartbeat
+  is lost with all its processes.
+* A restart has no delay, because the old processes have ended by then. `restarts` limits how often it happens.
+* A group that has exhausted `restarts` is given up where the other groups can continue without it.
+* Workers leave or join a job of one group between two attempts of the whole job (`resize.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,18 +65,21 @@ from topotrain.launch.recovery.stopped_processes import StoppedProcesses
 from topotrain.launch.recovery.unit_map import UnitMap
 
 CAUSE_S, FAR_CAUSE_S = 1.0, 6.0
-"""How long an error that may follow from a death waits for one to be told; over several units, for one to be silent."""
-_WHOLE = -1  # counts with the groups
+"""Seconds for which an error waits for a death that may have caused it, on one host and over several units."""
+_WHOLE = -1  # the key of the whole job, besides those of the groups
 
 
 @dataclass(frozen=True, slots=True)
 class RestartTerms:
-    """What may start again here.
+    """The limits of restarts in a job.
 
-    groups: the worker groups that can do so alone. limit: how often within WINDOW_S, each group and the whole job for
-    itself. refusals: group -> why it cannot leave and come, "": it can. absent: groups that are not there at the start.
-    singly: a worker starts again without the others of its group. cause_s: how long an error that may follow from a
-    death waits for one to be told. door: groups may be asked to leave and come.
+    groups: the worker groups that can restart alone.
+    limit: the number of restarts within WINDOW_S, of each group and of the whole job.
+    refusals: for each group, the reason why it cannot leave and join; "": it can.
+    absent: the groups that are absent at the start.
+    singly: a worker restarts without the others of its group.
+    cause_s: seconds for which an error waits for a death that may have caused it.
+    door: groups can be asked to leave and join through the control socket.
     """
 
     groups: frozenset[int]
@@ -87,34 +93,34 @@ class RestartTerms:
 
 @dataclass(slots=True)
 class _Told:
-    """What is known of the present life of the job."""
+    """The known state of the present attempt of the job."""
 
     up: set[str]
-    """Residents whose process has not ended, or is about to start again."""
+    """Residents with a process that has not ended, or is about to restart."""
     leaving: set[str] = field(default_factory=set)
-    """Workers that start again, up to the moment in which their new process is there."""
+    """Restarting workers, until their new process has started."""
     finished: set[str] = field(default_factory=set)
     incarnations: dict[int, int] = field(default_factory=dict)
     held: list[Failed] = field(default_factory=list)
     bounds: dict[bool, str] = field(default_factory=dict)
-    """Why no group starts again by itself, and (True) why the job does not, as far as only scripts show."""
+    """Reasons, found by scripts, why no group can restart alone (False) and why the job cannot restart (True)."""
     frozen: StoppedProcesses = field(default_factory=StoppedProcesses)
     gone: set[int] = field(default_factory=set)
-    """Units."""
+    """The units that have vanished."""
     missed: set[str] = field(default_factory=set)
-    """Servers that have lost the way to another one, of whose end nobody has told."""
+    """Servers that have lost the connection to another server that was not reported as ended."""
 
 
 class RecoveryPolicy:
-    """Decides for a job, over all its lives.
+    """Decides about a job, over all its attempts.
 
     Args:
-        topology: of the whole job, whatever runs here of it.
-        terms: see there.
-        began: when the job started, by the clock whose time it is told.
-        twice: every server has two copies.
-        near: the workers of whom every step is told; None: all. Of the others only while somebody waits (`listens`).
-        resizing: whether its workers can become more or fewer.
+        topology: the layout of the whole job.
+        terms: the limits of restarts.
+        began: when the job started, by the clock that gives the methods their time.
+        twice: every server has two replicas.
+        near: the workers that report every step. None: all do. Other workers report steps only while `listens` is True.
+        resizing: the state for changes of the number of workers. None: it cannot change.
     """
 
     def __init__(
@@ -129,11 +135,11 @@ class RecoveryPolicy:
         self._began, self._near = began, near
         self._allowance = RestartBudget(terms.limit, began)
         self._incidents = 0
-        self._fresh = 0  # server processes that have taken another's seat
+        self._fresh = 0  # server processes that have replaced another one
         self._settle(topology, terms, twice, resizing)
 
     def _settle(self, topology: Topology, terms: RestartTerms, twice: bool, resizing: ResizeState | None) -> None:
-        """What depends on who lives where."""
+        """Initialize what depends on the layout."""
         self._terms, self._resizing = terms, resizing
         self._topology, self._homes = topology, UnitMap(topology)
         self._units = {f"unit {unit.rank}": unit.rank for unit in topology.units}
@@ -144,16 +150,16 @@ class RecoveryPolicy:
         servers = [server for unit in topology.units for server in unit.servers]
         self._seat_of = {str(server): server.index for server in servers} if twice else {}
         self._seats = ReplicaPlacement(replica_placement.domains(topology)) if twice else None
-        self._differed: set[str] = set()  # servers whose copies have differed once
+        self._differed: set[str] = set()  # servers with replicas that have differed once
         self.attendance = GroupStates(terms.refusals, terms.absent)
         self._told = _Told(self._up())
         self._waits = RecoveryTimes(self._group_of, self._near)
-        self._over = False  # the job ends, or this life of it
-        self._due: float | None = None  # when those who wait for the cause of an error have waited enough
+        self._over = False  # the job ends, or this attempt does
+        self._due: float | None = None  # when the wait for the cause of an error ends
 
     @property
     def due(self) -> float | None:
-        """When `turn` has something to say."""
+        """The time at which `turn` has to be called next; None: no timer runs."""
         if self._over:
             return None
         change = None if self._resizing is None else self._resizing.due
@@ -162,27 +168,30 @@ class RecoveryPolicy:
 
     @property
     def complete(self) -> bool:
-        """Every process has ended, and none is to start again."""
+        """Whether every process has ended, and none is to restart."""
         told = self._told
         return not (self._over or told.up or told.leaving or told.held)
 
     @property
     def suspects(self) -> bool:
-        """Somebody has said what may follow from a loss that was not told yet."""
+        """Whether an error was reported that may follow from an unreported loss."""
         return bool(self._told.held or self._told.missed)
 
     @property
     def gone(self) -> AbstractSet[int]:
-        """Units that have vanished in this life of the job: what they still say counts for nothing."""
+        """Units that have vanished in this attempt of the job.
+
+        Their later messages are ignored.
+        """
         return self._told.gone
 
     @property
     def listens(self) -> bool:
-        """Somebody has not made a step since an incident, so that every step matters."""
+        """Whether every step matters, because some worker has not recovered yet."""
         return bool(self._waits)
 
     def renewed(self) -> None:
-        """The whole job starts again."""
+        """Reset the state for a restart of the whole job."""
         self.attendance.renewed()
         self._told = _Told(self._up())
         self._waits.renewed()
@@ -191,22 +200,25 @@ class RecoveryPolicy:
         self._over, self._due = False, None
 
     def stands(self, topology: Topology) -> None:
-        """The next life of the job begins, in units that may stand on other hosts than those of the one before.
+        """Use the units of the next attempt, which may run on other hosts.
 
-        Raises ValueError where those do not do for two copies, see `seats.check`.
+        Raises ValueError where the hosts do not allow two replicas, see `replica_placement.check`.
         """
         self._topology, self._homes = topology, UnitMap(topology)
         self._seats = None if self._seats is None else ReplicaPlacement(replica_placement.domains(topology))
 
     def relaid(self, job: Job, topology: Topology) -> None:
-        """The whole job starts again, with another layout. What has happened so far counts on."""
+        """Use another layout for the next attempt of the whole job.
+
+        Restarts are still counted over all attempts.
+        """
         waited = self._waits
         self._settle(topology, _terms(job, topology), job.cluster.replicas > 1, ResizeState(job))
         self._waits.take_over(waited)
 
     @property
     def missing(self) -> set[str]:
-        """Workers that are not there, and that nobody waits for."""
+        """Workers that are absent and that the job does not wait for."""
         return {who for who, group in self._group_of.items() if group in self.attendance.away}
 
     def _up(self) -> set[str]:
@@ -216,7 +228,10 @@ class RecoveryPolicy:
         return {who for who, number in self._group_of.items() if number == group}
 
     def _all_finished(self) -> bool:
-        """No worker that is there has anything left to do; who has just joined has not begun."""
+        """Return whether every present worker has finished.
+
+        A group that has just joined is not counted, because it has not begun.
+        """
         coming = {who for who, group in self._group_of.items() if self._arriving(group)}
         return self._group_of.keys() - self.missing - coming <= self._told.finished
 
@@ -224,7 +239,10 @@ class RecoveryPolicy:
         return group in self._terms.refusals and self.attendance[group].arriving
 
     def heard(self, event: Event, now: float) -> list[Word]:
-        """What follows from an event, which is among it unless nobody else needs to hear it."""
+        """Return the actions that follow from an event.
+
+        They include the event itself where it is to be shown.
+        """
         told = self._told
         told.frozen.heard(event, now)
         match event:
@@ -236,7 +254,7 @@ class RecoveryPolicy:
                 told.leaving.discard(who)
                 told.up.add(who)
             case Exited(who=who) if who not in told.leaving:
-                # No unit ends before who lives there.
+                # A unit ends after all its residents.
                 told.up -= self._homes.who(self._units[who]) if who in self._units else {who}
                 return [event, *self._emptied(self._group_of.get(who), now)]
             case Unrepeatable(text=text, job=job):
@@ -267,10 +285,13 @@ class RecoveryPolicy:
         return [event]
 
     def turn(self, now: float) -> list[Word]:
-        """What follows from the time: somebody was frozen, or has waited for the cause of an error, for long enough."""
+        """Return the actions that are due by time.
+
+        They follow from processes that were frozen for too long, and from waits that are over.
+        """
         found: list[Word] = []
         for lost, since in [] if self._over else self._told.frozen.over(now):
-            # It was lost when it stopped: so long the others have waited for it.
+            # It counts as lost since it stopped, because the others have waited for it since then.
             found += [EndProcess(lost.who), *self._lost(lost, since)]
         for group in self.attendance.late(now):
             part = self.attendance[group]
@@ -280,7 +301,7 @@ class RecoveryPolicy:
         return found + self._explained(now) + ([] if late is None else [late])
 
     def _explained(self, now: float) -> list[Word]:
-        """Whoever waited for the cause of an error has waited enough."""
+        """Return the actions after the wait for the cause of an error."""
         if self._due is None or now < self._due:
             return []
         self._due = None
@@ -291,7 +312,7 @@ class RecoveryPolicy:
         found = self._follows(cause, now)
         if found is None:
             return self._give_up(*held)
-        for other in held:  # of several groups that have lost somebody each starts again
+        for other in held:  # each group with a loss restarts
             group = self._group_of.get(other.who)
             same = other is cause or (group == self._group_of.get(cause.who) and not self._terms.singly)
             if not (self._over or same or group is None) and other.kind == "peer":
@@ -299,13 +320,16 @@ class RecoveryPolicy:
         return found
 
     def _follows(self, cause: Failed, now: float) -> list[Word] | None:
-        """What follows from an error for which there is no other cause; None: the end."""
+        """Return the actions after an error without another cause.
+
+        None means that the job fails.
+        """
         group = self._group_of.get(cause.who, _WHOLE)
         if cause.who in self._told.leaving:
             return []
         if self._arriving(group):
             return self._lost(cause, now)
-        # A worker that came back and is not taken in again: the servers may be past the point where they could.
+        # A restarted worker may be refused because the servers are past the point where they could accept it.
         again = self._waits.for_group(group)
         return self._lost(cause, now, alone=not again) if cause.kind == "peer" or again else None
 
@@ -330,7 +354,7 @@ class RecoveryPolicy:
         return []
 
     def vanished(self, rank: int, lost: Failed, now: float) -> list[Word]:
-        """What follows when a unit is not heard of any more, with all who live there."""
+        """Return the actions after the loss of a unit with all its processes."""
         told, gone = self._told, self._homes.who(rank)
         if self._over or rank in told.gone:
             return []
@@ -341,7 +365,7 @@ class RecoveryPolicy:
             told.frozen.forget(who)
         servers = gone & self._seat_of.keys()
         if gone <= told.finished or (self._all_finished() and not servers):
-            return [self._incident(lost, "nothing is missing: its part was done", now)]
+            return [self._incident(lost, "nothing is missing: its work was done", now)]
         groups = {self._group_of[who] for who in gone if who in self._group_of and who not in told.finished}
         groups -= self.attendance.away
         rest = set(self._group_of.values()) - self.attendance.away - groups
@@ -358,7 +382,10 @@ class RecoveryPolicy:
         return found
 
     def _lost(self, lost: Failed, now: float, alone: bool = True) -> list[Word]:
-        """Somebody is lost. alone: its group may start again without the others."""
+        """Return the actions after the loss of a process.
+
+        alone: its group may restart without the others.
+        """
         if self._over:
             return [lost]
         if lost.who in self._told.leaving:
@@ -370,9 +397,9 @@ class RecoveryPolicy:
             self.attendance[group].how = self.attendance[group].how or "was lost while it left"
             return self._dismiss(group)
         if lost.who in self._told.finished or self._all_finished():
-            incident = self._incident(lost, "nothing is missing: its part was done", now)
+            incident = self._incident(lost, "nothing is missing: its work was done", now)
             return [incident, *(self._dismiss(group) if group is not None and self._arriving(group) else [])]
-        served = self._told.finished <= self._group_of.keys()  # else servers have gone, with the result as it was
+        served = self._told.finished <= self._group_of.keys()  # else some servers have ended with their final values
         if alone and served and group is not None and group in self._terms.groups and not self._told.bounds:
             return self._regroup(group, lost, now)
         if True not in self._told.bounds:
@@ -380,20 +407,24 @@ class RecoveryPolicy:
         return self._give_up(self._unrepeated(lost))
 
     def _lost_servers(self, gone: AbstractSet[str], lost: Failed, now: float) -> list[Word]:
-        """Servers with two copies are missed until the workers' processes have ended, and not only their scripts."""
+        """Return the actions after the loss of replicated servers.
+
+        They are needed until the workers' processes have ended, not only their scripts.
+        """
         told, seats = self._told, self._seats
         assert seats is not None
         missed = sorted(gone - told.finished)
         heirs = {heir for who in missed for heir in seats.heirs(self._seat_of[who])}
         ended = {seat for who, seat in self._seat_of.items() if who in told.finished}
         if not missed or heirs & ended or not self._group_of.keys() & told.up:
-            return [self._incident(lost, "nothing is missing: its part was done", now)]
+            return [self._incident(lost, "nothing is missing: its work was done", now)]
         return self._reseat(missed, lost, now)
 
     def _reseat(self, missed: Sequence[str], lost: Failed, now: float) -> list[Word]:
-        """Server processes are lost: the second copies of what they were speak, if they are complete.
+        """Replace lost server processes; their complete backups become primaries.
 
-        All are lost before a seat is filled: what one of them was, none of the others can go on with.
+        All of them are marked as lost before any is replaced, because none can continue from a replica that was in
+        another.
         """
         seats, keys = self._seats, {who: _WHOLE - 1 - self._seat_of[who] for who in missed}
         spent = next((key for key in keys.values() if not self._allowance.allows(key, now)), None)
@@ -415,11 +446,11 @@ class RecoveryPolicy:
         )
         again = self._said_again() if moved else []
         if self._resizing is not None and self._resizing.under_way is not None:
-            again = [*again, RequestSnapshot()]  # whoever was asked to take one may be the one that has died
+            again = [*again, RequestSnapshot()]  # the process asked before may have died
         return [incident, *words, *again]
 
     def _refilled(self, who: str, seats: ReplicaPlacement, lost: Failed) -> PlaceReplica:
-        """A fresh process takes a seat that is empty, where one may stand."""
+        """Replace a server process, where a unit may host the replacement."""
         told, seat = self._told, self._seat_of[who]
         rank = self._homes.refuge(who, seat, seats, told.gone)
         told.frozen.forget(who)
@@ -432,19 +463,25 @@ class RecoveryPolicy:
         return PlaceReplica(who, self._fresh, _what(lost), seats.to_data(), rank)
 
     def _said_again(self) -> list[Word]:
-        """What the coordinator may have been told in vain: its successor is told, whom nothing of it surprises."""
+        """Return open questions to the coordinator again, for its successor.
+
+        The coordinator may not have received them. Repeating them does no harm.
+        """
         words: list[Word] = [AskServers(wish, group) for group, wish in self.attendance.asked()]
         gone = sorted(group for group in self.attendance.away)
         return words + [ReportGone(group, self._told.incarnations.get(group, 0) + 1) for group in gone]
 
     def speaks(self, server: Address) -> tuple[str, int]:
-        """The server in whose process this one speaks, and the unit in which that is."""
+        """Return the process in which this server is active, and its unit."""
         lead = server.index if self._seats is None else self._seats.standing[server.index].lead
         home = str(Address(server.role, server.group, lead))
         return home, self._homes.of(home)
 
     def _unlike(self, event: Differs, seats: ReplicaPlacement, now: float) -> list[Word]:
-        """The copies of a server have come to differ, which only a fault of memory or of ours can do."""
+        """Return the actions after the replicas of a server have diverged.
+
+        Only faulty memory or a bug can cause this.
+        """
         who = event.who
         seats.uncovered(self._seat_of[who], event.shadows)
         if self._over:
@@ -457,7 +494,7 @@ class RecoveryPolicy:
         return [self._incident(found, "the job goes on with the first; the second copy is made anew", now)]
 
     def _needless(self) -> list[Word]:
-        """Server processes that only listen, once all that spoke have finished."""
+        """End server processes that are only backups, once all primaries have finished."""
         if self._seats is None:
             return []
         told = self._told
@@ -475,12 +512,12 @@ class RecoveryPolicy:
         who = lost.who if self._terms.singly else ""
         incarnation = self._again(group, who)
         self._waits.begin(self._incidents, group, now)
-        what = "it starts again, and its group goes on meanwhile" if who else f"group {group} starts again"
+        what = "it starts again, and its group continues meanwhile" if who else f"group {group} starts again"
         incident = self._incident(lost, f"{what} (incarnation {incarnation})", now)
         return [incident, RestartGroup(group, incarnation, _what(lost), who), *answers]
 
     def _again(self, group: int, who: str = "") -> int:
-        """The workers of a group, or one of them, are about to start; returns their incarnation."""
+        """Prepare a restart of a group, or of one worker; return the incarnation."""
         told = self._told
         members = self._forget({who} if who else self._members(group))
         told.leaving |= members
@@ -490,7 +527,7 @@ class RecoveryPolicy:
         return told.incarnations[group]
 
     def _forget(self, members: set[str]) -> set[str]:
-        """What was heard of these workers counts no more; returns them."""
+        """Drop the recorded events of these workers; return the workers."""
         told = self._told
         self._waits.forget(members)
         for who in members:
@@ -515,27 +552,36 @@ class RecoveryPolicy:
     # --- workers that leave, and come
 
     def resize(self, wish: ResizeRequest, now: float) -> list[Word]:
-        """What follows from a user's wish; what is said to that comes with it, or later."""
+        """Return the actions after a request to resize.
+
+        The answer is among them, or comes later.
+        """
         if self._resizing is None or self._over or self._all_finished():
-            return [ResizeRefused(wish, "the job ends, or starts again as a whole just now")]
+            return [ResizeRefused(wish, "the job is ending, or the whole job is restarting")]
         if True in self._told.bounds:
-            return [ResizeRefused(wish, f"it would go on from a snapshot, which cannot be: {self._told.bounds[True]}")]
+            return [ResizeRefused(wish, f"it would resume from a snapshot, but cannot: {self._told.bounds[True]}")]
         try:
             return [self._resizing.begin(wish, now)]
         except ConfigError as error:
             return [ResizeRefused(wish, str(error))]
 
     def ends(self) -> list[Word]:
-        """The job is asked to end behind its next step: it does not go on with other workers."""
+        """Return the actions when the job is asked to end after its next step.
+
+        A pending resize is refused.
+        """
         refused = None if self._resizing is None else self._resizing.give_up("the job is ending")
         return [] if refused is None else [refused]
 
     def _snapshot(self, event: Saved | Unsaved, now: float) -> list[Word]:
-        """The first server has answered: perhaps there is a snapshot now that somebody has waited for."""
+        """Return the actions after the first server's reply about a snapshot.
+
+        A pending resize may have waited for it.
+        """
         if self._resizing is None or self._over:
             return []
         if self._resizing.under_way is not None and self._all_finished():
-            late = self._resizing.give_up("the job has come to its end meanwhile")
+            late = self._resizing.give_up("the job has ended meanwhile")
             return [] if late is None else [late]
         former = self._resizing.job.cluster.nworkers_per_group
         word = self._resizing.answered(event, self._incidents)
@@ -551,9 +597,12 @@ class RecoveryPolicy:
     # --- groups that leave, and come
 
     def wish(self, wish: GroupRequest, now: float) -> list[Word]:
-        """What follows from a user's wish; its Answer is among that, or comes later."""
+        """Return the actions after a request that a group joins or leaves.
+
+        The answer is among them, or comes later.
+        """
         if self._over:
-            return [_no(wish, "the job ends, or starts again as a whole just now")]
+            return [_no(wish, "the job is ending, or the whole job is restarting")]
         why = self.attendance.refusal(wish)
         if why:
             return [_no(wish, why)]
@@ -563,7 +612,7 @@ class RecoveryPolicy:
         return [AskServers(wish.verb, wish.group, self._told.incarnations.get(wish.group, 0))]
 
     def _agreed(self, event: Agreed, now: float) -> list[Word]:
-        """The servers have answered."""
+        """Return the actions after an answer of the servers."""
         if self._over or event.group not in self._terms.refusals:
             return []
         group, part = event.group, self.attendance[event.group]
@@ -584,14 +633,17 @@ class RecoveryPolicy:
             return self._emptied(group, now)
         if (event.wish, part.state) == (LOSE, GroupState.LOST):
             if event.text and part.lost is not None:
-                alone = part.lost.who in self._group_of  # else its unit is gone, for which another may come
+                alone = part.lost.who in self._group_of  # else its unit is gone, but may be replaced
                 return self._give_up(part.lost) if alone else self._renew(part.lost, now)
             part.agreed = True
             return self._emptied(group, now)
         return []
 
     def _lose(self, group: int, lost: Failed, how: str, now: float) -> list[Word]:
-        """A group cannot start again, or is not to: the others go on without it, if its servers say that they can."""
+        """Give up a group that cannot restart.
+
+        The other groups continue if the group's servers agree.
+        """
         if not self.attendance.elastic(group):
             return self._give_up(lost)
         answers = self._not_now(group)
@@ -604,7 +656,7 @@ class RecoveryPolicy:
         return [self._incident(lost, action, now), *self._dismiss(group), ask, *answers]
 
     def _emptied(self, group: int | None, now: float) -> list[Word]:
-        """Once no process is left of a group that leaves: it is not there any more."""
+        """Return the actions once a leaving group has no process left."""
         if group is None or self._over or not self.attendance.going(group):
             return []
         part, members = self.attendance[group], self._members(group)
@@ -612,7 +664,7 @@ class RecoveryPolicy:
             return []
         if members <= self._told.finished:
             self.attendance.put(group, GroupEntry())
-            return [_no(GroupRequest(LEAVE, group), f"group {group} has come to the end of its scripts meanwhile")]
+            return [_no(GroupRequest(LEAVE, group), f"group {group} has finished its scripts meanwhile")]
         self._forget(self._members(group))
         how, gone = part.how or "has left", self._told.incarnations.get(group, 0) + 1
         self.attendance.put(group, GroupEntry(GroupState.AWAY))
@@ -620,16 +672,14 @@ class RecoveryPolicy:
         return [left, ReportGone(group, gone), AnswerRequest(LEAVE, group, f"group {group} {how}")]
 
     def _not_now(self, group: int) -> list[Word]:
-        """Something happens to a group that was asked to leave."""
+        """Refuse a pending request to leave, because the group has lost a process."""
         if group not in self._terms.refusals or self.attendance[group].state is not GroupState.ASKED:
             return []
         self.attendance[group].state = GroupState.HERE
-        return [
-            _no(GroupRequest(LEAVE, group), f"group {group} has just lost a process, and starts again: try once more")
-        ]
+        return [_no(GroupRequest(LEAVE, group), f"group {group} has just lost a process, and starts again: try again")]
 
     def _dismiss(self, group: int) -> list[Word]:
-        """End what is left of a group."""
+        """End the rest of a group."""
         return [EndProcess(who) for who in sorted(self._members(group) & self._told.up)]
 
     def _incident(self, lost: Failed, action: str, now: float) -> Incident:
@@ -637,23 +687,23 @@ class RecoveryPolicy:
         return Incident(number, lost.who, _what(lost), action, now - self._began)
 
     def _unrepeated(self, lost: Failed) -> Failed:
-        """With why nothing starts again, where the user wants it."""
+        """Add the reason why nothing restarts, where the user wants restarts."""
         if lost.kind != "died" or not self._terms.limit:
             return lost
         return replace(lost, text=f"{lost.text}; it does not start again: {self._told.bounds[True]}")
 
     def _exhausted(self, lost: Failed, key: int) -> Failed:
-        """The last straw, with those before it."""
+        """Add the earlier causes of restarts to the last one."""
         before = self._allowance.before(key)
         name = "the job" if key == _WHOLE else f"group {key}" if key >= 0 else f"the process of {lost.who}"
         return replace(lost, text=f"{_what(lost)}, and {name} has started again {before}") if before else lost
 
     def _stepped(self, who: str, now: float) -> list[Word]:
-        """Somebody has made a step: those who waited for it have recovered."""
+        """Record a step of a worker; return the recoveries that it completes."""
         if self._over or who in self._told.leaving:
             return []
         group = self._group_of.get(who)
-        if group is None:  # a server's last word
+        if group is None:  # the Finished event of a server
             return []
         if self._arriving(group):
             self.attendance[group].arriving = False
@@ -661,12 +711,15 @@ class RecoveryPolicy:
 
 
 def _what(lost: Failed) -> str:
-    """What happened, beginning with to whom."""
+    """Return a description of the loss that begins with the process's name."""
     return lost.text if lost.text.startswith(lost.who) else f"{lost.who} cannot go on: {lost.text}"
 
 
 def _seated(units: Sequence[int], lost: Failed) -> str:
-    """What becomes of seats that are filled in these units, -1 being nowhere."""
+    """Describe what follows from replacing server processes in these units.
+
+    -1 means that a server is not replaced.
+    """
     if not lost.who.startswith("unit"):
         return "its second copy goes on; a fresh process becomes the second one"
     if min(units) < 0:
@@ -680,9 +733,10 @@ def _no(wish: GroupRequest, error: str) -> AnswerRequest:
 
 
 def recovery(job: Job, topology: Topology, began: float, near: frozenset[str] | None = None) -> RecoveryPolicy | None:
-    """What decides for a job; None where a death is to end it. Raises ConfigError.
+    """Return the policy of a job; None where a death ends the job.
 
-    near: where others start the units, the workers of this one; None: all units have one launcher.
+    near: the workers of this unit, where another tool starts the units. None: all units have one launcher.
+    Raises ConfigError.
     """
     replica_placement.check(job, topology)
     if job.on_failure is not OnFailure.kContinue:

@@ -1,6 +1,6 @@
-"""How long it took until a job trained again after an incident, and how long the others were held up by it.
+"""Recovery times: seconds until a job trains again, and delays of other workers.
 
-Rule: a loss is over with the next step of those who lost somebody; who else trains is to notice nothing of it.
+A loss is over with the next step of the affected workers. Other workers should not be delayed by it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ from topotrain.core.events import Recovered
 
 @dataclass(slots=True)
 class _Wait:
-    """An incident after which nobody of `group` has stepped yet; None: nobody of the job."""
+    """An incident that ends with the next step of `group`; None: of any group."""
 
     number: int
     group: int | None
@@ -20,11 +20,11 @@ class _Wait:
 
 
 class RecoveryTimes:
-    """Of a job, over all its lives.
+    """The recovery times of a job, over all its attempts.
 
     Args:
-        group_of: worker -> its group.
-        near: the workers of whom every step is told; None: all. Of the others only while somebody waits.
+        group_of: the group of each worker.
+        near: the workers that report every step. None: all do. Others report steps only while a recovery is open.
     """
 
     def __init__(self, group_of: Mapping[str, int], near: frozenset[str] | None) -> None:
@@ -33,43 +33,46 @@ class RecoveryTimes:
         self._stepped: dict[str, float] = {}
 
     def __bool__(self) -> bool:
-        """Whether somebody has not made a step since an incident."""
+        """Return whether a recovery is open."""
         return bool(self._waits)
 
     def for_group(self, group: int) -> bool:
-        """Whether an incident is over only when this group steps."""
+        """Return whether an open incident ends only with a step of this group."""
         return any(wait.group == group for wait in self._waits)
 
     def begin(self, number: int, group: int | None, now: float) -> None:
-        """With this incident somebody is waited for; None: whoever of the job comes first."""
+        """Open an incident that ends with a step of this group.
+
+        None: it ends with the first step of any group.
+        """
         self._waits.append(_Wait(number, group, now))
         for who in self._stepped.keys() - (self._near or self._group_of.keys()):
-            del self._stepped[who]  # an old word, since not all of them are told here
+            del self._stepped[who]  # outdated, since not all steps of these workers are reported
 
     def drop(self, group: int) -> None:
-        """The group is not waited for any more."""
+        """Close the incidents that wait for this group."""
         self._waits = [wait for wait in self._waits if wait.group != group]
 
     def widen(self) -> None:
-        """The whole job starts again: all incidents are over with its first step."""
+        """Let all open incidents end with the first step of the restarted job."""
         for wait in self._waits:
             wait.group = None
 
     def take_over(self, former: "RecoveryTimes") -> None:
-        """Whoever was waited for in another layout of the job is waited for here."""
+        """Take over the open incidents of a former layout of the job."""
         self._waits = former._waits
 
     def renewed(self) -> None:
-        """No process is left of those that stepped."""
+        """Forget the times of all steps, because all processes are new."""
         self._stepped.clear()
 
     def forget(self, members: Iterable[str]) -> None:
-        """Other processes take the places of these workers."""
+        """Forget the times of these workers' steps, because they are replaced."""
         for who in members:
             self._stepped.pop(who, None)
 
     def step(self, who: str, finished: Collection[str], now: float) -> list[Recovered]:
-        """A worker has made a step; what is over with that."""
+        """Record a step of a worker; return the recoveries that it completes."""
         group, last = self._group_of[who], self._stepped.get(who, now)
         self._stepped[who] = now
         over = [wait for wait in self._waits if wait.group in (None, group)]
@@ -79,7 +82,7 @@ class RecoveryTimes:
         return [Recovered(wait.number, now - wait.since, self._gap(wait, finished, now)) for wait in over]
 
     def _gap(self, wait: _Wait, finished: Collection[str], now: float) -> float:
-        """The longest time that a worker of another group was silent while this was waited for."""
+        """Return the longest pause between steps of other groups during the incident."""
         if wait.group is None:
             return 0.0
         others = [w for w, group in self._group_of.items() if group != wait.group and w not in finished]

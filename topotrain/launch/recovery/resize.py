@@ -1,8 +1,8 @@
-"""A job of one worker group that goes on with more workers, or fewer: what is asked, what cannot be, when it is done.
+"""Resizing a job of one worker group: validation of a request, and its progress.
 
-Rule: pure. A synchronous group makes its steps together, so nobody leaves or joins inside one: the job takes a snapshot
-behind the next step, as where it is asked to end, and its next life begins there with another layout. Until that
-snapshot is on disk nothing has changed, and whatever goes wrong leaves the job as it was.
+This module is pure. A synchronous group makes its steps together, so no worker can leave or join within a step. The job
+takes a snapshot after the next step, as before an end, and its next attempt resumes there with another layout. Until
+that snapshot is on disk nothing has changed, and any failure leaves the job as it was.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,10 @@ from topotrain.launch.recovery.elastic_groups import LEAVE
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequest:
-    """The wish that so many workers leave, or join; within_s: seconds in which the snapshot has to be there."""
+    """A request that `workers` workers leave or join.
+
+    within_s: seconds in which the snapshot has to be complete.
+    """
 
     verb: str
     workers: int
@@ -26,12 +29,12 @@ class ResizeRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """To do: ask the first server for a snapshot behind the very next step."""
+    """An action: ask the first server for a snapshot after the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResizeRefused:
-    """To do: tell whoever wished this that nothing has changed, and why."""
+    """An action: answer the client that nothing has changed, and why."""
 
     wish: ResizeRequest
     error: str
@@ -39,9 +42,9 @@ class ResizeRefused:
 
 @dataclass(frozen=True, slots=True)
 class RestartResized:
-    """To do: end every process, then go on as this job, from the snapshot that there is now.
+    """An action: end every process, then resume as this job from the new snapshot.
 
-    number: of the Recovered that tells when it trains. text: the answer to whoever wished it, for then.
+    number: of the Recovered event that reports when it trains. text: the answer to the client at that time.
     """
 
     wish: ResizeRequest
@@ -52,9 +55,10 @@ class RestartResized:
 
 
 def resized(cluster: Cluster, workers: int) -> Cluster:
-    """The same cluster with so many workers in its group. Raises ConfigError.
+    """Return the cluster with `workers` workers in its group.
 
-    Where every worker has a server beside it (AllReduce), that stays so; where all workers live in one unit, that, too.
+    Where every worker has a server in its process (AllReduce), this stays so. Where all workers are in one unit, this
+    stays so, too. Raises ConfigError.
     """
     per_unit = workers if 1 < cluster.nworkers_per_procs == cluster.nworkers_per_group else cluster.nworkers_per_procs
     beside = all_reduces(cluster)
@@ -69,17 +73,23 @@ def resized(cluster: Cluster, workers: int) -> Cluster:
 
 @dataclass(slots=True)
 class ResizeState:
-    """Of one life of a job; `job` is as it is now."""
+    """The state of resizing in one attempt of a job.
+
+    job: the job as it is now.
+    """
 
     job: Job
     under_way: ResizeRequest | None = None
     due: float | None = None
-    """When the snapshot has to be there."""
+    """The time at which the snapshot has to be complete."""
     _next: Job | None = None
     _bound: Bounded | None = None
 
     def begin(self, wish: ResizeRequest, now: float) -> RequestSnapshot:
-        """Raises ConfigError for what cannot be, as far as the conf, and what a script has said, show it."""
+        """Begin a resize.
+
+        Raises ConfigError for a request that the job file, or a limit that a script has reported, rules out.
+        """
         self._next = self._wanted(wish)
         self.under_way, self.due = wish, now + wish.within_s
         return RequestSnapshot()
@@ -100,11 +110,11 @@ class ResizeState:
     def _check(self, wish: ResizeRequest, workers: int) -> None:
         cluster, bound, why = self.job.cluster, self._bound, ""
         if cluster.nworker_groups > 1:
-            why = f"the job has {cluster.nworker_groups} worker groups, which come and go as a whole: say --group"
+            why = f"the job has {cluster.nworker_groups} worker groups, which join and leave as a whole: use --group"
         elif self.under_way is not None:
-            why = "the number of its workers is being changed just now: try again when that is done"
+            why = "the number of its workers is being changed already: try again when that is done"
         elif not wants_snapshots(self.job):
-            why = "it would go on from a snapshot, and the job takes none (snapshot_s: 0, checkpoint_freq: 0)"
+            why = "it would resume from a snapshot, and the job takes none (snapshot_s: 0, checkpoint_freq: 0)"
         elif wish.workers < 1:
             why = f"{wish.workers} workers cannot {wish.verb}: at least 1"
         elif workers < 1:
@@ -115,41 +125,44 @@ class ResizeState:
             raise ConfigError("", None, why)
 
     def bound(self, event: Bounded) -> None:
-        """What the script says of its batches, or of its model."""
+        """Record a limit that the script's batches or model impose."""
         self._bound = event
 
     def answered(self, event: Saved | Unsaved, number: int) -> ResizeRefused | RestartResized | None:
-        """The snapshot is there, or cannot be taken; None: nobody has asked for it here."""
+        """Return the action after the first server's reply about the snapshot.
+
+        None means that no resize asked for it.
+        """
         wish, job = self.under_way, self._next
         if wish is None or job is None:
             return None
         if isinstance(event, Unsaved):
-            return self.give_up(f"it would go on from a snapshot, and none can be taken: {event.text}")
+            return self.give_up(f"it would resume from a snapshot, and none can be taken: {event.text}")
         self.forget()
         return RestartResized(wish, job, number, event.step, _told(wish, job.cluster.nworkers_per_group, event.step))
 
     def give_up(self, why: str) -> ResizeRefused | None:
-        """Nothing comes of what is under way."""
+        """Refuse the pending request, if there is one."""
         wish = self.under_way
         self.forget()
         return None if wish is None else ResizeRefused(wish, why)
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """Clear the pending request."""
         self.under_way = self.due = self._next = None
 
     def late(self, now: float) -> ResizeRefused | None:
-        """Whoever waits for a snapshot that does not come."""
+        """Refuse the pending request if its snapshot is late."""
         if self.under_way is None or self.due is None or now < self.due:
             return None
         seconds = f"{self.under_way.within_s:g} s (--within)"
-        return self.give_up(f"no snapshot was there within {seconds}, so the job trains on as it was")
+        return self.give_up(f"no snapshot was complete within {seconds}, so the job continues as it was")
 
 
 def _told(wish: ResizeRequest, now: int, step: int) -> str:
     who = "a worker has" if wish.workers == 1 else f"{wish.workers} workers have"
     what = "left" if wish.verb == LEAVE else "joined"
-    return f"{who} {what}: the job goes on behind step {step} with {_workers(now)}"
+    return f"{who} {what}: the job goes on after step {step} with {_workers(now)}"
 
 
 def _workers(count: int) -> str:

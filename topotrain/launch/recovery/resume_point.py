@@ -1,6 +1,7 @@
-"""What a job goes on from when it starts again as a whole: its own newest snapshot, or what it has started from.
+"""The snapshot from which a whole job restarts.
 
-Rule: over several units one of them chooses, and each looks whether it sees the same.
+It is the newest one of the job itself, or else the one that the job started from. Over several units one unit chooses,
+and each unit checks that it sees the same snapshot.
 """
 
 import hashlib
@@ -17,19 +18,22 @@ SHARED = "units on several hosts need one workspace that all of them see"
 
 
 class ResumeSource:
-    """See above; to be made before the job starts.
+    """The source of snapshots for restarts. Create it before the job starts.
 
     Args:
-        workspace: the job's.
-        resume: the snapshot that the job goes on from; "": the beginning.
+        workspace: the job's workspace.
+        resume: the snapshot that the job resumed from; "": it started at step 0.
     """
 
     def __init__(self, workspace: Path, resume: str = "") -> None:
         self._workspace, self._resume = workspace, resume
-        self._former = _identity(workspace / FOLDER)  # of an earlier job, unless that is continued
+        self._former = _identity(workspace / FOLDER)  # of an earlier job, unless this job resumes it
 
     def newest(self, tell: Callable[[str], None]) -> str:
-        """The snapshot to go on from; "": the beginning. Raises ConfigError for snapshots that are all damaged."""
+        """Return the snapshot to resume from; "": the job starts at step 0.
+
+        Raises ConfigError if all snapshots are damaged.
+        """
         folder, resume = self._workspace / FOLDER, self._resume
         if _identity(folder) != self._former or Path(resume).parent == folder:
             found = latest(self._workspace, tell)
@@ -39,15 +43,15 @@ class ResumeSource:
 
 
 def warn(text: str) -> None:
-    """Before a job has windows in which it could tell anything."""
+    """Print a warning before the job has displays."""
     print(f"topotrain: warning: {text}", file=sys.stderr)
 
 
 def asked_for(job: Job, workspace: Path) -> str:
-    """With `resume: true`, the newest snapshot of the job's workspace; "": the beginning.
+    """Return the newest snapshot of the workspace for `resume: true`; "": none.
 
-    Raises ConfigError for snapshots that are all damaged, and not where there is none: the same line starts a job and
-    goes on with it.
+    Raises ConfigError if all snapshots are damaged. A missing snapshot is no error, because the same command starts and
+    resumes a job.
     """
     if not job.resume:
         return ""
@@ -58,14 +62,17 @@ def asked_for(job: Job, workspace: Path) -> str:
 
 
 def seal(path: str) -> str:
-    """By which a snapshot is known; "" where there is none."""
+    """Return a hash that identifies a snapshot; "" where there is none."""
     with suppress(OSError):
         return hashlib.sha256(read_bytes(Path(path) / MANIFEST)).hexdigest() if path else ""
     return ""
 
 
 def seen(workspace: Path, name: str, sealed: str) -> str:
-    """The snapshot of this name that another unit has chosen; "" for "". Raises ConfigError where it is another one."""
+    """Return the path of the snapshot that another unit has chosen; "" for "".
+
+    Raises ConfigError where this unit sees another snapshot.
+    """
     path = str(workspace / FOLDER / name) if name else ""
     if seal(path) != sealed:
         accepted = f"has no snapshot {name} as unit 0 sees it, from which the job is to go on: {SHARED}"
@@ -74,7 +81,7 @@ def seen(workspace: Path, name: str, sealed: str) -> str:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """By which a folder is known, whatever its name; None for one that does not exist."""
+    """Return the identity of a folder, with any name; None if it does not exist."""
     try:
         info = folder.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Who waits for whom, once a job makes no step: told to the user, who may know why.
+"""Stall detection: which workers wait for which, when a job makes no steps.
 
-Rule: pure; it is told events and the time. Workers say that they wait for long (`Waits`). Who neither waits nor makes a
-step is whom the others wait for: its program computes, reads its data, or hangs.
+The user gets a notice. Workers report long waits (`Waits`). The others wait for a worker that neither waits nor makes
+steps: its program computes, reads its data, or hangs. This module is pure: it receives events and the time.
 """
 
 from collections.abc import Collection
@@ -9,13 +9,13 @@ from collections.abc import Collection
 from topotrain.core.events import Event, Exited, Finished, Notice, Started, StepDone, Waits
 
 GATHER_S = 1.0
-"""How long after the first who waits the others are heard, who began to wait at about the same time."""
+"""Seconds after the first report of a wait, for the reports of workers that began to wait at about the same time."""
 QUIET_S = 5.0
-"""Who has made a step within so many seconds is not waited for."""
+"""Seconds without a step after which the others may be waiting for a worker."""
 
 
 class StallDetector:
-    """Hears the workers of this machine.
+    """Watches the workers of this host.
 
     Args:
         workers: their names.
@@ -29,7 +29,7 @@ class StallDetector:
         self._due: float | None = None
 
     def heard(self, event: Event, now: float) -> None:
-        """An event of a worker, or of anybody."""
+        """Record an event."""
         match event:
             case Waits(who=who, seconds=seconds):
                 self._waiting[who] = seconds
@@ -47,7 +47,10 @@ class StallDetector:
                 pass
 
     def turn(self, now: float, missing: Collection[str] = ()) -> Notice | None:
-        """What there is to tell by now. missing: workers that are not part of the job at present."""
+        """Return the notice that is due, if any.
+
+        missing: workers that are absent from the job at present.
+        """
         if self._due is None or now < self._due:
             return None
         self._due = None
@@ -65,7 +68,7 @@ class StallDetector:
 
 
 def _some(who: Collection[str], verb: str = " has| have") -> str:
-    """Names, not too many, and a verb for so many."""
+    """Return at most four of the names, and the verb in the right number."""
     names, most = list(who), 4
     more = f" and {len(names) - most} more" if len(names) > most else ""
     one, _, many = verb.partition("|")

@@ -1,28 +1,31 @@
-"""Processes that the kernel has stopped (SIGSTOP): how long each may stay so before it counts as lost.
+"""Processes that the kernel has stopped (SIGSTOP) and that count as lost in time.
 
-Rule: pure; it is told events and the time. The kernel tells a parent when a child stops and when it goes on, so nobody
-asks whether a process is alive. One that a debugger holds is not told of, and may take its time.
+The kernel reports to the parent when a child stops and continues, so no process is polled. A process that a debugger
+holds is not reported, and has no time limit. This module is pure: it receives events and the time.
 """
 
 from topotrain.core.events import Event, Exited, Failed, Frozen, Started, Thawed
 
 LEASE_S = 2.0
-"""So long a process may be stopped: somebody who looks at it for a moment shall not cost the job a restart."""
+"""Seconds for which a process may be stopped: a user who stops it for a moment must not cause a restart."""
 
 
 class StoppedProcesses:
-    """Who is stopped at present, with its pid, and since when."""
+    """The processes that are stopped at present, with their pids and start times."""
 
     def __init__(self) -> None:
         self._since: dict[str, tuple[int, float]] = {}
 
     @property
     def due(self) -> float | None:
-        """When the first of them has been stopped for long enough."""
+        """The time at which the first of them counts as lost."""
         return min((since + LEASE_S for _, since in self._since.values()), default=None)
 
     def heard(self, event: Event, now: float) -> None:
-        """Take an event; a process that stops again has gone on meanwhile."""
+        """Record an event.
+
+        A process that stops again has continued in between.
+        """
         match event:
             case Frozen(who=who, pid=pid):
                 self._since[who] = pid, now
@@ -32,11 +35,14 @@ class StoppedProcesses:
                 pass
 
     def forget(self, who: str) -> None:
-        """Whatever happens to it now, it is no longer waited for."""
+        """Forget a process in any state."""
         self._since.pop(who, None)
 
     def over(self, now: float) -> list[tuple[Failed, float]]:
-        """Who has been stopped for too long, as the words of its loss, and since when; they are forgotten."""
+        """Return and forget the processes that were stopped for too long.
+
+        Each comes with its failure, and the time since which it is stopped.
+        """
         found = [(who, pid, since) for who, (pid, since) in self._since.items() if now >= since + LEASE_S]
         for who, _, _ in found:
             self.forget(who)

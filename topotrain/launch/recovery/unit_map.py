@@ -1,7 +1,8 @@
-"""In which unit each process of a job lives: where the layout puts it, until a server's seat is filled elsewhere.
+"""The unit of each process of a job.
 
-Rule: pure. A seat whose unit is gone is filled in a unit that lives, where a second copy would be far enough from the
-first; if there is none, it stays empty, and those servers go on with one copy.
+It is the unit of the layout, until a server is replaced in another unit. A server of a lost unit is replaced in a
+running unit, in which a backup replica would be in another failure domain than the primary. Without such a unit it is
+not replaced, and its servers continue with one replica. This module is pure.
 """
 
 from collections.abc import Collection
@@ -11,10 +12,10 @@ from topotrain.extensions.replication.replica_placement import ReplicaPlacement,
 
 
 class UnitMap:
-    """See above.
+    """Maps processes to units.
 
     Args:
-        topology: of the whole job.
+        topology: the layout of the whole job.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -22,21 +23,28 @@ class UnitMap:
         self._unit_of = {str(who): unit.rank for unit in topology.units for who in (*unit.workers, *unit.servers)}
 
     def of(self, who: str) -> int:
-        """The unit of a resident."""
+        """Return the unit of a resident."""
         return self._unit_of[who]
 
     def who(self, rank: int) -> set[str]:
-        """The residents of a unit."""
+        """Return the residents of a unit."""
         return {who for who, unit in self._unit_of.items() if unit == rank}
 
     def domain(self, seat: int, rank: int) -> int:
-        """The failure domain of a seat whose process lives in that unit."""
+        """Return the failure domain of a replica slot with its process in that unit."""
         return domain_in(self._topology, seat, rank)
 
     def refuge(self, who: str, seat: int, seats: ReplicaPlacement, gone: Collection[int]) -> int:
-        """The unit for a fresh process in an empty seat, with these units gone; -1: there is none. who: its name.
+        """Return the unit for a replacement of a server process; -1: there is none.
 
-        Its own, if that lives. Else the one in which it is of use to most servers, then the one with the fewest.
+        It is the process's own unit if that still runs. Otherwise it is the one in which the process would be a useful
+        replica for most servers, and of those the one with the fewest servers.
+
+        Args:
+            who: the name of the process.
+            seat: the process's replica slot.
+            seats: the present placement.
+            gone: the lost units.
         """
         if self._unit_of[who] not in gone:
             return self._unit_of[who]
@@ -50,5 +58,5 @@ class UnitMap:
         return best if best >= 0 and worth(best)[0] else -1
 
     def move(self, who: str, rank: int) -> None:
-        """A process with this name lives there from now on."""
+        """Record that the process of this name runs in that unit."""
         self._unit_of[who] = rank

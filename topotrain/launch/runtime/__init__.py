@@ -1,1 +1,1 @@
-"""Inside a process of a job: its workers or servers, and its channel to the unit."""
+"""A process of a job: its workers or servers, and its control channel to the unit."""

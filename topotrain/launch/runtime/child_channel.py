@@ -1,8 +1,13 @@
-"""A child's side of its life: it is born from the forkserver, is called, and tells its unit what happens.
+"""The start of a child process, and its control channel to its unit.
 
-Rule: the control channel is a stream socket; JSON lines of events go up, JSON lines of commands come down, and its end
-of file means that the unit is gone. A child then leaves at once with its whole process group: nobody would hear it.
-The same goes for a child whose program has closed the channel. The last word on it is that the process is about to end.
+The forkserver forks a child, which then calls its entry point. The control channel is a stream socket.
+
+* The child sends events as JSON lines, and receives commands as JSON lines. The last event announces its end.
+* The end of file means that the unit is gone. The child then ends at once with its whole process group, because no
+
+process would receive its events.
+
+* The child also ends when its program has closed the channel.
 """
 
 import atexit
@@ -28,31 +33,40 @@ from topotrain.launch.agent.remaining_threads import RemainingThreads
 
 OnCommand = Callable[[dict[str, Any]], None]
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""One thread per process where the user says nothing: the number changes bits, and many processes share the cores."""
+"""One thread per process by default: the number changes the bits of results, and many processes share the cores."""
 _OMP = "OMP_NUM_THREADS"
 _MOST_THREADS = 4096
 LOOK_S = 1.0
-"""How often a child looks whether its channel is still its own."""
+"""Seconds between two checks whether the channel's descriptor still refers to the channel."""
 CLOSED = (
-    "topotrain: the program has closed descriptors that it did not open (os.closerange, os.close?), by which this "
-    "process hears of its job: it ends here"
+    "topotrain: the program has closed descriptors that it did not open (os.closerange, os.close?), so this "
+    "process no longer reaches its job: it ends here"
 )
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildChannel:
-    """The channel of one child to its unit. `emit` may be called from any thread."""
+    """The control channel of one child to its unit.
+
+    `emit` may be called from any thread.
+    """
 
     def __init__(self, channel: socket.socket, on_command: OnCommand | None = None) -> None:
-        """`on_command` gets each command, such as {"command": "stop"}, on the channel's own thread."""
+        """Start the thread that receives commands.
+
+        on_command: is called with each command, such as {"command": "stop"}, on the channel's own thread.
+        """
         self._channel = channel
         self._lock = threading.Lock()
         self._on_command = on_command
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def emit(self, event: Event) -> None:
-        """Tell the unit. A unit that is gone is not an error here: the listening thread ends this process."""
+        """Send an event to the unit.
+
+        A lost unit raises no error here: the receiving thread ends this process.
+        """
         line = to_json(event).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
             self._channel.sendall(line)
@@ -78,7 +92,7 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
     readable = select.poll()
     readable.register(channel, select.POLLIN)
     while True:
-        # Not recv alone: it would go on waiting on a socket whose descriptor the program has closed meanwhile.
+        # Not recv alone: it would block forever on a socket whose descriptor the program has closed meanwhile.
         ready = readable.poll(LOOK_S * 1000)
         if _file(channel.fileno()) != file:
             raise _Closed
@@ -95,7 +109,7 @@ def _lines(channel: socket.socket) -> Iterator[bytes]:
 
 
 def _file(fd: int) -> tuple[int, int] | None:
-    """Which file a descriptor leads to; None: to none any more."""
+    """Return device and inode of a descriptor's file; None if it is closed."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -109,17 +123,20 @@ def _say_closed() -> None:
 
 
 def leave_with_group() -> None:
-    """End this process and, where it leads a process group, everything it started (DataLoader workers)."""
+    """End this process and all processes of its group, such as DataLoader workers.
+
+    Only a process that leads its group kills the group.
+    """
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Call "module:function" as function(spec, channel, fds); returns the exit code it asks for.
+    """Call "module:function" as function(spec, channel, fds); return its exit code.
 
-    What the function raises is printed, told to the unit as Failed (kind "config" for a ConfigError, else "internal":
-    the user's program is caught further inside), and becomes exit code 2 or 1.
+    An exception of the function is printed and sent to the unit as Failed. Its kind is "config" for a ConfigError, with
+    exit code 2, and otherwise "internal", with exit code 1. Exceptions of the user's program are caught further inside.
     """
     try:
         if "torch" in sys.modules:  # it was loaded before the fork, with the forkserver's one thread
@@ -141,9 +158,9 @@ def call(target: str, spec: dict[str, Any], channel: socket.socket, fds: Sequenc
 
 
 def threads(environ: Mapping[str, str]) -> int:
-    """Threads of a process's arithmetic: OMP_NUM_THREADS (of a list, its first number), or else 1.
+    """Return the number of threads for arithmetic in this process.
 
-    Raises ConfigError for what is no such number.
+    It is OMP_NUM_THREADS (the first number of a list), or 1 without it. Raises ConfigError for another value.
     """
     said = environ.get(_OMP, THREADS[_OMP])
     first = said.partition(",")[0].strip()
@@ -153,7 +170,10 @@ def threads(environ: Mapping[str, str]) -> int:
 
 
 def exit_code(code: object) -> int:
-    """What Python's exit code is for `sys.exit(code)`; a text is printed."""
+    """Return the exit code that Python gives to `sys.exit(code)`.
+
+    A text is printed to stderr.
+    """
     if code is None:
         return 0
     if isinstance(code, int):
@@ -164,7 +184,10 @@ def exit_code(code: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ForkedChild:
-    """What a fresh fork becomes: what the request asks for, with its descriptors [control, stdout, stderr, …]."""
+    """A forked process that has not become its child yet.
+
+    request: the forkserver's request. fds: its descriptors [control, stdout, stderr, …]. parent: the forkserver's pid.
+    """
 
     request: dict[str, Any]
     fds: list[int]
@@ -172,10 +195,10 @@ class ForkedChild:
 
 
 def live(birth: ForkedChild) -> NoReturn:
-    """Turn a fresh fork into the process that was asked for, run it, and end."""
+    """Turn a forked process into the requested one, run it, and end it."""
     code = 1
     try:
-        for fd in birth.fds:  # a program that takes this one's place (os.exec…) must not hold them open
+        for fd in birth.fds:  # a program that replaces this one (os.exec…) must not hold them open
             os.set_inheritable(fd, False)
         _become(birth)
         control, fds = birth.fds[0], birth.fds[3:]
@@ -190,7 +213,10 @@ def live(birth: ForkedChild) -> NoReturn:
 
 
 def _announce(who: str, channel: socket.socket) -> None:
-    """Tell the unit that this process is about to end, and, if that takes long, what it still waits for."""
+    """Announce the end of this process to the unit.
+
+    If the end takes long, the unit is also sent the threads and processes that this one waits for.
+    """
 
     def tell(event: Event) -> None:
         with contextlib.suppress(OSError):
@@ -201,7 +227,10 @@ def _announce(who: str, channel: socket.socket) -> None:
 
 
 def die_with_parent(yes: bool) -> None:
-    """Have the kernel kill this process when the thread that made it ends; forks do not inherit this."""
+    """Set whether the kernel kills this process when its parent thread ends.
+
+    Forks do not inherit the setting.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if yes else 0)
 
 
@@ -239,9 +268,10 @@ def _open_streams(stdout: int, stderr: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End as Python ends, but without taking modules apart: torch and daemon threads do not always survive that.
+    """End like Python, but without destroying modules.
 
-    A function that runs at exit may call it, too: it knows no other way to give the process a code of its own.
+    Torch and daemon threads do not always survive the destruction of modules. A function that runs at exit may call
+    this, too, because it has no other means to set the exit code.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The processes of a job from the inside: what the forkserver calls in a fresh worker or server process."""
+"""The entry points of a job's processes, which the forkserver calls after a fork."""
 
 import contextlib
 import os
@@ -61,7 +61,7 @@ _LEFT = -1
 
 
 def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Be the servers of one unit."""
+    """Run the servers of one unit; return the exit code."""
     seating = ReplicaCommands()
     addresses = [Address(Role.SERVER, group, index) for group, index in spec["servers"]]
     orders, farewell, termination = ResizeRequests(), FinalSnapshot(str(addresses[0])), SigtermHandler()
@@ -108,18 +108,21 @@ def _tell_distance(control: ChildChannel, server: Server) -> None:
 
 
 class ReplicaCommands:
-    """Takes the unit's commands about seats, and keeps them until somebody wants them."""
+    """Receives the unit's commands about replica placement.
+
+    It queues them until a consumer is set.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
 
     def hear(self, command: dict[str, Any]) -> None:
-        """Called on the control channel's thread."""
+        """Queue a command about placement. Called on the control channel's thread."""
         if command.get("command") == "seats":
             self._queue.put(standings(command["seats"]))
 
     def to(self, take: Callable[[Mapping[int, ReplicaSet]], None]) -> None:
-        """From now on they go there, in order, on a thread of their own."""
+        """Pass all commands to `take`, in order, on a separate thread."""
 
         def live() -> None:
             while True:
@@ -129,7 +132,7 @@ class ReplicaCommands:
 
 
 def _seat(spec: dict[str, Any], control: ChildChannel, seating: ReplicaCommands) -> ReplicaSlot | None:
-    """What a server process needs to know where every server has two copies."""
+    """Return the replica settings of a server process; None without replication."""
     if not spec.get("seats"):
         return None
 
@@ -150,22 +153,26 @@ def _seat(spec: dict[str, Any], control: ChildChannel, seating: ReplicaCommands)
 
 
 class PeerLossReporter:
-    """Tells the unit when a server of its own lost somebody too early; see `process_host.ConnectionObserver`.
+    """Reports to the unit that a server lost a peer too early.
 
-    comes_back: whether a worker that is lost will be there again, so that its end here is no news.
+    It implements `process_host.ConnectionObserver`.
+
+    Args:
+        control: the channel to the unit.
+        comes_back: returns whether a lost worker will rejoin, so that its loss is not reported.
     """
 
     def __init__(self, control: ChildChannel, comes_back: Callable[[Address], bool]) -> None:
         self._control, self._comes_back = control, comes_back
 
     def came(self, server: Server, worker: Address) -> None:
-        """Nothing to tell."""
+        """Do nothing."""
 
     def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """The worker's own unit hears it, too."""
+        """Do nothing: the worker's own unit receives the failure, too."""
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """Tell, unless the peer had nothing left to do here."""
+        """Report a lost peer, unless it had no work left here."""
         if peer.role is Role.SERVER:
             over = not server.running
         else:
@@ -175,21 +182,24 @@ class PeerLossReporter:
 
 
 def _tell_counts(emit: Callable[[Event], None], place: RouterConfig, homes: ServerProcess) -> None:
-    """What the servers of this process that decide for others have counted."""
+    """Report the sample counts of the coordinators in this process."""
     found = {home.server.me: home.server for g in range(place.topology.worker_groups) if (home := homes.coordinator(g))}
     for me, server in found.items():
         emit(Counted(str(me), {str(who): count for who, count in server.samples.items()}))
 
 
 def _comes_back(place: RouterConfig, worker: Address) -> bool:
-    """Its group starts again, or unit 0 says that it cannot."""
+    """Return whether a lost worker's group restarts.
+
+    If it cannot restart, unit 0 decides what follows.
+    """
     return place.job.on_failure is OnFailure.kContinue and not refusal(place.job, place.topology, worker.group)
 
 
 def _voices(
     control: ChildChannel, first: Address
 ) -> tuple[Callable[[Address, tuple[str, ...]], None], Callable[[], None]]:
-    """What the servers of a process are to call: when they can be reached, and when one cannot go on."""
+    """Return the callbacks of a process's servers: reachable, and failed."""
 
     def serving(me: Address, urls: tuple[str, ...]) -> None:
         control.emit(Serving(str(me), urls, os.getpid()))
@@ -211,14 +221,17 @@ def _place(spec: dict[str, Any]) -> RouterConfig:
 
 
 def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
-    """Who writes snapshots of these servers, if anybody; the unit is told of them, and may ask for a last one."""
+    """Return the writer of these servers' snapshots; None if the job takes none.
+
+    The writer reports snapshots to the unit, which may ask for a last one.
+    """
     resumed = None if place.resumed is None else place.resumed.path
     again = place.identity.incarnation > 0
     return writer_for(place.job, place.topology, servers, resumed, again, control.emit)
 
 
 def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]) -> int:
-    """Be one worker: run the user's program in its place in the job."""
+    """Run one worker: the user's program in its job; return the exit code."""
     ((group, index),) = spec["workers"]
     farewell, termination = FinalSnapshot(str(Address(Role.WORKER, group, index))), SigtermHandler()
 
@@ -259,7 +272,10 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A worker's part in the job, as its end goes; servers: those beside it."""
+    """The work of a worker in its job, to be completed before the process ends.
+
+    servers: the servers in the same process.
+    """
 
     here: Context
     log: Path | None
@@ -267,17 +283,17 @@ class _Part:
     servers: Sequence[Address]
 
     def is_complete(self) -> bool:
-        """As `process_exit.Part` has it."""
+        """Whether no work is under way that other processes would miss."""
         return is_complete(self.here)
 
     def end(self) -> int:
-        """As `process_exit.Part` has it."""
+        """Complete the work, and return the exit code."""
         code = self.leave(0)
         self.here.emit(Ending(str(self.here.me)))
         return code
 
     def leave(self, code: int) -> int:
-        """End with the code of the program; returns that of the process."""
+        """Complete the work after the program's exit code; return the process's."""
         if code == 0:
             code = _guarded(self.here, self.log, lambda: finish(self.here))
         self.profile.leave()
@@ -303,9 +319,10 @@ def _run_program(program: str, args: Sequence[str]) -> None:
 
 
 def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
-    """Run; what is raised is told, written to `log` (None: to stderr), and becomes an exit code.
+    """Run `do`, and return an exit code.
 
-    _LEFT is none: the script was stopped, since its group leaves the job.
+    An exception is reported to the unit and written to `log` (None: to stderr). _LEFT is not an exit code: it means
+    that the script was stopped because its group leaves the job.
     """
     try:
         do()
@@ -333,14 +350,20 @@ def _guarded(here: Context, log: Path | None, do: Callable[[], None]) -> int:
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the program's own first line on: the calls that lead there are the same for everybody."""
+    """Return a traceback that starts at the program's own first line.
+
+    The calls before that are the same for all programs.
+    """
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.run_path.__code__.co_filename):
         trace = trace.tb_next
     return trace
 
 
 def _users_line(trace: TracebackType | None) -> str:
-    """The line of the program that a wrong setting was met at: what lies behind it explains nothing to its author."""
+    """Return the line of the program that caused a configuration error.
+
+    The lines inside topotrain do not help the program's author.
+    """
     ours = str(Path(__file__).parents[2])  # the folder topotrain/
     theirs = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(ours) and _SITE not in f.filename]
     return "".join(traceback.format_list(theirs[-1:]))

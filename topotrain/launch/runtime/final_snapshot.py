@@ -1,7 +1,7 @@
-"""What a unit says to the process of its job's first server when the job is to end: take one more snapshot.
+"""The command that asks for a last snapshot before a job ends.
 
-Rule: the command may come before there is anything to save, and on the channel's own thread; it is answered in any
-case, for somebody waits with the end of the job.
+The unit sends it to the process of the job's first server. It may arrive before there is anything to save, and on the
+channel's own thread. Each command gets a reply, because the launcher waits for it before the job ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,10 @@ SNAPSHOT = "snapshot"
 
 
 class FinalSnapshot:
-    """See above. `hear` takes a command; `emit` tells the unit, `writer` writes snapshots, if there is one."""
+    """Handles the command for a last snapshot.
+
+    emit: sends an event to the unit. writer: writes snapshots; None if the job writes none.
+    """
 
     def __init__(self, who: str) -> None:
         self._who = who
@@ -22,10 +25,13 @@ class FinalSnapshot:
         self.writer: SnapshotWriter | None = None
 
     def hear(self, command: Mapping[str, Any]) -> None:
-        """Answered by Saved or Unsaved; commands of others are none of ours."""
+        """Reply with Saved or Unsaved.
+
+        Other commands are ignored.
+        """
         if command.get("command") != SNAPSHOT:
             return
         if self.writer is None:
-            self.emit(Unsaved(self._who, "nothing is there yet, or the job wants no snapshots"))
+            self.emit(Unsaved(self._who, "there are no values yet, or the job takes no snapshots"))
         else:
             self.writer.end()

@@ -1,8 +1,9 @@
-"""A script that ends its own process: by `os._exit`, by `os.exec…`, or by a C library that calls `exit`.
+"""Scripts that end their own process.
 
-Rule: with its loops over, that is an end like any other: the worker says goodbye and brings the result home, then the
-process ends as the script wants it. In the middle of a loop nothing is said, and the process is lost like one that was
-killed. So it is, too, where no code of this process can see its end: at `_exit` of a C library, on another thread.
+A script may call `os._exit`, `os.exec…`, or a C library that calls `exit`. If its loops are over, that is a normal end:
+the worker signs off and delivers the result, then the process ends as the script asked. In the middle of a loop the
+process just ends, and counts as lost, like a killed one. It also counts as lost where Python cannot see its end: at
+`_exit` of a C library, and on another thread.
 """
 
 import ctypes
@@ -15,22 +16,27 @@ _OnExit = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)
 
 
 class JobPart(Protocol):
-    """What a process does in its job."""
+    """The work of a process in its job."""
 
     def is_complete(self) -> bool:
-        """Nothing is under way that others would miss."""
+        """Whether no work is under way that other processes would miss."""
         ...
 
     def end(self) -> int:
-        """Say goodbye and bring the result home; returns the exit code. What goes wrong is told, not raised."""
+        """Sign off and deliver the result; return the exit code.
+
+        Errors are reported to the unit, not raised.
+        """
         ...
 
 
 class ProcessExitHook:
-    """Notices on the main thread of this process that the script ends it, from `watch` to `forget`.
+    """Notices that the script ends this process, on its main thread.
+
+    It is active from `watch` to `forget`.
 
     Args:
-        part: what is ended before, at most once.
+        part: the work to end before the process ends, at most once.
     """
 
     def __init__(self, part: JobPart) -> None:
@@ -40,30 +46,33 @@ class ProcessExitHook:
         self._at_c_exit = _OnExit(self._c_exit)
 
     def watch(self) -> None:
-        """Begin."""
+        """Start watching."""
         self._watches = True
         os._exit = self._leave
         os.execv = self._replaced(self._execv)  # the other forms call one of these two
         os.execve = self._replaced(self._execve)
 
     def watch_c(self) -> None:
-        """From now on also notice `exit` of a C library. To be called again after each loop.
+        """Watch also for `exit` of a C library. Call it again after each loop.
 
-        What is registered last runs first, and what torch has made meanwhile is taken apart by then. Only for a process
-        that Python does not end itself: `exit` is the last that it calls, too, when nothing of Python is left.
+        Exit functions run in reverse order of registration, so this one must be registered after those of torch. It is
+        only for a process that Python does not end itself: Python calls `exit` last, too, when its interpreter is gone.
         """
         if self._watches and os.getpid() == self._pid:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps its address for good
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._at_c_exit))  # C keeps the address of the function forever
             ctypes.CDLL(None).on_exit(self._at_c_exit, None)
 
     def forget(self) -> None:
-        """The script's part is over. Does nothing the second time."""
+        """Stop watching, because the script is over. A second call does nothing."""
         if self._watches:
             self._watches = False
             os._exit, os.execv, os.execve = self._exit, self._execv, self._execve
 
     def _goodbye(self) -> int:
-        """The exit code; 0 also where there is nothing to say."""
+        """Complete the process's work, and return the exit code.
+
+        It is 0 also where there was no work to complete.
+        """
         here = os.getpid() == self._pid and threading.current_thread() is threading.main_thread()
         if not (self._watches and here and self._part.is_complete()):
             return 0

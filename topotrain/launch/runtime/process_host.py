@@ -1,8 +1,8 @@
-"""One operating-system process of a job: open the roads, let residents in, hand messages over.
+"""One process of a job: it opens transports, admits residents, passes messages.
 
-It knows addresses, roads and locks, and no algorithm. A server process holds all servers of its unit, a worker process
-holds one worker. Server processes meet each other before they let workers in, so that nobody ever has to send a
-message for which there is no way yet.
+It handles addresses, transports and locks, and no algorithm. A server process holds all servers of its unit, and a
+worker process holds one worker. Server processes connect to each other before they admit workers, so no server has to
+send a message without a connection.
 """
 
 import threading
@@ -42,9 +42,9 @@ from topotrain.parallel.runtime.network_channel import NetworkChannel
 
 @contextmanager
 def flushing() -> Iterator[None]:
-    """Take tiny numbers for zero on this thread, and on those that it starts inside.
+    """Flush denormal numbers to zero on this thread, and on threads started inside.
 
-    Tiny momentum values would make an update several times slower.
+    Denormal momentum values would make an update several times slower.
     """
     torch.set_flush_denormal(True)
     try:
@@ -54,33 +54,36 @@ def flushing() -> Iterator[None]:
 
 
 class ConnectionObserver(Protocol):
-    """Hears who comes to a server and who goes, on the readers' threads."""
+    """Observes connections of a server.
+
+    It is called on the readers' threads.
+    """
 
     def came(self, server: Server, worker: Address) -> None:
-        """A worker said its first word."""
+        """A worker has sent its first message."""
         ...
 
     def gives_up(self, server: Server, worker: Address, why: Fail) -> None:
-        """A worker says that it cannot go on, and why."""
+        """A worker reports that it cannot go on, and why."""
         ...
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
-        """The connection ended of a server, or of a worker that had said something."""
+        """A connection has ended, to a server or to a worker that had sent a message."""
         ...
 
 
 class LocalServer(Protocol):
-    """A server, as its launcher speaks to it."""
+    """A server, as its launcher reaches it."""
 
     @property
     def server(self) -> Server: ...
 
     def told(self, message: Message) -> None:
-        """The launcher has something to say to it, which comes in its own name."""
+        """Handle a message of the launcher, with the server itself as its sender."""
         ...
 
     def may_change(self, group: int, wish: str) -> str:
-        """See `Server.may_change`."""
+        """Return why a group cannot leave or join; see `Server.may_change`."""
         ...
 
 
@@ -88,12 +91,15 @@ class ServerProcess(Protocol):
     """The servers of a process."""
 
     def coordinator(self, group: int) -> LocalServer | None:
-        """The one that decides for a worker group; None: it is not here (yet)."""
+        """Return the coordinator of a worker group; None: it is not here (yet)."""
         ...
 
 
 class _ServerResident:
-    """A server at its address: one message at a time, answers in the order in which they were decided."""
+    """A server at its address.
+
+    It handles one message at a time, and sends replies in the order of decisions.
+    """
 
     def __init__(
         self,
@@ -139,7 +145,10 @@ class _ServerResident:
         self._look_whether_done()
 
     def poke(self) -> None:
-        """There is something to hear from this host; on any thread that is no script's."""
+        """Handle messages of the snapshot writer of this host.
+
+        Call it on any thread but a script's.
+        """
         try:
             with self._lock:
                 self._hear()
@@ -149,7 +158,7 @@ class _ServerResident:
         self._look_whether_done()
 
     def told(self, message: Message) -> None:
-        """The launcher has something to say to it, which comes in its own name."""
+        """Handle a message of the launcher, with the server itself as its sender."""
         try:
             with self._lock:
                 self._handle(self.server.me, message)
@@ -160,12 +169,15 @@ class _ServerResident:
         self._look_whether_done()
 
     def may_change(self, group: int, wish: str) -> str:
-        """See `Server.may_change`."""
+        """Return why a group cannot leave or join; see `Server.may_change`."""
         with self._lock:
             return self.server.may_change(group, wish)
 
     def catch_up(self) -> None:
-        """Ask what the coordinator has decided while there was no way here: workers may have died already."""
+        """Ask the coordinator for its decisions before there was a connection.
+
+        Workers may have died in that time.
+        """
         if self._goes_on and self.server.me.index:
             with self._lock:
                 for to, message in self.server.ask():
@@ -221,16 +233,16 @@ Recorders = Callable[[Address, Sequence[int]], Recorder]
 
 
 class HostedServers:
-    """The servers of one process, reachable and connected with their peers.
+    """The servers of one process, reachable and connected to their peers.
 
     Args:
-        place: the process.
-        roads: its roads.
-        allocate: memory for the servers, as `server.Server` wants it.
+        place: the settings of the process.
+        roads: the router of the process.
+        allocate: memory for the servers, as for `server.Server`.
         addresses: the servers.
         trouble: called inside `except`, on the thread that handled a message, when a server cannot go on.
-        recorder: makes what a server tells its spans to, from its address and the worker groups that it serves.
-        writer: writes their snapshots, if there are to be any.
+        recorder: makes a server's recorder of spans, from its address and the worker groups that it serves.
+        writer: writes the servers' snapshots, if the job takes any.
     """
 
     def __init__(
@@ -257,7 +269,10 @@ class HostedServers:
                 resident.aside = writer.follow(me, resident.server.snapshots, poke)
 
     def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
-        """Let everybody in; `serving` is told each server's URLs once it can be reached."""
+        """Connect the servers, then admit workers.
+
+        serving: is called with each server's URLs when it is reachable.
+        """
         urls = {me: self._roads.attach(me, resident) for me, resident in self.residents.items()}
         for me in urls:
             self._roads.publish("door", me, urls[me])
@@ -274,12 +289,12 @@ class HostedServers:
             serving(me, urls[me])
 
     def coordinator(self, group: int) -> LocalServer | None:
-        """See `ServerProcess`."""
+        """Return the coordinator of a worker group; see `ServerProcess`."""
         found = (r for me, r in self.residents.items() if me.index == 0 and group in r.server.groups)
         return next(found, None)
 
     def wait(self) -> None:
-        """Return when the job has no more use for them."""
+        """Return when the job needs these servers no more."""
         with self._change:
             while not all(resident.done for resident in self.residents.values()):
                 self._change.wait(self._place.job.cluster.poll_time / 1000)
@@ -297,10 +312,13 @@ def serve(
     seat: ReplicaSlot | None = None,
     ended: Callable[[Server], None] = lambda server: None,
 ) -> tuple[int, int]:
-    """Live as the servers of one process, see `HostedServers`; returns the bytes of messages out and in.
+    """Run the servers of one process, see `HostedServers`.
 
-    opened: called once everybody is let in, and again when one more server is here. seat: where every server has two
-    copies, see `copies`. ended: told each server once it has nothing left to do, where none has two copies.
+    Returns the bytes of messages sent and received.
+
+    opened: is called when all workers can connect, and again for each additional server here.
+    seat: the replica settings, where every server has two replicas.
+    ended: is called with each server that has no work left, without replication.
     """
     memory = ProcessMemory()
     roads = Router(place, memory)
@@ -341,7 +359,11 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def peers(me: Address, topology: Topology) -> list[Address]:
-    """Whom a server calls on: its coordinator, and its own shard in the groups before it; in a collective, all."""
+    """Return the servers that a server connects to.
+
+    These are its coordinator, and its own shard in the groups before it. In a collective these are all servers before
+    it.
+    """
     shards = range(me.index) if topology.relayed else range(min(me.index, 1))
     peers = [Address(Role.SERVER, me.group, shard) for shard in shards]
     groups = range(me.group) if topology.synced else range(min(me.group, 1))
@@ -349,25 +371,25 @@ def peers(me: Address, topology: Topology) -> list[Address]:
 
 
 _LEAVE_S = 60.0
-"""How long a worker that has come to its end waits until both copies of each server have all that it said."""
+"""Seconds for which a finished worker waits until both replicas of each server have all its messages."""
 LONG_S = 10.0
-"""How long a worker waits before that is told."""
+"""Seconds of a wait before it is reported. """
 
 # --- workers -----------------------------------------------------------------------------------------------------
 
 
 class LongWait(Protocol):
-    """Is told on the waiting thread that it has waited for so many seconds, and goes on."""
+    """Called on the waiting thread after so many seconds of a wait, which continues."""
 
     def __call__(self, seconds: float) -> None: ...
 
 
 def _untold(seconds: float) -> None:
-    """Nobody wants to hear of it."""
+    """Ignore a long wait."""
 
 
 class _Patience:
-    """Tells of one wait when it has taken LONG_S, and whenever it has taken twice as long as when it told before."""
+    """Reports a wait after LONG_S, and again each time that it has doubled."""
 
     def __init__(self, tell: LongWait) -> None:
         self._tell, self._began, self._next_s = tell, time.monotonic(), LONG_S
@@ -380,7 +402,10 @@ class _Patience:
 
 
 class ConditionWaiter:
-    """How a live worker waits: on a condition variable that the roads' readers notify."""
+    """The wait of a live worker, on a condition variable.
+
+    The transports' readers notify it.
+    """
 
     def __init__(self, poll_s: float, long_wait: LongWait = _untold) -> None:
         self._condition = threading.Condition()
@@ -390,7 +415,7 @@ class ConditionWaiter:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """A change; whoever waits is woken if it was what he waits for."""
+        """Make a change; a waiting worker wakes if its condition is met."""
         with self._condition:
             yield
             if self._ready is not None and self._ready():
@@ -409,11 +434,14 @@ class ConditionWaiter:
                 self._ready = None
 
     def look(self) -> None:
-        """Take in what has come. Here the roads' readers do so by themselves."""
+        """Do nothing: the transports' readers handle arrived messages by themselves."""
 
 
 class InlineWaiter(ConditionWaiter):
-    """How a worker waits that is home to a server: by doing the server's work, and reading for both."""
+    """The wait of a worker with a server in its process.
+
+    The waiting thread does the server's work, and reads for both.
+    """
 
     def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = _untold) -> None:
         super().__init__(poll_s, long_wait)
@@ -431,22 +459,22 @@ class InlineWaiter(ConditionWaiter):
         super().wait(ready)
 
     def look(self) -> None:
-        """Take in what has come, and do what it asks of the server."""
+        """Handle arrived messages, and do the resulting work of the server."""
         if not self._pump.released:
             self._roads.deliver()
             self._roads.turn(0.0)
 
 
 class WorkerConnections:
-    """A worker's side of the roads: connected to the servers of its group and to server (0,0).
+    """A worker's connections to the servers of its group and to server (0,0).
 
-    Where the layout has it so (`Topology.inline`) the worker's process is home to a server, too.
+    With an inline layout (`Topology.inline`) the worker's process also runs a server.
 
     Args:
-        place: the process.
+        place: the settings of the process.
         me: the worker.
-        serving, trouble, recorder, writer: of the server beside the worker, as for `HostedServers`.
-        long_wait: hears when the worker waits for long.
+        serving, trouble, recorder, writer: for the server in this process, as for `HostedServers`.
+        long_wait: is called when the worker waits for long.
     """
 
     def __init__(
@@ -517,7 +545,7 @@ class WorkerConnections:
             pass
 
     def _redial(self, server: Address, moves: int) -> None:
-        """A server's process is gone, or the way to it: look for the one that it has moved to."""
+        """Connect to a server's replica after the loss of its process or connection."""
         lines = self._lines
         assert lines is not None
 
@@ -547,18 +575,18 @@ class WorkerConnections:
 
     @property
     def beside(self) -> ServerProcess | None:
-        """The server that lives in the worker's process."""
+        """The server in the worker's process."""
         return self._beside
 
     def meet_group(self) -> NetworkChannel:
-        """Open the ways to the other workers of the group, which all do this, too: one model is split over them.
+        """Connect to the other workers of the group, over which one model is split.
 
-        A worker calls on those before it, and waits for those after it. To be called once, and after the exchange has
-        said which model this is: whoever has another one hears of it here.
+        All of them call this. A worker connects to those before it, and waits for those after it. Call it once, after
+        the client has sent the model's description: a worker with another model fails here.
 
         Raises:
             ConfigError: the job's processes have no store in which workers could find each other.
-            WireError, JobError, PeerLost: somebody was not there in time, or is gone.
+            TransportError, JobError, PeerLost: a worker was not there in time, or is gone.
         """
         if isinstance(self._place.store, StaticStore):
             raise ConfigError(
@@ -580,17 +608,18 @@ class WorkerConnections:
         return crossing
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros, in memory that the road can show."""
+        """Return zeros, in memory that the transport can share."""
         return self.memory.allocate(numel, dtype) if self._shared else _zeros(numel, dtype)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of messages out and in."""
+        """Return the bytes of messages sent and received."""
         return self._roads.traffic()
 
     def close(self, finished: bool = True) -> None:
-        """Leave: what is queued is sent first. A server beside the worker stays until the job has no use for it.
+        """Leave after all queued messages are sent.
 
-        finished: the script came to its end; else nobody waits for anybody.
+        A server in this process stays until the job needs it no more. finished: the script has finished. Otherwise no
+        process waits for another.
         """
         self.exchange.leave()
         if self._lines is not None and finished:

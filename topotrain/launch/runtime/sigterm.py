@@ -1,9 +1,12 @@
-"""SIGTERM in a process of a job: from its unit, which says "stop" beside it, or from somebody who signals everybody.
+"""SIGTERM handling in a process of a job.
 
-Rule: what takes jobs away may signal all their processes at once (Slurm's `scancel`, the end of a control group). What
-becomes of the job is the launcher's to say, which was signaled, too; for a last snapshot everybody is needed for one
-more step. So the signal alone is waited out for as long as that may take; with the unit's word, whichever comes first,
-the process ends. A script's own handler takes the place of this one, and processes that a script forks are not meant.
+The process's own unit sends SIGTERM together with the command "stop". Other senders may signal all processes of a job
+at once (Slurm's `scancel`, the end of a control group). In that case the launcher is signaled too, and decides what
+happens to the job. A last snapshot needs all processes for one more step. So the process waits after a signal without
+the command for as long as the snapshot may take, and ends earlier if the command arrives.
+
+* A script's own handler replaces this one.
+* Processes that a script forks have the default handler.
 """
 
 import _thread
@@ -19,7 +22,10 @@ from topotrain.launch.grace_period import waits
 
 
 class SigtermHandler:
-    """See above. `take_over` is called on the main thread, `hear` on that of the control channel."""
+    """Ends this process at SIGTERM, after its unit's command or a time limit.
+
+    `take_over` is called on the main thread, `hear` on the thread of the control channel.
+    """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -29,7 +35,10 @@ class SigtermHandler:
         self._mask: set[signal.Signals] | set[int] = set()
 
     def take_over(self, job: Job) -> None:
-        """From now on; where the job ends at SIGTERM without a last snapshot, so does this process."""
+        """Install the handler.
+
+        Without a last snapshot SIGTERM ends this process at once, and nothing is installed.
+        """
         self._seconds = waits(job)
         if self._seconds:
             signal.signal(signal.SIGTERM, self._signaled)
@@ -37,7 +46,7 @@ class SigtermHandler:
             os.register_at_fork(before=self._keep, after_in_parent=self._let, after_in_child=self._fork)
 
     def hear(self, command: Mapping[str, Any]) -> None:
-        """The unit's word; other commands are others'."""
+        """Handle the unit's command "stop", and ignore other commands."""
         if command.get("command") == "stop":
             self._asked = True
             self._word.set()

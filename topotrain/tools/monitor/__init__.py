@@ -1,5 +1,9 @@
-"""Windows on a running job: each takes the events of events.py, one call per event, and changes nothing in the job.
+"""Displays and reports of a running job.
 
-`progress` shows the job while it runs, `report` adds it up, `table` and `plot` show results,
-`compare` runs several jobs.
+Each takes the events of `core/events.py`, one call per event, and changes nothing in the job.
+
+* `progress_display` shows the job while it runs.
+* `job_report` adds it up.
+* `result_tables` and `loss_plot` show results.
+* `compare_jobs` runs several jobs.
 """

@@ -1,7 +1,7 @@
-"""Several cluster blocks, one program: run them in turn and show them side by side, as a table, a picture and data.
+"""Comparison of several cluster blocks with one program: table, picture and data.
 
-Rule: everything that can be wrong with any of the jobs is found before the first one starts, and each job has a
-workspace of its own below one folder. A job that fails is told in the table, and the others still run.
+The jobs run one after the other. All settings of all jobs are validated before the first one starts. Each job has its
+own workspace below one folder. A failed job is marked in the table, and the others still run.
 """
 
 import json
@@ -26,7 +26,7 @@ INTERRUPTED = frozenset({130, 143})
 
 @dataclass(frozen=True, slots=True)
 class ComparedJob:
-    """One of the jobs: where it came from, what it is called in table and picture."""
+    """One of the jobs: its job file, and its label in table and picture."""
 
     conf: str
     label: str
@@ -36,14 +36,17 @@ class ComparedJob:
 
 @dataclass(frozen=True, slots=True)
 class ComparedResult:
-    """How a job ended, and everything that was counted."""
+    """How a job ended, and its report."""
 
     outcome: JobOutcome
     report: Report
 
 
 def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
-    """Lay out every (conf path, job), each in the folder `out`/<name of the conf>. Raises ConfigError."""
+    """Return the layout of every (conf path, job), with a workspace below `out`.
+
+    The folder has the name of the conf. Raises ConfigError.
+    """
     found: list[ComparedJob] = []
     names = _distinct([Path(conf).stem for conf, _ in jobs])
     layouts = [layout(job.cluster) for _, job in jobs]
@@ -58,9 +61,10 @@ def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
 def compare(
     jobs: Sequence[ComparedJob], out: Path, train: Callable[[ComparedJob], ComparedResult]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Run the jobs in order; write data and picture to `out`. Returns the first exit code that is not 0, and the rows.
+    """Run the jobs in order, and write data and picture to `out`.
 
-    An interrupted job is the last one, and what was finished before it is still written. OSError if `out` is no folder.
+    Returns the first exit code that is not 0, and the rows. An interrupted job is the last one; the data of the jobs
+    before it is still written. Raises OSError if `out` is not a folder.
     """
     make_folder(out)
     rows: list[dict[str, Any]] = []
@@ -76,13 +80,19 @@ def compare(
 
 
 def row(entry: ComparedJob, result: ComparedResult) -> dict[str, Any]:
-    """One job's report with its label, its conf and its loss curve: points of (seconds, loss)."""
+    """Return a job's report with its label, its conf and its loss curve.
+
+    The curve has points of (seconds, loss).
+    """
     data = result.report.as_data(result.outcome)
     return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Two files of one name in different folders must not share a workspace: later ones get a number."""
+    """Return distinct names, by adding numbers to repeated ones.
+
+    Two files of one name in different folders must not share a workspace.
+    """
     taken: list[str] = []
     for name in names:
         number, free = 1, name

@@ -1,6 +1,7 @@
-"""A cut graph as a picture: a lane per worker, time to the right, what travels as arrows with their bytes.
+"""A picture of a partitioned graph: a lane per worker, time to the right.
 
-matplotlib is imported when a picture is drawn and at no other time; it comes with `pip install topotrain[plot]`.
+Arrows show transfers, with their bytes. matplotlib is imported only when a picture is drawn. It comes with `pip install
+topotrain[plot]`.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from topotrain.parallel.program.split_program import LocationKind
 from topotrain.tools.monitor.graph_report import amount
 from topotrain.tools.monitor.loss_plot import COLORS
 
-# A layout's color; told apart by the words in the boxes, too, so also without color vision.
+# The color of each layout. The text in the boxes gives the layout, too, for readers without color vision.
 _COLORS = {
     LocationKind.BATCH: COLORS[0],
     LocationKind.FEATURE: COLORS[2],
@@ -24,7 +25,10 @@ _HALF = 0.36
 
 
 def draw(bill: CostReport, path: Path, title: str = "the cut graph") -> None:
-    """Write a PNG to `path`. Raises ImportError without matplotlib, OSError where the file cannot be written."""
+    """Write a PNG to `path`.
+
+    Raises ImportError without matplotlib, and OSError where the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -78,7 +82,10 @@ def _fit(name: str, most: int = 20) -> str:
 
 
 def _arrows(axes: Any, bill: CostReport, found: tuple[LayoutSegment, ...]) -> None:
-    """From the stretch that makes a value to the first that reads it moved, or to the end where the output does."""
+    """Draw an arrow from the segment that makes a value to the first remote reader.
+
+    The arrow of an output leads to the end.
+    """
     made = {step.number: stretch.number for stretch in found for step in stretch.steps}
     read: dict[int, int] = {}
     for stretch in found:

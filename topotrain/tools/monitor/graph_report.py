@@ -1,4 +1,7 @@
-"""A cut graph shown before it runs: as text, and as plain data. The picture is in `cutplot`."""
+"""A partitioned graph before it runs, as text and as plain data.
+
+The picture is in `graph_plot`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +17,14 @@ from topotrain.tools.plan.layout_plan import columns, mb
 
 @dataclass(frozen=True, slots=True)
 class CutPlan:
-    """A bill, and what else a reader wants to know of it.
+    """The costs of a partitioned graph, and the estimates that come with them.
 
-    inputs: what the forward was thought to be called with, in words. needs: of each process of the job. room: what this
-    machine has for them. chosen: why modules are where they are, "" where the job says it itself. conf: the choice as
-    partition blocks. warnings: who would not fit on this machine.
+    inputs: describes the assumed inputs of the forward.
+    needs: the memory of each process of the job.
+    room: the memory of this machine.
+    chosen: the reasons of an automatic placement; "" where the job sets it.
+    conf: the placement as partition blocks.
+    warnings: the processes that do not fit on this machine.
     """
 
     bill: CostReport
@@ -30,7 +36,7 @@ class CutPlan:
     warnings: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data for `plan --json`, sizes in bytes."""
+        """Return plain data for `plan --json`, with sizes in bytes."""
         bill = self.bill
         return {
             "workers": bill.program.workers,
@@ -48,7 +54,7 @@ class CutPlan:
         }
 
     def explain(self) -> str:
-        """The same for a reader: stretches, edges, and what each worker holds, computes and sends."""
+        """Return the plan as text: segments, transfers, and the cost of each worker."""
         bill = self.bill
         parts = f", in {bill.microbatches} micro-batches" if bill.microbatches > 1 else ""
         head = [
@@ -85,13 +91,13 @@ class CutPlan:
         return [f"memory at its most, an estimate; {own}:", *columns(header, rows), *hosts]
 
     def _hosts(self) -> list[tuple[int, int]]:
-        """What the processes of each host take, themselves and all."""
+        """Return the bytes of all processes of each host, including their own overhead."""
         hosts = sorted({need.host for need in self.needs})
         return [(host, on_host([need for need in self.needs if need.host == host], ITSELF)) for host in hosts]
 
 
 def amount(size: int) -> str:
-    """Bytes for a reader: 512 B, 4.1 kB, 1.30 MB (10^6 bytes)."""
+    """Format bytes: 512 B, 4.1 kB, 1.30 MB (10^6 bytes)."""
     if size < 1000:
         return f"{size} B"
     return f"{size / 1e3:,.1f} kB" if size < 100_000 else f"{mb(size)} MB"
@@ -117,7 +123,7 @@ def _stretches(bill: CostReport) -> list[str]:
 
 def _edges(bill: CostReport) -> list[str]:
     if not bill.edges:
-        return ["nothing travels between the workers of a group, besides parameters and gradients"]
+        return ["workers of a group exchange nothing besides parameters and gradients"]
     names = {step.number: step.name for step in bill.program.steps}
     rows = []
     for one in bill.edges:
@@ -126,9 +132,9 @@ def _edges(bill: CostReport) -> list[str]:
         sizes = [amount(size) for size in one.nbytes]
         rows.append((names[edge.value], told(edge.source), told(edge.target), f"{shape} {edge.shape.dtype}", *sizes))
     forward, back = (sum(bill.pairs(way).values()) for way in (False, True))
-    lines = _left(("value", "lies by", "is needed by", "of", "forward", "back"), rows, 4)
+    lines = _left(("value", "layout", "needed as", "of", "forward", "back"), rows, 4)
     pairs = _pairs(bill)
-    return [f"what travels per step: {amount(forward)} forward, {amount(back)} back", *lines, *pairs]
+    return [f"transfers per step: {amount(forward)} forward, {amount(back)} back", *lines, *pairs]
 
 
 def _pairs(bill: CostReport) -> list[str]:
@@ -141,7 +147,7 @@ def _pairs(bill: CostReport) -> list[str]:
 
 
 def _left(header: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> list[str]:
-    """Columns of which the first `words` are text, to the left."""
+    """Return a table with `words` columns of left-aligned text at the left."""
     table = [header, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(words)]
     joined = [("  ".join(cell.ljust(width) for cell, width in zip(row[:words], widths)), *row[words:]) for row in table]

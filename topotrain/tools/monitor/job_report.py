@@ -1,10 +1,14 @@
-"""Adds up a job: events in, plain data out, which `--report` writes as JSON and `compare` tabulates.
+"""The report of a job: events in, plain data out.
 
-Rule: counters in events are cumulative, so the last one of a resident counts, and a lost or late event costs nothing.
-Bytes are counted where they are sent and where they are received; a job's `bytes_out` is the sum over its processes. A
-resident whose process was made again counts on from where the last word of the former one was: that is the work that
-was done, with what had to be done twice. What of that counts is known to the servers, who say it at the end:
-`samples` are those in the values, each once, whatever became of the processes.
+`--report` writes it as JSON, and `compare` tabulates it.
+
+* Counters in events are cumulative. The last one of a resident counts, so lost or late events do no harm.
+* Bytes are counted at both ends. A job's `bytes_out` is the sum over its processes.
+* The counts of a restarted resident continue from the last event of its former process. They include work that was
+
+done twice.
+
+* `samples` counts the samples in the final values, each once. The servers report that number at the end.
 """
 
 import math
@@ -40,15 +44,18 @@ from topotrain.launch.recovery.resize import resized
 from topotrain.tools.monitor.stragglers import stragglers
 
 _FIRST = Address(Role.WORKER, 0, 0)
-_MOST_SKIPS = 100  # that are kept by number, of each worker
+_MOST_SKIPS = 100  # step numbers kept of each worker
 
 Point = tuple[float, float]
-"""Seconds since the first step, and a loss."""
+"""A loss, after the seconds since the first step."""
 
 
 @dataclass(slots=True)
 class LossCurve:
-    """(time, loss) points of one worker in bounded memory: when full, neighbors are averaged and the stride doubles."""
+    """The (time, loss) points of one worker in bounded memory.
+
+    When the memory is full, neighbors are averaged and the stride doubles.
+    """
 
     limit: int = 2048
     points: list[Point] = field(default_factory=list)
@@ -56,7 +63,7 @@ class LossCurve:
     _open: list[Point] = field(default_factory=list)
 
     def add(self, time: float, loss: float) -> None:
-        """Take one more point; `time` (seconds) never falls."""
+        """Add a point; `time` (seconds) never decreases."""
         self._open.append((time, loss))
         if len(self._open) < self._stride:
             return
@@ -68,9 +75,10 @@ class LossCurve:
 
 
 def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
-    """One curve from several: per time bin the mean over the curves that have points there. Empty bins are left out.
+    """Merge several curves into one, as means per time bin.
 
-    Never more bins than an average curve has points: a short run is shown step by step.
+    A bin has the mean of the curves that have points in it. Empty bins are left out. There are no more bins than an
+    average curve has points, so a short run is shown step by step.
     """
     curves = [curve for curve in curves if curve]
     if not curves:
@@ -93,9 +101,10 @@ def _mean(points: Sequence[Point]) -> Point:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """What a resident has done; `stale` is the staleness of all its steps together.
+    """The counters of a resident.
 
-    steps: those that count, as its newest process has it, which goes on from what was applied before it.
+    steps: the steps that count, as its newest process reports them. It includes those of former processes.
+    stale: the sum of the staleness of all steps.
     """
 
     steps: int = 0
@@ -107,7 +116,7 @@ class _Count:
     time: float = 0.0
 
     def and_then(self, more: "_Count") -> "_Count":
-        """What its process did, and after that another one."""
+        """Return the counters of a process followed by those of its successor."""
         both = {f.name: getattr(self, f.name) + getattr(more, f.name) for f in fields(self)}
         most = max(self.staleness_max, more.staleness_max)
         return _Count(**both | {"staleness_max": most, "steps": more.steps or self.steps})
@@ -115,7 +124,7 @@ class _Count:
 
 @dataclass(slots=True)
 class _Tally:
-    """The last that was heard of one resident: of its process, and of those before."""
+    """The last counters of a resident, of its present process and the former ones."""
 
     pid: int | None = None
     before: _Count = _Count()
@@ -124,7 +133,7 @@ class _Tally:
     own_s: float | None = None
     late: int = 0  # of the present process
     late_before: int = 0
-    threads: int = 0  # not told
+    threads: int = 0  # 0: not reported
     curve: LossCurve = field(default_factory=LossCurve)
 
     @property
@@ -147,9 +156,9 @@ class _Tally:
 
 @dataclass(slots=True)
 class _Skips:
-    """A worker's steps that counted for nothing: all of them counted, the last ones by number."""
+    """A worker's skipped steps: their number, and the last ones by step number."""
 
-    before: int = 0  # of processes before the one that spoke last
+    before: int = 0  # of former processes
     steps: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_SKIPS))
     last: Skipped | None = None
 
@@ -160,7 +169,7 @@ class _Skips:
         self.last = event
 
     def as_data(self, who: str) -> dict[str, Any]:
-        """Count, steps, and of the last of them whose gradient it was, and of which parameter."""
+        """Return the count, the steps, and the worker and parameter of the last one."""
         assert self.last is not None
         by, parameter = self.last.by or None, self.last.parameter or None
         return {
@@ -173,13 +182,13 @@ class _Skips:
 
 
 class Report:
-    """Call it with every event of a job; ask `as_data` when the job is over."""
+    """Collects the events of a job. `as_data` returns the report when the job is over."""
 
     def __init__(self, job: Job, topology: Topology) -> None:
         self._job = job
         self._topology = topology
         self._tallies = {str(resident): _Tally() for resident in _residents(topology)}
-        self._counted: dict[str, int] = {}  # worker -> its samples, where its server has said so
+        self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
         self._metrics: dict[str, float] = {}
         self._tests: dict[str, list[Tested]] = {"test": [], "validate": []}
         self._final: str | None = None
@@ -193,11 +202,11 @@ class Report:
 
     @property
     def topology(self) -> Topology:
-        """The layout, as it is now."""
+        """The present layout."""
         return self._topology
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Record one event."""
         match event:
             case Counted():
                 self._counted.update(event.samples)
@@ -231,33 +240,48 @@ class Report:
                 pass
 
     def _trains_on(self, who: str) -> None:
-        """A worker has started: its server will say anew what its group has done."""
+        """Drop the server's counts of a worker's group after a restart.
+
+        The server reports them again at the end.
+        """
         group = who.partition("/")[0]
         self._counted = {known: count for known, count in self._counted.items() if known.partition("/")[0] != group}
 
     def _samples(self, who: str) -> int:
-        """Of a worker: what its server has counted, else what it was given. Worker (0,0) has those of who has left."""
+        """Return the samples of a worker, as counted by its server or else by itself.
+
+        Worker (0,0) includes those of workers that have left.
+        """
         if who in self._counted:
             return self._counted[who]
         gone = str(_FIRST) in self._counted and who not in map(str, _residents(self._topology))
         return 0 if gone else self._tallies[who].whole.samples
 
     def _resized(self, event: Resized) -> None:
-        """Whoever has left is counted on with what it did."""
+        """Use the layout after a resize.
+
+        Workers that have left stay in the totals.
+        """
         self._resizes.append(event)
         self._topology = layout(resized(self._topology.cluster, event.workers), self._topology.hosts)
-        begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # for its curve of the loss
+        begun = _Count(time=max(tally.whole.time for tally in self._tallies.values()))  # the start of its loss curve
         for resident in _residents(self._topology):
             self._tallies.setdefault(str(resident), _Tally(before=begun))
 
     def curve(self, bins: int = 60) -> list[Point]:
-        """Loss over time (seconds since the first step): per time bin the mean over groups of the groups' means."""
+        """Return the loss over time (seconds since the first step).
+
+        It is the mean, per time bin, of the groups' means.
+        """
         groups = range(self._topology.worker_groups)
         by_group = [[self._tallies[str(w)].curve.points for w in self._topology.workers(g)] for g in groups]
         return merge([merge(curves, bins) for curves in by_group], bins)
 
     def as_data(self, outcome: JobOutcome) -> dict[str, Any]:
-        """The whole report. `seconds` is the longest worker's training time; `wall_seconds` includes start and end."""
+        """Return the whole report.
+
+        `seconds` is the longest training time of a worker. `wall_seconds` includes start and end.
+        """
         workers = [tally for who, tally in self._tallies.items() if who.startswith("worker ")]
         seconds = max((tally.whole.time for tally in workers), default=0.0)
         given = sum(tally.whole.samples for tally in workers)
@@ -296,7 +320,10 @@ class Report:
         }
 
     def _paces(self) -> dict[str, Any]:
-        """What each worker itself takes for a step (seconds, median), its threads, and who is slow or too late."""
+        """Return each worker's own time for a step (seconds, median), threads, and delays.
+
+        It includes the stragglers, and the late steps of each worker.
+        """
         workers = [str(w) for group in range(self._topology.worker_groups) for w in self._topology.workers(group)]
         told = {who: self._tallies[who] for who in workers}
         own = {who: tally.own_s for who, tally in told.items() if tally.own_s is not None}
@@ -308,7 +335,10 @@ class Report:
         }
 
     def _processes(self) -> list[dict[str, Any]]:
-        """One entry per operating-system process that was heard of; residents with one pid share a process."""
+        """Return one entry per reported operating-system process.
+
+        Residents with the same pid share a process.
+        """
         found: dict[tuple[int, int], list[Address]] = {}
         for unit in self._topology.units:
             for resident in (*unit.workers, *unit.servers):
@@ -346,13 +376,15 @@ def _note(tally: _Tally, event: Started | Serving | StepDone | Finished) -> None
             tally.take(event)
             if event.loss is not None:
                 tally.loss = event.loss
-                if math.isfinite(event.loss):  # one that is not would spoil every mean it enters
+                if math.isfinite(event.loss):  # a non-finite loss would make every mean non-finite
                     tally.curve.add(tally.whole.time, event.loss)
 
 
 def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
-    """What was lost, what was done about it, and how long training waited; null where nothing had to wait, or never
-    went on."""
+    """Return a loss, the action, and how long training waited.
+
+    `waited_s` is null where training did not wait, or never continued.
+    """
     return {
         "who": found.who,
         "what": found.what,
@@ -364,13 +396,16 @@ def incident(found: Incident, recovered: Recovered | None) -> dict[str, Any]:
 
 
 def _change(found: Left | Joined) -> dict[str, Any]:
-    """A worker group that was not there any more, or came."""
+    """Return a worker group that left or joined."""
     what = found.how if isinstance(found, Left) else f"joins (incarnation {found.incarnation})"
     return {"group": found.group, "what": what, "at_s": found.at_s}
 
 
 def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
-    """Workers that left or joined; waited_s: for so long nobody trained, null: nobody ever did again."""
+    """Return a resize.
+
+    waited_s: the seconds without training; null if training never continued.
+    """
     waited_s = None if recovered is None else recovered.waited_s
     return {
         "what": moved(found),
@@ -382,7 +417,7 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
 
 
 def moved(found: Resized) -> str:
-    """Who has left or joined."""
+    """Describe how many workers have left or joined."""
     count, verb = abs(found.workers - found.former), "join" if found.workers > found.former else "leave"
     return f"1 worker {verb}s" if count == 1 else f"{count} workers {verb}"
 
@@ -392,12 +427,12 @@ def _residents(topology: Topology) -> list[Address]:
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
-    """A curve over the steps."""
+    """Return a curve over the steps."""
     return [{"step": one.step} | {name: _finite(value) for name, value in one.values.items()} for one in tests]
 
 
 def _table(name: str, held: Sequence[Tabled]) -> dict[str, Any]:
-    """A table's rows and bytes, together and by server."""
+    """Return a table's rows and bytes, in total and by server."""
     servers = [{"server": one.who, "rows": one.rows, "bytes": one.bytes} for one in held]
     return {
         "name": name,
@@ -408,12 +443,12 @@ def _table(name: str, held: Sequence[Tabled]) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity: they become null."""
+    """Return None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
-    """Mean over steps and maximum."""
+    """Return the mean over steps, and the maximum."""
     steps = sum(tally.whole.steps for tally in tallies)
     total = sum(tally.whole.stale for tally in tallies)
     return {
@@ -423,7 +458,7 @@ def _staleness(tallies: Sequence[_Tally]) -> dict[str, Any]:
 
 
 def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
-    """How far server groups were from each other, over all exchanges; null where there was none."""
+    """Return the distance between server groups over all exchanges, or None."""
     exchanges = sum(one.exchanges for one in servers)
     if not exchanges:
         return None
@@ -448,7 +483,10 @@ def _cause(failed: Failed | None) -> dict[str, str] | None:
 
 
 def story(cause: Failed, job: Job, topology: Topology) -> str:
-    """The first cause of a failed job: who, what, the traceback where there is one, and where to read more."""
+    """Return the first cause of a failed job as text.
+
+    It names the process, the cause, the traceback if there is one, and the log.
+    """
     residents = {str(r): r for unit in topology.units for r in (*unit.workers, *unit.servers)}
     resident = residents.get(cause.who)
     unit = f" (unit {topology.unit_of(resident)})" if resident else ""
@@ -459,7 +497,7 @@ def story(cause: Failed, job: Job, topology: Topology) -> str:
 
 
 def log_name(resident: Address, topology: Topology) -> str:
-    """The file in workspace/logs that a unit keeps for this resident's process."""
+    """Return the file name in workspace/logs of this resident's process."""
     if resident.role is Role.WORKER:
         return f"worker-{resident.group}-{resident.index}.log"
     return f"servers-unit-{topology.unit_of(resident)}.log"

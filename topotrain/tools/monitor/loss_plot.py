@@ -1,6 +1,7 @@
-"""Loss over time as one picture: a line per job, told apart by color, dash and a marker, so also without color vision.
+"""A plot of loss over time, with one line per job.
 
-matplotlib is imported when a picture is drawn and at no other time; it comes with `pip install topotrain[plot]`.
+Lines differ by color, dash and marker, for readers without color vision. matplotlib is imported only when a picture is
+drawn. It comes with `pip install topotrain[plot]`.
 """
 
 import os
@@ -19,12 +20,15 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def available() -> bool:
-    """Whether matplotlib is installed (asked without importing it)."""
+    """Return whether matplotlib is installed, without importing it."""
     return find_spec("matplotlib") is not None
 
 
 def draw(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str = "loss over time") -> None:
-    """Write a PNG to `path`; `curves` maps a label to (seconds, loss) points. Raises ImportError without matplotlib."""
+    """Write a PNG to `path`.
+
+    curves: (seconds, loss) points by label. Raises ImportError without matplotlib.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

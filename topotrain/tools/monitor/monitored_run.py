@@ -1,6 +1,6 @@
-"""Run a job on this machine with its windows open, and show what came of it.
+"""A local run of a job with its displays and its report.
 
-Rule: stdout belongs to the program, or to our JSON where that is asked for; all else is said on stderr.
+stdout is for the program, or for JSON where the user asks for it. Everything else goes to stderr.
 """
 
 import json
@@ -32,10 +32,10 @@ def train(
     resume: str = "",
     listener: "Callable[[Event], None]" = lambda _: None,
 ) -> "ComparedResult":
-    """Run one job with its windows open.
+    """Run one job with its displays.
 
-    chatty: stdout belongs to the program and not to our JSON. resume: the folder of a snapshot.
-    listener: hears every event, too.
+    chatty: stdout is for the program and not for JSON. resume: the folder of a snapshot.
+    listener: is also called with every event.
     """
     from topotrain.core.events import Saved
     from topotrain.launch.console_output import out_of, outlet
@@ -47,7 +47,7 @@ def train(
 
     report = Report(job, topology)
     saved: Saved | None = None
-    # On one terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
+    # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
     ours = chatty and not (terminal.is_terminal and sys.stdout.isatty() and not quiet)
     taken = outlet(terminal, f"{job.workspace}/logs")
     with taken as made, progress(topology, terminal, quiet, out_of(made, ours)) as window:
@@ -73,7 +73,7 @@ def train(
 
 
 def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bool, report: Path | None) -> None:
-    """What came out of a job: as data where that was asked for, and as a table."""
+    """Show the results of a job: as data where the user asks for it, and as a line."""
     from topotrain.tools.monitor.result_tables import summary
 
     data = result.report.as_data(result.outcome)
@@ -87,7 +87,7 @@ def show(result: "ComparedResult", terminal: "Console", quiet: bool, as_json: bo
 
 
 def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
-    """Write the trace of the step that was profiled, and show where its time went."""
+    """Write the trace of the profiled step, and show its time by phase."""
     from topotrain.launch.agent.workspace import SPANS
     from topotrain.tools.monitor import trace_export
     from topotrain.tools.monitor.result_tables import phases
@@ -108,7 +108,7 @@ def show_trace(job: Job, terminal: "Console", quiet: bool) -> None:
 
 
 def complain(text: str) -> None:
-    """Say what is wrong, in one block on stderr."""
+    """Print an error to stderr, in one block."""
     first, *rest = text.rstrip().splitlines() or [""]
     lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
-"""A job while it runs: a live table on a terminal, plain lines elsewhere; the main worker's own output goes above it.
+"""The display of a running job: a live table on a terminal, plain lines elsewhere.
 
-Rule: events only change rows, and drawing only reads them, at most four times a second and not once per event: a
-window must not cost the job time. Leaving the context restores the terminal, however the job ended.
+The main worker's own output is shown above the table. Events only change rows. Drawing only reads rows, at most four
+times a second instead of once per event, so that the display does not slow the job down. The terminal is restored when
+the context ends, however the job ended.
 """
 
 import time
@@ -43,12 +44,15 @@ LINE_EVERY = 5.0
 REFRESH_PER_SECOND = 4
 
 SKIPS_SAID = 10
-"""Skipped steps of a worker that get a line each; after these one in as many does."""
+"""The number of skipped steps of a worker with a line each. After these only every tenth gets one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """What one worker is doing; `samples_per_s` is its mean rate since its first step."""
+    """The state of one worker.
+
+    samples_per_s: its mean rate since its first step.
+    """
 
     unit: int
     who: str
@@ -61,20 +65,23 @@ class WorkerRow:
 
 
 class WorkerRows:
-    """All workers' rows. An event replaces a row and never changes one, so a drawing thread needs no lock."""
+    """The rows of all workers.
+
+    An event replaces a row and never changes one, so a drawing thread needs no lock.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._rows: dict[str, WorkerRow] = {}
         self.lay_out(topology)
 
     def lay_out(self, topology: Topology) -> None:
-        """Who there is from here on; a row of before stays as it was."""
+        """Use this layout from now on. Rows of workers that stay are kept."""
         workers = [worker for unit in topology.units for worker in unit.workers]
         rows = [WorkerRow(topology.unit_of(worker), str(worker)) for worker in workers]
         self._rows = {row.who: replace(self._rows.get(row.who, row), unit=row.unit) for row in rows}
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Update the rows by one event."""
         match event:
             case Started(who=who) if who in self._rows:
                 self._change(who, state="preparing")
@@ -89,12 +96,12 @@ class WorkerRows:
                     if who.startswith(f"worker {group}/"):
                         self._change(who, state="away")
             case Exited(who=who) if who in self._rows and event.code != 0 and self._rows[who].state != "failed":
-                self._change(who, state="stopped")  # whoever failed has said so; the others are made to end
+                self._change(who, state="stopped")  # a failed worker has reported it; the others are being stopped
             case _:
                 pass
 
     def all(self) -> list[WorkerRow]:
-        """Every worker's row, in layout order."""
+        """Return every worker's row, in layout order."""
         return list(self._rows.values())
 
     def _change(self, who: str, state: str, step: int | None = None) -> None:
@@ -115,7 +122,7 @@ def _stepped(row: WorkerRow, event: StepDone) -> WorkerRow:
 
 
 class Progress(Protocol):
-    """A window: a context manager that takes events."""
+    """A display: a context manager that is called with events."""
 
     def __call__(self, event: Event) -> None: ...
 
@@ -127,27 +134,33 @@ class Progress(Protocol):
 
 
 def progress(topology: Topology, console: Console, quiet: bool = False, out: IO[str] | None = None) -> Progress:
-    """The window that fits `console`. `out` receives the main worker's stdout; None: wherever `console` writes."""
+    """Return the display for `console`.
+
+    out: receives the main worker's stdout; None: the file that `console` writes to.
+    """
     if quiet:
         return QuietProgress(topology, console, out)
     return LiveTable(topology, console, out) if console.is_terminal else PlainProgress(topology, console, out)
 
 
 class QuietProgress:
-    """Shows what the program prints, notices, and what the job has survived; the other windows add to this one."""
+    """Shows the program's output, notices, and recoveries.
+
+    The other displays extend this one.
+    """
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         self.console = console
         self.rows = WorkerRows(topology)
         self._topology = topology
-        self._own: dict[str, float] = {}  # seconds that a worker itself takes for a step
-        self._changes: set[int] = set()  # what was no loss, and has a Recovered all the same
+        self._own: dict[str, float] = {}  # a worker's own seconds for a step
+        self._changes: set[int] = set()  # resizes, which have a Recovered event like losses
         self._main = str(topology.workers(0)[0])
         self._out = out
-        self._inside_line = False  # the program's last word on the console had no newline
+        self._inside_line = False  # the program's last output on the console had no newline
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Show one event."""
         self.rows(event)
         match event:
             case Output(who=who) if who == self._main:
@@ -165,7 +178,7 @@ class QuietProgress:
             case Recovered():
                 self._say(f"topotrain: {recovery(event, 'change' if event.number in self._changes else 'loss')}")
             case Left():
-                self._say(f"topotrain: group {event.group} {event.how}; the others train on")
+                self._say(f"topotrain: group {event.group} {event.how}; the others continue")
             case Joined():
                 self._say(f"topotrain: group {event.group} joins (incarnation {event.incarnation})")
             case _:
@@ -186,21 +199,21 @@ class QuietProgress:
         now = {str(worker) for worker in self._topology.workers(0)}
         self._own = {who: own for who, own in self._own.items() if who in now}
         many = f"nworkers_per_group: {event.workers}"
-        self._say(f"topotrain: {moved(event)}; the job goes on behind step {event.step} with {many}")
+        self._say(f"topotrain: {moved(event)}; the job goes on after step {event.step} with {many}")
 
     def _name_slow(self) -> None:
         for slow in stragglers(self._topology, self._own):
             self._say(f"topotrain: {slow.words()}")
 
     def _say(self, text: str) -> None:
-        """A line of ours."""
+        """Print a line of the display."""
         if self._inside_line:
             self.console.file.write("\n")
             self._inside_line = False
         self.console.print(Text(text), soft_wrap=True)
 
     def _print(self, event: Output) -> None:
-        """A program's output as it is, character for character."""
+        """Write a program's output unchanged."""
         file = self._out if event.stream == "stdout" and self._out is not None else self.console.file
         file.write(event.text)
         file.flush()
@@ -209,7 +222,7 @@ class QuietProgress:
 
 
 class PlainProgress(QuietProgress):
-    """One line every few seconds, and a last one."""
+    """Prints one line every few seconds, and a last one."""
 
     def __init__(
         self,
@@ -223,7 +236,7 @@ class PlainProgress(QuietProgress):
         self._begin = self._last = clock()
 
     def __call__(self, event: Event) -> None:
-        """Take one event; a step that comes long enough after the last line is worth a new one."""
+        """Show one event. A step prints a new line if the last one is old enough."""
         super().__call__(event)
         if isinstance(event, StepDone) and self._clock() - self._last >= LINE_EVERY:
             self._line()
@@ -231,7 +244,7 @@ class PlainProgress(QuietProgress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if any(row.state != "starting" for row in self.rows.all()):  # a job that was refused has nothing to tell
+        if any(row.state != "starting" for row in self.rows.all()):  # a refused job has no progress
             self._line()
         self._name_slow()
 
@@ -241,7 +254,7 @@ class PlainProgress(QuietProgress):
 
 
 class _Patient(Live):
-    """Draws nothing while the terminal does not take what was drawn."""
+    """Skips drawing while the terminal has not taken the last drawing."""
 
     def refresh(self) -> None:
         if not getattr(self.console.file, "behind", False):
@@ -249,7 +262,10 @@ class _Patient(Live):
 
 
 class LiveTable(QuietProgress):
-    """One row per worker, redrawn in place; below it the program's line that is not finished (its progress bar)."""
+    """Shows one row per worker, redrawn in place.
+
+    The program's unfinished line (its progress bar) is below the table.
+    """
 
     def __init__(self, topology: Topology, console: Console, out: IO[str] | None = None) -> None:
         super().__init__(topology, console, out)
@@ -279,7 +295,10 @@ class LiveTable(QuietProgress):
         return Group(table, Text.from_ansi(self._unfinished)) if self._unfinished else Group(table)
 
     def _print(self, event: Output) -> None:
-        """Whole lines go above the table, without markup and wrapping; of a line that is rewritten, the last state."""
+        """Print complete lines above the table, without markup and wrapping.
+
+        Of a line that is rewritten, the last state is printed.
+        """
         *lines, rest = (self._unfinished + event.text).split("\n")
         self._unfinished = _last_state(rest)
         for line in lines:
@@ -287,13 +306,13 @@ class LiveTable(QuietProgress):
 
 
 def recovery(event: Recovered, what: str = "loss") -> str:
-    """What a recovery cost, in words."""
+    """Describe the cost of a recovery."""
     others = f", other groups were without a step for at most {event.others_s:.1f} s" if event.others_s else ""
     return f"training again {event.waited_s:.1f} s after that {what}{others}"
 
 
 def skip(event: Skipped) -> str:
-    """What a skipped step was, in words."""
+    """Describe a skipped step."""
     whose = f"of {event.parameter}" if event.parameter else "of a table's rows"
     what = "the gradient" if event.by else "its group's sum of the gradients"
     many = f" (its skipped step number {event.total})" if event.total > 1 else ""
@@ -301,7 +320,10 @@ def skip(event: Skipped) -> str:
 
 
 def _is_said(event: Skipped) -> bool:
-    """Once for a group: by whose gradient it was, else by its first worker."""
+    """Return whether to show a skipped step, once for a group.
+
+    It is shown for the worker with the bad gradient, or else for the group's first worker.
+    """
     teller = event.by == event.who or (not event.by and event.who.endswith("/0"))
     return teller and (event.total <= SKIPS_SAID or event.total % SKIPS_SAID == 0)
 
@@ -311,7 +333,7 @@ def _last_state(line: str) -> str:
 
 
 def draw(rows: Iterable[WorkerRow]) -> Table:
-    """The table of a live job."""
+    """Return the table of a live job."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("unit", justify="right")
     table.add_column("worker")
@@ -336,7 +358,7 @@ def _cells(row: WorkerRow) -> tuple[str, ...]:
 
 
 def describe(rows: Sequence[WorkerRow]) -> str:
-    """All workers in one line."""
+    """Describe all workers in one line."""
     low, high = min(row.step for row in rows), max(row.step for row in rows)
     steps = f"step {high}" if low == high else f"steps {low} to {high}"
     losses = [row.loss for row in rows if row.loss is not None]

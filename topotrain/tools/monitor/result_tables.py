@@ -1,4 +1,7 @@
-"""Results as tables for a reader: one row per job. Numbers are rounded for the eye; the JSON beside them is exact."""
+"""Tables of results, with one row per job.
+
+Numbers are rounded for readability. The JSON has the exact numbers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,13 +19,16 @@ FULL_WIDTH = 160
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that never cuts a table when its output goes to a file or a pipe."""
+    """Return a console that never cuts tables in a file or a pipe."""
     found = Console(stderr=stderr, highlight=False)
     return found if found.is_terminal else Console(stderr=stderr, highlight=False, width=FULL_WIDTH)
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Frameworks side by side. `rows` are reports (`Report.as_data`) with a `label`; a job that failed says so."""
+    """Return a table that compares frameworks.
+
+    rows: reports (`Report.as_data`) with a `label`. A failed job is marked.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     names.sort(key=lambda name: name != "accuracy")
     table = Table(box=box.SIMPLE_HEAVY)
@@ -39,7 +45,7 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def phases(rows: Sequence[ProcessShare]) -> Table:
-    """Where the time of one step went: a row per process, each phase's part of it in percent."""
+    """Return the time of one step by phase: a row per process, with percentages."""
     table = Table(box=box.SIMPLE_HEAVY)
     table.add_column("process")
     names = [*PHASES, "other"]
@@ -52,7 +58,7 @@ def phases(rows: Sequence[ProcessShare]) -> Table:
 
 
 def summary(data: Mapping[str, Any]) -> str:
-    """One line about a finished job, from its report."""
+    """Return one line about a finished job, from its report."""
     loss = "" if data["last_loss"] is None else f", loss {data['last_loss']:.4g}"
     apart = f", server groups {distance(data)} apart" if data["server_groups_apart"] else ""
     metrics = "".join(f", {name} {_value(name, value)}" for name, value in data["metrics"].items())
@@ -63,7 +69,10 @@ def summary(data: Mapping[str, Any]) -> str:
 
 
 def distance(data: Mapping[str, Any]) -> str:
-    """How far server groups were from each other, as updates of others that an exchange brings, and in the values."""
+    """Describe the distance between server groups.
+
+    It has the updates of other groups that an exchange brings, and the relative distance of the values.
+    """
     found = data["server_groups_apart"]
     if not found:
         return "–"
@@ -89,7 +98,10 @@ def _title(metric: str) -> str:
 
 
 def _value(metric: str, value: float | None) -> str:
-    """An accuracy is a fraction and reads better in percent; nothing is known about other metrics."""
+    """Format a metric.
+
+    An accuracy between 0 and 1 is shown in percent. Other metrics have no known unit.
+    """
     if value is None:
         return "–"
     return f"{value:.1%}" if metric == "accuracy" and 0 <= value <= 1 else f"{value:.4g}"

@@ -1,4 +1,7 @@
-"""Who holds up its group: judged by the time that a worker itself takes for a step, and not by how long all wait."""
+"""Stragglers: workers that are slow compared to their group.
+
+They are judged by their own time for a step, without the time that they wait for other workers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +12,12 @@ from topotrain.config.topology import Topology
 
 FACTOR = 1.5
 LEAST_S = 0.02
-"""A slow worker takes at least so many seconds more than its group's median: less is the system's scheduling."""
+"""A straggler takes at least this many seconds more than its group's median. Less may be the system's scheduling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A worker, the median of its own seconds for a step, and that of its group's workers."""
+    """A straggler, with its own median seconds for a step, and its group's median."""
 
     who: str
     own_s: float
@@ -22,21 +25,24 @@ class Straggler:
 
     @property
     def factor(self) -> float:
-        """How many times as long it takes."""
+        """The ratio of its time to its group's."""
         return self.own_s / self.group_s
 
     def words(self) -> str:
-        """One line."""
+        """Describe the straggler in one line."""
         times = f"{self.own_s:.3g} s of its own for a step, {self.factor:.1f} times the median of its group"
         return f"{self.who} is slow: it takes {times} ({self.group_s:.3g} s)"
 
     def as_data(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the data for the report."""
         return {"who": self.who, "own_s": self.own_s, "group_s": self.group_s, "factor": self.factor}
 
 
 def stragglers(topology: Topology, own: Mapping[str, float]) -> list[Straggler]:
-    """The workers that take more than FACTOR times the median of their group, and LEAST_S more; `own`: seconds."""
+    """Return the workers that are slower than the median of their group.
+
+    They take more than FACTOR times as long, and LEAST_S more. own: seconds for a step, by worker.
+    """
     found = []
     for group in range(topology.worker_groups):
         members = {who: own[who] for who in map(str, topology.workers(group)) if who in own}

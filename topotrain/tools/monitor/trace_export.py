@@ -1,8 +1,8 @@
-"""One step over all processes, as a trace that Perfetto and Chrome show, and as shares of the time.
+"""Trace of one step over all processes, for Perfetto and Chrome, and time shares.
 
-Rule: nothing is measured here; what the processes have handed over is put side by side. Their clock is the same, that
-of the host. The file is in Chrome's trace event format: a complete event ("X") per span, with microseconds, and arrows
-("s" to "f") from a gradient that leaves to the server that reduces it, and from a value that leaves to its worker.
+Nothing is measured here: the spans that the processes have written are combined. They share the host's clock. The file
+is in Chrome's trace event format. Each span is a complete event ("X"), in microseconds. Arrows ("s" to "f") lead from
+the push of a gradient to its reduction by the server, and from the send of a value to its worker.
 """
 
 import json
@@ -23,7 +23,10 @@ _MAIN = "MainThread"
 
 @dataclass(frozen=True, slots=True)
 class ProcessShare:
-    """How one process spent its step. `step` is 0 for servers; `phases` are parts of `seconds` that add up to 1."""
+    """How one process spent its step.
+
+    step: 0 for servers. phases: shares of `seconds` that add up to 1.
+    """
 
     who: str
     step: int
@@ -32,9 +35,10 @@ class ProcessShare:
 
 
 def collect(folder: Path) -> list[ProcessSpans]:
-    """What processes left in `folder`, workers first; those that did not take a whole step are left out.
+    """Return the spans that processes wrote to `folder`, workers first.
 
-    Servers show what they did while any worker was in its step, and that they waited in between.
+    Workers without a complete step are left out. Servers have their spans while any worker was in its step, and their
+    waits in between.
     """
     found = sorted((from_json(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")), key=_order)
     workers = [process for process in found if not process.serves and _step_of(process) is not None]
@@ -55,7 +59,7 @@ def _step_of(process: ProcessSpans) -> Span | None:
 
 
 def _in_window(process: ProcessSpans, start: int, end: int) -> ProcessSpans:
-    """A server process's spans of that time, cut at its ends, with its waits."""
+    """Return a server process's spans, cut to that time, and its waits."""
     inside = [
         replace(span, start=max(span.start, start), end=min(span.end, end))
         for span in process.spans
@@ -66,7 +70,7 @@ def _in_window(process: ProcessSpans, start: int, end: int) -> ProcessSpans:
 
 
 def _waits(spans: Sequence[Span], track: str, start: int, end: int) -> Iterator[Span]:
-    """The gaps between what a server did."""
+    """Yield the gaps between the spans of a server."""
     at = start
     for span in sorted((span for span in spans if span.track == track), key=lambda span: span.start):
         if span.start > at:
@@ -77,7 +81,7 @@ def _waits(spans: Sequence[Span], track: str, start: int, end: int) -> Iterator[
 
 
 def _tracks(spans: Sequence[Span]) -> list[str]:
-    """In order of their first span's end; the main thread first."""
+    """Return the tracks by their first span's end; the main thread comes first."""
     return sorted(dict.fromkeys(span.track for span in spans), key=lambda track: track != _MAIN)
 
 
@@ -85,10 +89,10 @@ def _tracks(spans: Sequence[Span]) -> list[str]:
 
 
 def shares(processes: Sequence[ProcessSpans]) -> list[ProcessShare]:
-    """How each process spent its step.
+    """Return how each process spent its step.
 
-    At each moment a thread does what its innermost span says, and a process the first of PHASES that one of its threads
-    does: values that come in while the model computes cost nothing, and a wait is what nothing else fills.
+    At each moment a thread is in the phase of its innermost span. The process is in the first of PHASES that one of its
+    threads is in. So receiving values during a computation costs nothing, and waiting is the time without other phases.
     """
     return [_share(process) for process in processes]
 
@@ -108,7 +112,7 @@ def _share(process: ProcessSpans) -> ProcessShare:
 
 
 def _moments(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[str, int]]:
-    """(phase, nanoseconds) between every two changes from `start` to `end`."""
+    """Yield (phase, nanoseconds) between every two changes from `start` to `end`."""
     begins = sorted((s for s in spans if s.end > s.start), key=lambda s: (s.start, -s.end))
     changes = [(s.start, 1, n, s) for n, s in enumerate(begins)] + [(s.end, 0, -n, s) for n, s in enumerate(begins)]
     open_on: dict[str, list[Span]] = defaultdict(list)
@@ -128,7 +132,7 @@ def _moments(spans: Sequence[Span], start: int, end: int) -> Iterator[tuple[str,
 
 def _busiest(open_on: Mapping[str, Sequence[Span]]) -> str:
     doing = {stack[-1].phase for stack in open_on.values() if stack}
-    # What has no name counts as work, so it goes before a wait.
+    # Time outside named phases counts as work, so it comes before a wait.
     return next((phase for phase in (*PHASES[:-1], _OTHER, PHASES[-1]) if phase in doing), _OTHER)
 
 
@@ -141,7 +145,7 @@ def write(processes: Sequence[ProcessSpans], path: Path) -> None:
 
 
 def chrome(processes: Sequence[ProcessSpans]) -> dict[str, Any]:
-    """The trace as data; time 0 is the first span's start."""
+    """Return the trace as data; time 0 is the start of the first span."""
     zero = min((span.start for process in processes for span in process.spans), default=0)
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -161,7 +165,7 @@ def chrome(processes: Sequence[ProcessSpans]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """One end of an arrow, and where it is."""
+    """One end of an arrow, and its position."""
 
     leaves: bool
     place: Mapping[str, Any]
@@ -179,7 +183,10 @@ def _named(process: ProcessSpans, number: int, threads: Mapping[str, int]) -> It
 
 
 def _flow(process: ProcessSpans, span: Span) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """What a span sends or takes: a key that both ends have, and whether it leaves here."""
+    """Yield the key of the data that a span sends or receives, and whether it sends.
+
+    Both ends have the same key.
+    """
     if "bucket" not in span.numbers or span.name not in ("push", "reduce", "pull"):
         return
     worker = process.who

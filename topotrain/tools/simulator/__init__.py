@@ -1,1 +1,1 @@
-"""A job under faults that a seed chooses, in virtual time."""
+"""A simulator of jobs under seeded faults, in virtual time."""

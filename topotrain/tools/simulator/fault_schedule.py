@@ -1,8 +1,8 @@
-"""What goes wrong in a rehearsal, and when: drawn from a seed, so that one number says all of it.
+"""The fault schedule of a simulation, drawn from a seed.
 
-A worker's death is the death of its group (`membership`), and so is the end of one of its connections: the worker ends
-with it, and the launcher starts the group again. Pauses stop a process, not the others. Only hosts have clocks, and use
-them to ask for snapshots: one that jumps asks at a wrong moment, and several times.
+The death of a worker is the death of its group (`membership`). So is the end of one of its connections, because the
+worker ends with it, and the launcher restarts the group. A pause stops one process, not the others. Only hosts have
+clocks, which trigger snapshots. A clock that jumps triggers them at a wrong moment, and several times.
 """
 
 import random
@@ -15,13 +15,13 @@ from topotrain.tools.simulator.sim_network import NetworkFaults
 
 CALM = NetworkFaults()
 FAR = NetworkFaults(delay=(0.001, 0.05))
-"""Servers hear of the same thing at very different moments."""
+"""Servers receive related messages at very different times."""
 STORM = NetworkFaults(delay=(0.0005, 0.004), late=0.02, duplicate=0.15, reorder=0.25)
 """Delay, duplicates and reordering, all at once."""
 ECHO = NetworkFaults(delay=(0.0005, 0.004), late=0.3, duplicate=0.5)
-"""What was said long ago comes once more."""
+"""Old messages arrive a second time."""
 VIEWS = NetworkFaults(delay=(0.0005, 0.01), snapshots=False)
-"""As on real roads that show memory: in order and once, bodies read on arrival."""
+"""As on real transports with shared memory: in order and once, with bodies read on arrival."""
 
 WEATHERS: Mapping[str, NetworkFaults] = {"calm": CALM, "far": FAR, "storm": STORM, "views": VIEWS, "echo": ECHO}
 _DRAWN = ("calm", "far", "storm", "views")
@@ -29,10 +29,11 @@ _ECHOES = 0.3
 
 
 class FaultKind(str, Enum):
-    """KILL: all processes of a worker group. CUT: one connection of a worker. PAUSE: one process. CLOCK: it jumps.
+    """The kinds of faults.
 
-    CRASH: a server dies, and so all of the job starts again from its newest snapshot.
-    A group is told to LEAVE, is lost for good (LOSE), or comes (JOIN), where the servers agree.
+    KILL: all processes of a worker group die. CUT: one connection of a worker ends. PAUSE: one process stops. CLOCK:
+    the clock jumps. CRASH: a server dies, and the whole job restarts from its newest snapshot. LEAVE, LOSE, JOIN: a
+    group is asked to leave, is given up, or joins, where the servers agree.
     """
 
     KILL = "kill"
@@ -50,16 +51,16 @@ MOVES = frozenset({FaultKind.LEAVE, FaultKind.LOSE, FaultKind.JOIN})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong: at the `after`-th message of a worker of an incarnation, or at a moment.
+    """One fault: at the `after`-th message of a worker's incarnation, or at a time.
 
     Args:
         group, index: the worker.
-        incarnation: of the group, where it is about a message.
-        after: messages of this kind before; negative: not about a message.
-        kind: of the message.
-        at: the moment, in virtual seconds; negative: not about a moment.
-        away: seconds until the group is started again, or the process goes on; LEAVE: that it has for leaving.
-        server: CUT: the shard at the other end. PAUSE: the shard that is paused, instead of the worker; -1: none.
+        incarnation: of the group, for a fault at a message.
+        after: the number of messages of this kind before. Negative: not at a message.
+        kind: the kind of the message.
+        at: the time, in virtual seconds. Negative: not at a time.
+        away: seconds until the group restarts, or the process continues. LEAVE: the seconds for leaving.
+        server: CUT: the shard at the other end. PAUSE: the shard to pause instead of the worker. -1: none.
     """
 
     group: int
@@ -82,7 +83,7 @@ class Fault:
         if self.what is FaultKind.CLOCK:
             return f"{when}: the clock of the host of server (0,0) jumps"
         if self.what is FaultKind.CRASH:
-            return f"{when}: the whole job dies, and starts again from its newest snapshot"
+            return f"{when}: the whole job dies, and restarts from its newest snapshot"
         if self.what in MOVES:
             how = {
                 FaultKind.LEAVE: f"leaves within {self.away:g} s",
@@ -93,23 +94,24 @@ class Fault:
         if self.what is FaultKind.PAUSE:
             whom = worker if self.server < 0 else f"server {self.server} of worker group {self.group}"
             return f"{when}: {whom} is paused for {self.away:g} s"
-        again = f"its group is started again {self.away:g} s later"
+        again = f"its group restarts {self.away:g} s later"
         if self.what is FaultKind.CUT:
             return f"{when}: {worker} loses its connection to shard {self.server}; {again}"
-        return f"{when}: worker group {self.group} is killed and started again {self.away:g} s later"
+        return f"{when}: worker group {self.group} is killed and restarts {self.away:g} s later"
 
 
 @dataclass(frozen=True, slots=True)
 class FaultSchedule:
-    """All of a rehearsal that the seed decides before it begins.
+    """Everything about a simulation that the seed decides in advance.
 
     Args:
         weather: a name of WEATHERS.
-        batches, epochs: what is read. mode: "lease" or "static".
-        tells: servers hear at once that a process is gone, as from a launcher on the same host.
-        faults: what goes wrong.
-        every: seconds between two snapshots; 0: there are some only where a clock jumps, and workers leave no states.
-        opens: servers come up within so many seconds.
+        batches, epochs: the data to read.
+        mode: "lease" or "static".
+        tells: servers learn at once that a process is gone, as from a launcher on the same host.
+        faults: the faults.
+        every: seconds between two snapshots. 0: snapshots only where a clock jumps, without worker states.
+        opens: servers start within so many seconds.
     """
 
     weather: str
@@ -123,12 +125,12 @@ class FaultSchedule:
 
 
 def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: bool) -> FaultSchedule:
-    """The schedule of a seed.
+    """Return the schedule of a seed.
 
     Args:
-        name: of the layout; other layouts have other schedules.
-        groups, workers, shards: worker groups, workers in each, shards.
-        mortal: its groups can be started again.
+        name: the name of the layout; each layout has its own schedules.
+        groups, workers, shards: the numbers of worker groups, of workers in each, and of shards.
+        mortal: the groups can restart.
     """
     dice = random.Random(f"{name} {seed}")
     weather, mode = dice.choice(_DRAWN), dice.choice(("lease", "lease", "static"))
@@ -152,7 +154,10 @@ def draw(name: str, seed: int, groups: int, workers: int, shards: int, mortal: b
 
 
 def _crash(dice: random.Random, groups: int, workers: int) -> Fault:
-    """A job has died by now and then, and often in the middle of what a worker says in one go."""
+    """Draw a crash of the whole job.
+
+    It is at a time or, half of the time, at a message, often within a burst of messages.
+    """
     group, index = dice.randrange(groups), dice.randrange(workers)
     if dice.random() < 0.5:
         return Fault(group, index=index, at=dice.uniform(0.005, 0.12), away=0.0, what=FaultKind.CRASH)
@@ -160,7 +165,10 @@ def _crash(dice: random.Random, groups: int, workers: int) -> Fault:
 
 
 def drawn_moves(name: str, seed: int, groups: Sequence[int]) -> tuple[Fault, ...]:
-    """Which of these worker groups leave and come, in some rehearsals of a layout; by dice of their own."""
+    """Draw which of these worker groups leave and join in a simulation of a layout.
+
+    It uses a random generator of its own.
+    """
     dice = random.Random(f"{name} {seed} moves")
     if not groups or dice.random() < 0.6:
         return ()

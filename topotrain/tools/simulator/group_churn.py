@@ -1,8 +1,8 @@
-"""Worker groups that leave a rehearsed job, are given up, and come: what a launcher does about it (`launch.recovery`).
+"""Elastic worker groups in a simulation: groups leave, are given up, and join.
 
-Rule: the servers are asked before anything happens, as in a job. A group that leaves is told so and has some time; it
-is gone when none of its processes is left, and then the servers hear that nobody of it follows. Whatever else befalls
-it meanwhile only makes it leave sooner. Every batch counts once all the same.
+It simulates the launcher's part (`launch.recovery`). The servers are asked before any change, as in a job. A leaving
+group gets a request and a grace period. It is gone when it has no process left, and then the servers are informed.
+Other faults in the meantime only make it leave sooner. Every batch still counts exactly once.
 """
 
 from collections.abc import Iterable
@@ -20,11 +20,11 @@ _COORDINATOR = Address(Role.SERVER, 0, 0)
 
 
 class ElasticTrial(Trial):
-    """A trial whose groups leave and come.
+    """A trial with groups that leave and join.
 
     Args:
         job, seed, schedule, weather: as for `Trial`.
-        absent: groups that are not there at the start.
+        absent: groups that are absent at the start.
         before: as for `Trial`.
     """
 
@@ -39,21 +39,24 @@ class ElasticTrial(Trial):
     ) -> None:
         self.absent, self._leaving = set(absent), dict[int, Fault]()
         self.left_at = -1.0
-        """When the last process of a group that left had ended."""
+        """The time at which the last process of a group that left had ended."""
         super().__init__(job, seed, schedule, weather, before)
 
     def again(self) -> "ElasticTrial":
-        """As `Trial.again`; who had left, or was about to, stays away."""
+        """Return the next start of the job after a crash.
+
+        Groups that had left, or were leaving, stay absent.
+        """
         away = self.absent | self._leaving.keys()
         return ElasticTrial(self.job, self.sim.seed, self._left_over, self._weather, away, self)
 
     @property
     def moves(self) -> list[Fault]:
-        """What groups have done, in its order; what the servers refused is not among it."""
+        """The changes of groups in their order, without those that the servers refused."""
         return [fault for _, fault in self.log if fault.what in MOVES]
 
     def befall(self, fault: Fault) -> None:
-        """It happens now; a move only where the servers agree."""
+        """Execute a fault now. A change of groups needs the agreement of the servers."""
         if fault.what not in MOVES:
             super().befall(fault)
         elif fault in self._faults:
@@ -78,7 +81,7 @@ class ElasticTrial(Trial):
             self._end_all(fault.group)
             return
         lives = self._lives(fault.group)
-        again = all(life.dead for life in lives)  # its processes are about to start, and are meant
+        again = all(life.dead for life in lives)  # the request is for the processes about to start
         self._tell(GroupLeaveRequest(fault.group, lives[0].incarnation + again))
 
         def late() -> None:
@@ -87,7 +90,7 @@ class ElasticTrial(Trial):
 
         self.sim.at(self.sim.now + fault.away, late)
 
-    # --- what befalls those who leave ----------------------------------------------------------------------------
+    # --- groups that leave ---------------------------------------------------------------------------------------
 
     def _lives(self, group: int) -> list[WorkerProcess]:
         return [self.lives[worker] for worker in self.topology.workers(group)]
@@ -97,7 +100,7 @@ class ElasticTrial(Trial):
         self.wire.awake(lambda: house.handle(_COORDINATOR, message), _COORDINATOR)
 
     def _end_all(self, group: int) -> None:
-        if all(life.dead for life in self._lives(group)):  # about to start again: those end before they are there
+        if all(life.dead for life in self._lives(group)):  # about to restart: the new processes end before they start
             for life in self._lives(group):
                 self.lives[life.me] = WorkerProcess(life.me, life.incarnation + 1, over=True, dead=True)
         for life in self._lives(group):
@@ -106,7 +109,7 @@ class ElasticTrial(Trial):
         self._emptied(group)
 
     def _end_one(self, life: WorkerProcess) -> None:
-        """One process of a group that leaves has ended; servers see it by its connections."""
+        """End one process of a leaving group. Servers notice the end of its connections."""
         life.over = life.dead = True
         self.wire.resume(life.me)
         door = self.doors[life.me]
@@ -114,12 +117,15 @@ class ElasticTrial(Trial):
             self._later(partial(self._end, life, server))
 
     def _emptied(self, group: int) -> None:
-        """Once nobody is left of a group the servers are told, before or after they have seen it."""
+        """Inform the servers once a leaving group has no process left.
+
+        The message may arrive before or after they notice the ends of connections.
+        """
         lives = self._lives(group)
         if group not in self._leaving or not all(life.over for life in lives):
             return
         del self._leaving[group]
-        if any(life.dead for life in lives):  # else its scripts have come to their end meanwhile
+        if any(life.dead for life in lives):  # else its scripts have finished meanwhile
             self.absent.add(group)
             self.left_at = self.sim.now
             self._later(partial(self._tell, GroupLeft(group, lives[0].incarnation + 1)))
@@ -142,7 +148,7 @@ class ElasticTrial(Trial):
             super()._start(me)
 
     def run(self) -> "ElasticTrial":
-        """As `Trial.run`."""
+        """Run the trial as `Trial.run` does."""
         for group in sorted(self.absent):
             for life in self._lives(group):
                 life.over = life.dead = True

@@ -1,10 +1,14 @@
-"""Rehearse a job: the same servers and the same doors of workers, on a pretended network, in virtual time.
+"""Seeded simulations of a job: real servers and clients on a simulated network.
 
-Rule: one seed, one rehearsal: what goes wrong, when, and in which order messages come, so that whatever is found can be
-seen again. A run is right when the ledger is: every batch counted exactly once, on all shards, in the end and in every
-snapshot; when no worker was shown less than that on its way (`worker_observer`); and when nobody waits for ever. A
-schedule that shows a fault of ours is made shorter as long as it shows one (delta debugging: Zeller and Hildebrandt,
-2002, one fault at a time).
+They run in virtual time. A seed determines the whole run: the faults, their times, and the order of messages. So every
+finding can be reproduced. A run is right if all of these hold:
+
+* Every batch is counted exactly once, on all shards, in the end and in every snapshot.
+* No worker saw fewer updates than before (`worker_observer`).
+* No actor waits forever.
+
+A schedule that shows a bug is shortened as long as it still does (delta debugging: Zeller and Hildebrandt, 2002, one
+fault at a time).
 """
 
 import zlib
@@ -53,12 +57,17 @@ LAYOUTS: Mapping[str, Job] = {
 
 @dataclass(frozen=True, slots=True)
 class TrialVerdict:
-    """What came of one rehearsal.
+    """The result of one simulation.
 
-    wrong: what went wrong; empty: nothing. kills: groups that died. crashes: times that all of the job did.
-    moves: groups that left, were lost for good, or came. snapshots: that were published and compared.
-    messages: that arrived. seconds: virtual. digest: CRC-32 of all that arrived, in its order.
-    moments: of each fault of the schedule, in virtual seconds; None: it did not come to it.
+    wrong: the error. "": the run was right.
+    kills: groups that died.
+    crashes: crashes of the whole job.
+    moves: groups that left, were given up, or joined.
+    snapshots: snapshots that were published and compared.
+    messages: messages that arrived.
+    seconds: virtual time.
+    digest: CRC-32 of all messages in order of arrival.
+    moments: the time of each fault of the schedule, in virtual seconds. None: it did not happen.
     """
 
     seed: int
@@ -75,7 +84,7 @@ class TrialVerdict:
     moments: tuple[float | None, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the data for JSON."""
         faults = [str(fault) for fault in self.schedule.faults]
         schedule = asdict(replace(self.schedule, faults=()))
         rest = {name: getattr(self, name) for name in self.__slots__ if name != "schedule"}
@@ -83,14 +92,14 @@ class TrialVerdict:
 
 
 def prepared(job: Job, name: str) -> Job:
-    """The job as it is rehearsed: its layout and its rules, with sums of whole numbers instead of a model.
+    """Return the job to simulate: its layout and rules, with integers as a model.
 
     Raises:
-        ConfigError: its workers add up among themselves, or hand one another parts of a model.
+        ConfigError: its workers reduce gradients among themselves, or share a partitioned model.
     """
     topology = layout(job.cluster)
     if topology.collective or topology.relayed or job.splits:
-        raise ConfigError("--layout", name, "only jobs whose gradients go straight to servers are rehearsed")
+        raise ConfigError("--layout", name, "only jobs whose gradients go directly to servers can be simulated")
     exact = job.cluster.compression in (Compression.kNone, Compression.kFp16)
     cluster = job.cluster if exact else replace(job.cluster, compression=Compression.kNone)
     grads = Grads.kHidden if singly(job) else Grads.kVisible
@@ -99,12 +108,12 @@ def prepared(job: Job, name: str) -> Job:
 
 
 def layout_of(seed: int) -> str:
-    """Which layout a seed rehearses where none is asked for."""
+    """Return the layout that a seed simulates by default."""
     return tuple(LAYOUTS)[seed % len(LAYOUTS)]
 
 
 def scheduled(job: Job, name: str, seed: int) -> FaultSchedule:
-    """What the seed does to a layout."""
+    """Return the schedule of a seed for a layout."""
     topology = layout(job.cluster)
     mortal = not any(refusal(job, topology, group) for group in range(topology.worker_groups))
     sizes = (topology.worker_groups, topology.workers_per_group, topology.shards)
@@ -115,7 +124,7 @@ def scheduled(job: Job, name: str, seed: int) -> FaultSchedule:
 
 
 def rehearse(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
-    """One rehearsal."""
+    """Run one simulation."""
     trial = ElasticTrial(job, seed, schedule)
     seen = [0, 0]
     crashes = 0
@@ -145,14 +154,14 @@ def _moves(log: Sequence[tuple[float, Fault]]) -> int:
 
 def _text(wrong: Sequence[tuple[int, int, float]]) -> str:
     if wrong and wrong[0][0] < 0:
-        return "worker (0,0) did not come to its end"
+        return "worker (0,0) did not finish"
     cells = ", ".join(f"cell {cell} of p{parameter} is {value:g}" for parameter, cell, value in wrong[:3])
     more = f" and {len(wrong) - 3} others" if len(wrong) > 3 else ""
     return f"counted wrongly: {cells}{more}, where 1 is right" if wrong else ""
 
 
 def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterator[TrialVerdict]:
-    """A rehearsal for each seed: of one layout, or of that which the seed says."""
+    """Run a simulation for each seed, of one layout or of the seed's own."""
     for seed in seeds:
         mine = name or layout_of(seed)
         used = LAYOUTS[mine] if job is None else job
@@ -160,7 +169,10 @@ def many(seeds: Sequence[int], job: Job | None = None, name: str = "") -> Iterat
 
 
 def shrunk(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ...]]:
-    """The same fault with less: the shortest schedule found, and which of the seed's faults are left in it."""
+    """Shorten a schedule that shows a bug.
+
+    Returns the verdict of the shortest one found, and the indices of the faults that are left.
+    """
     again = partial(rehearse, job, verdict.layout, verdict.seed)
     best, kept = verdict, tuple(range(len(verdict.schedule.faults)))
     shorter = True
@@ -176,5 +188,5 @@ def shrunk(job: Job, verdict: TrialVerdict) -> tuple[TrialVerdict, tuple[int, ..
 
 
 def chosen(schedule: FaultSchedule, kept: Sequence[int]) -> FaultSchedule:
-    """The schedule with only these of its faults."""
+    """Return the schedule with only these of its faults."""
     return replace(schedule, faults=tuple(schedule.faults[at] for at in kept))

@@ -1,8 +1,8 @@
-"""A whole job in one program: the real servers, the real doors of its workers, and a pretended network between them.
+"""A whole job in one process: real servers and clients, and a simulated network.
 
-Rule: nothing here decides anything. What a server answers and what a worker waits for is the product's own code; only
-the road, the clock and the script are made up. A `SimWorker` is a worker without a model: it pushes the numbers that it
-is given, and whole numbers add up exactly in any order.
+This module makes no decisions. All replies and waits are those of the product's own code. Only the transport, the clock
+and the script are simulated. A `SimWorker` is a worker without a model. It pushes given numbers. Integers add up
+exactly in any order.
 """
 
 import random
@@ -30,12 +30,12 @@ from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransp
 
 
 def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
-    """So many 1-D parameters of these lengths: p0, p1, ..."""
+    """Return 1-D parameters p0, p1, … of these lengths."""
     return tuple(Parameter(f"p{i}", (count,), (1,), dtype, True) for i, count in enumerate(counts))
 
 
 def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of a server or a worker: nobody shares it here."""
+    """Return memory of a server or a worker, which is not shared here."""
     return torch.zeros(numel, dtype=dtype)
 
 
@@ -48,41 +48,46 @@ def _plan(schema: tuple[Parameter, ...], shards: int, groups: int, rate: float) 
 
 
 class SimServer:
-    """A server at its address, as a host process has it. What it answers to whom is the road's business."""
+    """A server at its address, as a process host runs it.
+
+    The transport delivers its replies.
+    """
 
     def __init__(self, server: Server, wire: SimulatedTransport) -> None:
         self.server, self._wire = server, wire
         self.lost_peers: list[Address] = []
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Endpoint.place`."""
+        """Return the buffer for a message's body, as `Endpoint.place` does."""
         return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """A message has come."""
+        """Handle a message."""
         self.send(self.server.handle(sender, message))
 
     def send(self, out: Sequence[tuple[Address, Message]]) -> None:
-        """Put the server's answers on their way."""
+        """Send the server's replies."""
         for to, message in out:
-            with suppress(TransportError):  # as a host does: there is nobody yet, or not any more
+            with suppress(TransportError):  # as a process host does: the peer may not be connected
                 self._wire.send(self.server.me, to, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """A connection ended."""
+        """Record the end of a connection."""
         self.lost_peers.append(peer)
 
 
 class SimCluster:
-    """Every server and every worker's door of a job, tied by a simulated road, connected as host processes are.
+    """All servers and worker clients of a job on a simulated transport.
+
+    They are connected like process hosts.
 
     Args:
         job: the job; its program is not run.
-        seed: of every chance.
-        weather: of the road.
-        schema: what the model consists of.
-        rate: of the SGD that the servers step with.
-        resumed: the snapshot that the job goes on from.
+        seed: the seed of all random choices.
+        weather: the faults of the network.
+        schema: the parameters of the model.
+        rate: the learning rate of the servers' SGD.
+        resumed: the snapshot that the job resumes from.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class SimCluster:
         self.job, self.topology = job, layout(job.cluster)
         self.sim = Simulation(seed)
         self.wire = self._wire(weather)
-        self.random = random.Random(seed)  # the scripts' own dice
+        self.random = random.Random(seed)  # the scripts' own random generator
         groups = self.topology.server_groups if self.topology.synced else 1
         self.schema, self.map = _plan(schema, self.topology.shards, groups, rate)
         self.houses: dict[Address, SimServer] = {}
@@ -125,13 +130,16 @@ class SimCluster:
         return door
 
     def server(self, group: int, shard: int) -> Server:
-        """One shard of a server group."""
+        """Return one shard of a server group."""
         return self.houses[Address(Role.SERVER, group, shard)].server
 
 
 @dataclass
 class SimWorker:
-    """One worker without a model. Gradients are lists of one 1-D tensor per parameter."""
+    """One worker without a model.
+
+    Gradients are lists of one 1-D tensor per parameter.
+    """
 
     town: SimCluster
     me: Address
@@ -144,7 +152,7 @@ class SimWorker:
         self.visible = self.door.group_size > 1
 
     def open(self, start: float = 0.0) -> "SimWorker":
-        """Join the job; worker (0,0) says the values from which everybody starts."""
+        """Join the job. Worker (0,0) sends the initial values."""
         self.door.open(self.town.schema, self.town.map, self.flats)
         if self.me.group == self.me.index == 0:
             for space in self.town.map.spaces:
@@ -154,16 +162,19 @@ class SimWorker:
         return self
 
     def view(self, name: str, index: int) -> torch.Tensor:
-        """A parameter's part of this worker's flat buffer of that name."""
+        """Return a parameter's part of this worker's flat buffer of that name."""
         space, offset = self.town.map.offsets[index]
         return self.flats.flat(name, space)[offset : offset + self.town.map.parameters[index].count]
 
     def values(self) -> list[torch.Tensor]:
-        """This worker's parameters now."""
+        """Return this worker's present parameters."""
         return [self.view("params", index).clone() for index in range(len(self.town.map.parameters))]
 
     def push(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> int:
-        """Send a gradient home, bucket by bucket in any order; returns the bitmap of the buckets."""
+        """Push a gradient, bucket by bucket in random order.
+
+        Returns the bitmap of the buckets.
+        """
         for index, part in enumerate(gradient):
             self.view("local", index).copy_(part)
         buckets = list(self.town.map.buckets)
@@ -174,14 +185,17 @@ class SimWorker:
         return (1 << len(buckets)) - 1
 
     def backward(self, gradient: Sequence[torch.Tensor], ordinal: int = 0) -> list[torch.Tensor]:
-        """One backward of a group of several: push, wait; returns the group's mean (or sum), per parameter."""
+        """Run one backward of a group with several workers: push, and wait.
+
+        Returns the group's mean (or sum), per parameter.
+        """
         self.door.end_backward(self.steps, ordinal, 1.0, self.push(gradient, ordinal))
         for number, (_, body) in self.door.wait_means()[0].items():
             self.flats.view("seen", self.town.map.buckets[number]).copy_(body)
         return [self.view("seen", index).clone() for index in range(len(gradient))]
 
     def commit(self, backwards: int = 1, revision: int = 0, **more: Any) -> StepOutcome:
-        """`optimizer.step()`; `more` are fields of StepEnd."""
+        """Run `optimizer.step()`; `more` are fields of StepEnd."""
         revisions = () if self.visible else (revision,) * len(self.town.map.buckets)
         said = {"backwards": backwards, "weight": 1.0, "fetch": True, "hyper": b"", "marks": ()}
         outcome = self.door.commit(self.steps, StepEnd(**{**said, "revisions": revisions, **more}))
@@ -190,7 +204,7 @@ class SimWorker:
         return outcome
 
     def step(self, gradient: Sequence[torch.Tensor], **more: Any) -> StepOutcome:
-        """One step with one backward."""
+        """Run one step with one backward."""
         if self.visible:
             self.backward(gradient)
         else:
@@ -198,12 +212,12 @@ class SimWorker:
         return self.commit(**more)
 
     def finish(self) -> "SimWorker":
-        """The script has come to its end."""
+        """Finish the script."""
         if self.me.index == 0:
             self.door.put_buffers([])
         self.door.finish(self.steps)
         return self
 
     def sleep(self, low: float, high: float) -> None:
-        """Compute for a while."""
+        """Compute for a random time between these virtual seconds."""
         self.town.sim.sleep(self.town.random.uniform(low, high))

@@ -1,7 +1,7 @@
-"""The disks of a rehearsal: what a snapshot consists of is kept, compared with what it says it is, and gone on from.
+"""Disks of a simulation: they hold and verify snapshots, and serve them to resume.
 
-Rule: a snapshot that counts is a state that the job has been in. Each batch has cells of its own, so the cells that are
-1 in it must be those of the batches that it says it has, no more and no fewer.
+A published snapshot must be a state that the job has been in. Each batch has its own cells. So the cells with 1 in a
+snapshot must be exactly those of the batches that the snapshot lists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,15 +29,15 @@ from topotrain.training.data.batch_ranges import Runs, merged
 
 _DESK = Address(Role.SERVER, 0, 0)
 _FOR_A_REASON = (" never came", " had to start again")
-"""The next snapshot was due before a worker had made its next step, or a worker died before it."""
+"""Valid reasons to drop a snapshot: the next one was due before a worker's next step, or a worker died before it."""
 
 
 @dataclass(frozen=True)
 class PublishedSnapshot:
-    """A published snapshot in memory, from which the job starts when all of it has died (see `SnapshotSource`).
+    """A published snapshot in memory, from which a crashed job restarts.
 
-    passes: the first pass over the data that some worker had not come to the end of, as the workers left it; None:
-    nobody has left anything.
+    It implements `SnapshotSource`. passes: the first pass over the data that some worker had not completed, by the
+    workers' states; None: no worker has stored a state.
     """
 
     number: int
@@ -56,47 +56,47 @@ class PublishedSnapshot:
 
     @property
     def epochs(self) -> Sequence[int]:
-        """Those of which batches are in the values."""
+        """The epochs with batches in the values."""
         return tuple(self._runs)
 
     @property
     def first(self) -> int:
-        """Epochs before this one are over; see `front.earlier.find`."""
+        """The first epoch that is not over; see `previous_run.find`."""
         known = [epoch for epoch in (self.passes, self.first_epoch) if epoch is not None]
         return max(self.closed, min(known or self._runs, default=0))
 
     def runs(self, epoch: int) -> Runs:
-        """Runs [first, last) of an epoch's batches that are in the values."""
+        """Return the ranges [first, last) of an epoch's batches that are in the values."""
         return self._runs.get(epoch, ())
 
     def steps(self, group: int) -> int:
-        """Steps that a worker group had done."""
+        """Return the number of steps of a worker group."""
         return self._steps.get(group, 0)
 
     def values(self, name: str, lo: int, out: torch.Tensor) -> None:
-        """Elements of a parameter, from `lo` on, into a 1-D tensor."""
+        """Copy elements of a parameter, from `lo` on, into a 1-D tensor."""
         out.copy_(self._values[name][lo : lo + out.numel()])
 
     def state(self, parameter: str, entry: str, lo: int, out: torch.Tensor) -> None:
-        """There is none: a plain SGD steps here."""
+        """Fail: plain SGD has no optimizer state."""
         raise InvariantViolated(f"a plain SGD holds {entry} of {parameter}")
 
     @property
     def tables(self) -> Sequence[Sequence[StoredTable]]:
-        """Nobody opens one here."""
+        """The empty sequence: the simulation has no tables."""
         return ()
 
     def rows(self, shard: int, table: str, column: str, lo: int, out: torch.Tensor) -> None:
-        """There are none."""
-        raise InvariantViolated(f"nobody has opened a table {table}")
+        """Fail: the simulation has no tables."""
+        raise InvariantViolated(f"no worker has opened a table {table}")
 
 
 class SnapshotTrial(Protocol):
-    """The job whose snapshots are kept: a town in which each batch has its cells."""
+    """The job with its snapshots here: a cluster in which each batch has its cells."""
 
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """The number of batches of an epoch."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class SnapshotTrial(Protocol):
 
     @property
     def singly(self) -> bool:
-        """A batch is one worker's, and not divided among those of a group."""
+        """Whether each batch belongs to one worker, and is not divided among a group."""
         ...
 
 
@@ -112,15 +112,15 @@ class SimDisks:
     """The disks of all hosts of one start of a job.
 
     Args:
-        town: where the servers live.
-        ledger: how much is read.
-        before: what this start goes on from.
+        town: the simulated cluster with the servers.
+        ledger: the amount of data that the job reads.
+        before: the snapshot that this start resumes from.
     """
 
     def __init__(self, town: SimCluster, ledger: SnapshotTrial, before: PublishedSnapshot | None = None) -> None:
         self._town, self._ledger = town, ledger
         self._values: dict[int, dict[str, torch.Tensor]] = {}
-        # Epochs before it were read to their end by the snapshot before: none lists them any more.
+        # The former snapshot has all batches of epochs before this one, so snapshots do not list them any more.
         self._over = 0 if before is None else before.first
         self.last = before
         self.published = 0
@@ -129,7 +129,7 @@ class SimDisks:
             house.server.snapshots.follow(lambda what, me=me: self._work(me, what), first)  # type: ignore[misc]
 
     def ask(self) -> None:
-        """A host's clock says that it is time."""
+        """Request a snapshot, as the host's clock does."""
         house: SimServer = self._town.houses[_DESK]
         self._town.wire.awake(lambda: house.handle(_DESK, m.SnapshotRequest()), _DESK)
 
@@ -137,7 +137,7 @@ class SimDisks:
         if isinstance(what, DropSnapshot):
             self._values.pop(what.number, None)
             if not what.why.endswith(_FOR_A_REASON):
-                raise InvariantViolated(f"snapshot {what.number} came to nothing: {what.why}")
+                raise InvariantViolated(f"snapshot {what.number} was dropped: {what.why}")
             return
         if isinstance(what, PublishSnapshot):
             self._publish(what)
@@ -188,14 +188,14 @@ class SimDisks:
         cells = torch.zeros(of_epoch * self._ledger.epochs)
         cells[: self._over * of_epoch] = 1.0
         for epoch, listed in runs.items():
-            for first, last in listed:  # the last unit of a pass may name more than there are
+            for first, last in listed:  # the last range of a pass may exceed the number of batches
                 cells[epoch * of_epoch :][first * each : min(last * each, of_epoch)] = 1.0
         for name, found in values.items():
             if not torch.equal(found[: cells.numel()].to(cells.dtype), cells):
                 has = {cell: float(found[cell]) for cell in range(cells.numel()) if found[cell]}
-                raise InvariantViolated(f"snapshot {number} says it has {runs}, and {name} has cells {has}")
+                raise InvariantViolated(f"snapshot {number} lists {runs}, but {name} has cells {has}")
 
 
 def passes_of(epoch: int) -> torch.Tensor:
-    """What a worker of a rehearsal leaves of its state: 1-D uint8."""
+    """Return the state that a simulated worker stores: 1-D uint8."""
     return torch.tensor([epoch], dtype=torch.int64).view(torch.uint8)

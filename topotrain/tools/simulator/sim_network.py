@@ -1,10 +1,10 @@
-"""The pretended road: a seeded network in virtual time, and actors that take turns on it.
+"""Simulated transport: a seeded network in virtual time, and actors with turns.
 
-Rule: one seed, one run. Every chance comes from one generator, time is the time of the next event, and of all threads
-exactly one runs at any moment: the loop hands an actor the turn when what it waits for is true and takes it back when
-the actor waits again. Residents without a thread of their own (servers) are called by the loop itself.
+A seed determines the run. All random choices come from one generator, and time is the time of the next event. Exactly
+one thread runs at any moment: the loop resumes an actor when its condition is true, and continues when the actor waits
+again. The loop itself calls residents without a thread of their own (servers).
 
-Unlike a real road this one may drop, double and reorder, and cut a process off between two of its messages.
+Unlike a real transport this one may drop, duplicate and reorder messages, and cut a process off between two messages.
 """
 
 import math
@@ -25,15 +25,15 @@ from topotrain.core.protocol import Message, decode, encode
 
 
 class Deadlock(Exception):
-    """Nothing will happen any more, and somebody still waits; the text names who."""
+    """No event is left, and some actors still wait. The text names them."""
 
 
 class _Stopped(BaseException):
-    """Ends an actor whose run is over; no `except Exception` of a script may swallow it."""
+    """Ends an actor after its run. `except Exception` of a script cannot catch it."""
 
 
 class _Actor:
-    """A function with a thread of its own, which runs only while it has the turn."""
+    """A function with its own thread, which runs only in its turn."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self.name = name
@@ -47,10 +47,10 @@ class _Actor:
 
 
 class Simulation:
-    """Virtual time and the actors that live in it.
+    """Virtual time, and the actors in it.
 
     Args:
-        seed: of every chance in the run.
+        seed: the seed of all random choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -66,30 +66,33 @@ class Simulation:
         self._stopping = False
 
     def actor(self, name: str, function: Callable[[], None]) -> None:
-        """Let a function take part. It may call `sleep`, and `wait` of a `waiter()`."""
+        """Add an actor. Its function may call `sleep`, and `wait` of a `waiter()`."""
         self._actors.append(_Actor(name, function))
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        """Call on the loop's thread at a moment (seconds; the past means now)."""
+        """Call `do` on the loop's thread at a time (seconds; a past time means now)."""
         self._number += 1
         heappush(self._events, (max(time, self.now), self._number, do))
 
     def sleep(self, seconds: float) -> None:
-        """An actor's computing time: others run meanwhile."""
+        """Simulate computing time of an actor, during which others run."""
         over: list[bool] = []
         self.at(self.now + seconds, lambda: over.append(True))
         self.wait(lambda: bool(over))
 
     def waiter(self) -> "Simulation":
-        """How an actor's Exchange waits (`client.Waiter`)."""
+        """Return the `client.Waiter` of an actor's Client."""
         return self
 
     def update(self) -> AbstractContextManager[object]:
-        """Nothing to exclude: nobody else is running."""
+        """Return an empty context: no other thread is running."""
         return nullcontext()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Hand the turn back until `ready()`. Raises RuntimeError for anybody who is no actor and would wait."""
+        """Let others run until `ready()`.
+
+        Raises RuntimeError if the caller is not an actor and would have to wait.
+        """
         actor = self._current
         while not ready():
             if actor is None or threading.current_thread() is not actor.thread:
@@ -101,31 +104,31 @@ class Simulation:
                 raise _Stopped
 
     def run(self, limit: float = math.inf) -> None:
-        """Go on until all actors ended and nothing is under way.
+        """Run until all actors have ended and no event is left.
 
         Args:
-            limit: the moment (seconds) at which it is too late.
+            limit: the latest time (seconds).
 
         Raises:
-            Deadlock: no event is left and actors still wait, or it is too late.
-            BaseException: whatever an actor or a resident raised; the others are stopped then.
+            Deadlock: no event is left and actors still wait, or the limit is reached.
+            BaseException: an error of an actor or a resident; the other actors are stopped then.
         """
         try:
             self._let_act()
             while self._events:
                 if self._events[0][0] > limit:
-                    raise Deadlock(f"seed {self.seed}: after {limit:.3f} s it still goes on")
+                    raise Deadlock(f"seed {self.seed}: after {limit:.3f} s it still runs")
                 self.now, _, do = heappop(self._events)
                 do()
                 self._let_act()
             waiting = ", ".join(actor.name for actor in self._actors if not actor.ended)
             if waiting:
-                raise Deadlock(f"seed {self.seed}, {self.now:.3f} s: nothing is under way and these wait: {waiting}")
+                raise Deadlock(f"seed {self.seed}, {self.now:.3f} s: no event is left and these wait: {waiting}")
         finally:
             self._stop()
 
     def _let_act(self) -> None:
-        """Everybody who can go on does, in the order in which they joined, until nobody can."""
+        """Run all actors that are ready, in the order of addition, until none is."""
         again = True
         while again:
             again = False
@@ -167,11 +170,11 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFaults:
-    """What the network does to messages. Times in virtual seconds, chances per message.
+    """The faults of the network, in virtual seconds and probabilities per message.
 
-    delay: shortest and longest; messages of one sender to one receiver keep their order. late: how much longer a
-    reordered message, or the second of a doubled one, may take; it overtakes and is overtaken. snapshots: a body is
-    what it was when it was sent; otherwise it is read on arrival, as roads that show memory do.
+    delay: the shortest and the longest. Messages between two residents keep their order.
+    late: the longest additional delay of a reordered or duplicated message, which may overtake others and be overtaken.
+    snapshots: a body is copied when it is sent. Otherwise it is read on arrival, as with shared memory.
     """
 
     delay: tuple[float, float] = (0.0005, 0.002)
@@ -184,7 +187,7 @@ class NetworkFaults:
 
 @dataclass(slots=True)
 class _Fate:
-    """A crash to come: after `left` more messages of this kind."""
+    """A future crash, after `left` more messages of this kind."""
 
     kind: type[Message]
     left: int
@@ -192,12 +195,12 @@ class _Fate:
 
 
 class SimulatedTransport:
-    """The `Transport` of all residents of a simulation; they use the same object."""
+    """The `Transport` of all residents of a simulation, which share this object."""
 
     def __init__(self, simulation: Simulation, weather: NetworkFaults | None = None) -> None:
         self.weather = weather or NetworkFaults()
         self.observers: list[Callable[[Address, Address, Message], None]] = []  # called before each delivery
-        self.lost: list[tuple[Address, Address, Message]] = []  # what crashes have swallowed
+        self.lost: list[tuple[Address, Address, Message]] = []  # messages lost in crashes
         self._simulation = simulation
         self._residents: dict[Address, Endpoint] = {}
         self._ways: set[frozenset[Address]] = set()
@@ -209,21 +212,24 @@ class SimulatedTransport:
         self._sent = self._received = 0
 
     def attach(self, me: Address, resident: Endpoint) -> str:
-        """Make a resident reachable."""
+        """Make a resident reachable; return its URL."""
         if me in self._residents:
             raise TransportError(f"{me} is attached already")
         self._residents[me] = resident
         return f"simulated:{me.role.name.lower()}/{me.group}/{me.index}"
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
-        """Open the way between two attached residents."""
+        """Connect two attached residents."""
         for address in (me, peer):
             if address not in self._residents:
                 raise TransportError(f"cannot reach {peer} at {url}: {address} is not attached here")
         self._ways.add(frozenset((me, peer)))
 
     def send(self, me: Address, to: Address, message: Message, wait: bool = False) -> None:
-        """Put a message on its way, or lose it; there is always room. Raises WireError when there is no way there."""
+        """Send a message, or lose it; the send never blocks.
+
+        Raises TransportError without a connection.
+        """
         if frozenset((me, to)) not in self._ways:
             raise TransportError(f"no way from {me} to {to}")
         self._meet_fate(me, message)
@@ -274,11 +280,13 @@ class SimulatedTransport:
     # --- bad luck on purpose -------------------------------------------------------------------------------------
 
     def crash(self, who: Address, after: int = 0, kind: type[Message] = Message, tell: bool = False) -> None:
-        """Cut a process off: nothing leaves it or reaches it any more; what had left before still arrives.
+        """Cut a process off: no message leaves or reaches it any more.
+
+        Messages that left before still arrive.
 
         Args:
-            after: at its first message of this kind after so many of them: between two messages of one burst.
-            tell: its peers hear `lost`, as when a connection ends.
+            after: cut it at its first message of this kind after so many of them: between two messages of a burst.
+            tell: its peers are notified by `lost`, as when a connection ends.
         """
         self._fates[who] = _Fate(kind, after, tell)
         if after == 0 and kind is Message:
@@ -301,23 +309,26 @@ class SimulatedTransport:
             self._simulation.at(time, lambda peer=peer: self._residents[peer].lost(who, "closed by the peer"))  # type: ignore[misc]
 
     def revive(self, who: Address) -> None:
-        """The process is reachable again, in the state in which it was. What was lost stays lost."""
+        """Make the process reachable again, in its former state.
+
+        Lost messages stay lost.
+        """
         self._fates.pop(who, None)
         self._down.discard(who)
 
     def pause(self, who: Address) -> None:
-        """What is on its way from or to a process is kept until `resume`."""
+        """Hold back messages from and to a process until `resume`."""
         self._paused.add(who)
 
     def resume(self, who: Address) -> None:
-        """The kept messages arrive now, in their order."""
+        """Deliver the held messages now, in their order."""
         self._paused.discard(who)
         kept, self._kept = self._kept, []
         for whose, do in kept:
             self._simulation.at(self._simulation.now, lambda whose=whose, do=do: self.awake(do, *whose))  # type: ignore[misc]
 
     def awake(self, do: Callable[[], None], *whose: Address) -> None:
-        """Do it now, or when none of these processes is paused any more."""
+        """Call `do` now, or when none of these processes is paused any more."""
         if self._paused.isdisjoint(whose):
             do()
         else:
@@ -326,8 +337,8 @@ class SimulatedTransport:
     # --- the rest of the contract --------------------------------------------------------------------------------
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of messages sent and received so far, over all residents."""
+        """Return the bytes of messages sent and received so far, over all residents."""
         return self._sent, self._received
 
     def close(self) -> None:
-        """Nothing to end: the road lives as long as its simulation."""
+        """Do nothing: the transport exists as long as its simulation."""

@@ -1,4 +1,4 @@
-"""Processes of workers in a rehearsal: they die, and what was on its way to or from them dies with them."""
+"""Simulated worker processes that can die, and lose the messages in transit."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -12,12 +12,15 @@ from topotrain.tools.simulator.worker_observer import InvariantViolated
 
 
 class Killed(BaseException):
-    """The process of this worker is gone; no `except Exception` of a script may swallow it."""
+    """The death of this worker's process. `except Exception` cannot catch it."""
 
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """One process of a worker. `said`: messages that it has sent. `came`: the servers have let it in."""
+    """One process of a worker.
+
+    said: the number of messages that it has sent. came: the servers have admitted it.
+    """
 
     me: Address
     incarnation: int
@@ -28,24 +31,27 @@ class WorkerProcess:
 
 
 class CrashableWaiter:
-    """How a mortal waits (`client.Waiter`)."""
+    """The `client.Waiter` of a worker process that can die."""
 
     def __init__(self, life: WorkerProcess, sim: Simulation) -> None:
         self._life, self._sim = life, sim
 
     def update(self) -> AbstractContextManager[object]:
-        """Nobody else is running."""
+        """Return an empty context: no other thread is running."""
         return self._sim.update()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """As `Simulation.wait`; raises Killed when the life is over."""
+        """Wait as `Simulation.wait` does. Raises Killed when the process is over."""
         self._sim.wait(lambda: self._life.over or ready())
         if self._life.over:
             raise Killed
 
 
 class CrashableTransport(SimulatedTransport):
-    """A road on which a worker's connections end with its process: what was on them is lost, from some byte on."""
+    """A transport on which a worker's connections end with its process.
+
+    Messages in transit are lost from some byte on.
+    """
 
     def __init__(self, sim: Simulation, lives: Mapping[Address, WorkerProcess], weather: NetworkFaults | None) -> None:
         super().__init__(sim, weather)
@@ -53,7 +59,7 @@ class CrashableTransport(SimulatedTransport):
         self._newest: dict[tuple[Address, Address], float] = {}
         self.cut: dict[
             tuple[Address, Address], WorkerProcess
-        ] = {}  # (worker, server) -> the life that is not heard any more
+        ] = {}  # (worker, server) -> the process whose messages are dropped
 
     def _way(self, me: Address, to: Address) -> tuple[WorkerProcess, tuple[Address, Address]] | None:
         for worker, server in ((me, to), (to, me)):
@@ -63,14 +69,14 @@ class CrashableTransport(SimulatedTransport):
 
     def _depart(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
         now, uniform = self._simulation.now, self._simulation.random.uniform
-        if isinstance(message, m.Fail):  # nobody does anything wrong here, but dies
+        if isinstance(message, m.Fail):  # processes die here, but do not fail
             raise InvariantViolated(f"{me} to {to}: {message.text}")
         time = now + uniform(*self.weather.delay)
         if late:
             time += uniform(0.0, self.weather.late)
         else:
             time = self._last[me, to] = max(time, self._last.get((me, to), 0.0))
-        if isinstance(message, m.WorkerRejoined):  # here, too, nothing said before a greeting comes after it
+        if isinstance(message, m.WorkerRejoined):  # as on a real transport, earlier messages arrive before it
             time = self._last[me, to] = max(time, self._newest.get((me, to), 0.0))
         self._newest[me, to] = max(time, self._newest.get((me, to), 0.0))
         then = self._way(me, to)
@@ -83,5 +89,5 @@ class CrashableTransport(SimulatedTransport):
         self._simulation.at(time, lambda: self.awake(arrive, me, to))
 
     def settle(self, me: Address, resident: Endpoint) -> None:
-        """A process stands in for the one that was there."""
+        """Attach a process in place of the former one."""
         self._residents[me] = resident

@@ -1,8 +1,8 @@
-"""A job whose worker groups die at any moment and are started again, whose processes pause, whose connections end.
+"""Simulated job with faults: deaths and restarts, pauses, and lost connections.
 
-Every batch has a cell of its own in each parameter, for each worker of the group that reads it: gradient -1 there, a
-plain sum, SGD of rate 1. At the end every cell is exactly 1, or something was lost or counted twice. So are the cells
-in a snapshot of all batches that it says it has, and all others are 0.
+Every batch has its own cell in each parameter, for each worker of the group that reads it. The gradient there is -1,
+gradients are summed, and SGD has rate 1. At the end every cell must be exactly 1; otherwise a batch was lost or counted
+twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator
 
 LONG = 10.0
-"""Virtual seconds after the last fault, by which the slowest of these jobs is over many times."""
+"""Virtual seconds after the last fault, several times more than the slowest of these jobs needs."""
 
 
 class _Crashed(BaseException):
@@ -35,13 +35,13 @@ class _Crashed(BaseException):
 
 
 class Trial(SimCluster):
-    """A town whose processes are tormented.
+    """A simulated cluster with faults.
 
     Args:
         job, seed: as for `SimCluster`.
-        schedule: what happens; with it the name of a weather.
-        weather: instead of the schedule's.
-        before: this is another start of that job, all of which has died.
+        schedule: the faults, and the name of the network's faults.
+        weather: the network's faults instead of the schedule's.
+        before: the trial that crashed, of which this is the next start.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Trial(SimCluster):
         self.singly = singly(job)
         self._faults = list(dict.fromkeys(schedule.faults))
         self._left = {fault: fault.after for fault in self._faults}
-        self._aways: dict[WorkerProcess, float] = {}  # of those that lose a connection
+        self._aways: dict[WorkerProcess, float] = {}  # of processes that lose a connection
         self.kills = 0
         self.commits: dict[int, list[float]] = {}
         self.births: list[tuple[float, int]] = []
         self.deaths: list[tuple[float, int]] = []
         self.final: list[torch.Tensor] = []
-        self.log: list[tuple[float, Fault]] = []  # what has befallen it, and when
+        self.log: list[tuple[float, Fault]] = []  # the faults so far, with their times
         self.crashed = False
         self._published = 0  # by starts before this one
         self._schedule, self._weather = schedule, weather
@@ -84,7 +84,7 @@ class Trial(SimCluster):
         self._open()
 
     def _follow(self, before: "Trial") -> None:
-        """Take over what is no process's: time, chance, and the account of what happened."""
+        """Take over time, random state, and statistics from the crashed trial."""
         self.sim.now = before.sim.now
         self.sim.random.setstate(before.sim.random.getstate())
         self.random.setstate(before.random.getstate())
@@ -93,16 +93,19 @@ class Trial(SimCluster):
 
     @property
     def snapshots(self) -> int:
-        """Snapshots that were published, and compared with what they say they are."""
+        """The number of snapshots that were published and verified."""
         return self._published + (0 if self.archive is None else self.archive.published)
 
     def again(self) -> "Trial":
-        """The next start of the job, after a crash: from its newest snapshot, or from its beginning."""
+        """Return the next start of the job after a crash.
+
+        It resumes from the newest snapshot, or starts at the beginning.
+        """
         return Trial(self.job, self.sim.seed, self._left_over, self._weather, self)
 
     @property
     def _left_over(self) -> FaultSchedule:
-        """What has not befallen it yet."""
+        """The schedule with the faults that have not happened yet."""
         return replace(self._schedule, faults=tuple(self._faults))
 
     # --- how it is made ------------------------------------------------------------------------------------------
@@ -129,7 +132,10 @@ class Trial(SimCluster):
         return door
 
     def _open(self) -> None:
-        """Not all processes come up at once. A server calls on its peers when both are there, then lets workers in."""
+        """Start the servers at random times.
+
+        A server connects to a peer when both have started, and then admits workers.
+        """
         within = self._schedule.opens
         there = {me: self.sim.now + (self.sim.random.uniform(0.0, within) if within else 0.0) for me in self.houses}
         self._opens = dict(there)
@@ -143,19 +149,22 @@ class Trial(SimCluster):
                     self.wire.connect(me, peer, "")
 
     def _call(self, me: Address, peer: Address) -> None:
-        """A server calls on another; a shard asks its coordinator what it has missed."""
+        """Connect a server to another one.
+
+        A shard asks its coordinator for missed messages.
+        """
         self.wire.connect(me, peer, "")
         if me.group == peer.group:
             house = self.houses[me]
             self.wire.awake(lambda: house.send(house.server.ask()), me)
 
     def _meet_servers(self) -> None:
-        """Servers find each other as they open."""
+        """Do nothing: servers connect to each other when they start."""
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 
     def _meet(self, life: WorkerProcess, message: m.Message) -> None:
-        """What is to happen at just this message happens, before it is said."""
+        """Execute the faults that are due at this message, before it is sent."""
         if life.over:
             return
         for fault in list(self._faults):
@@ -166,7 +175,7 @@ class Trial(SimCluster):
                     self.befall(fault)
 
     def befall(self, fault: Fault) -> None:
-        """It happens now."""
+        """Execute a fault now."""
         if fault not in self._faults:
             return
         self._faults.remove(fault)
@@ -184,18 +193,21 @@ class Trial(SimCluster):
                 self.archive.ask()
 
     def _tick(self) -> None:
-        """The clock of the host of server (0,0)."""
+        """Request snapshots as the clock of the host of server (0,0) does."""
         if self.archive is not None and not all(life.over for life in self.lives.values()):
             self.archive.ask()
             self.sim.at(self.sim.now + self._schedule.every, self._tick)
 
     def kill(self, group: int, away: float, index: int = 0) -> None:
-        """All processes of a group, or one, are gone, and come back after a while, unless their scripts have ended."""
+        """Kill all processes of a group, or one process.
+
+        They restart after `away` seconds, unless their scripts have ended.
+        """
         if not all(self.lives[me].over for me in self._fellows(group, index)):
             self._kill(self._fellows(group, index), away)
 
     def _fellows(self, group: int, index: int) -> tuple[Address, ...]:
-        """Who lives and dies with this worker."""
+        """Return the workers that die together with this one."""
         return (Address(Role.WORKER, group, index),) if self.singly else self.topology.workers(group)
 
     def _kill(self, fellows: tuple[Address, ...], away: float) -> None:
@@ -224,7 +236,7 @@ class Trial(SimCluster):
 
         def notice() -> None:
             if self.lives[worker] is life and life.over and not life.dead and worker != self.workers[0]:
-                self._kill(self._fellows(*worker[1:]), fault.away)  # its last words are lost, and so it has failed
+                self._kill(self._fellows(*worker[1:]), fault.away)  # its last messages are lost, so it has failed
             door.lost(server, "the connection was cut")
 
         self._aways[life] = fault.away
@@ -242,7 +254,7 @@ class Trial(SimCluster):
         self.sim.at(self.sim.now + self.sim.random.uniform(*self.wire.weather.delay), do)
 
     def _end(self, life: WorkerProcess, server: Address) -> None:
-        """The end of a connection comes to a server."""
+        """Deliver the end of a connection to a server."""
         if self.road.cut.get((life.me, server)) is not life and self.lives[life.me] is life:
             self.road.cut[life.me, server] = life
             if self.tells and life.came:
@@ -253,7 +265,7 @@ class Trial(SimCluster):
         self.births.append((self.sim.now, fellows[0].group))
         for me in fellows:
             for server in sorted({*self.doors[me].servers, self.doors[me].desk}):
-                self._end(self.lives[me], server)  # its connection is replaced, if its end was not noticed before
+                self._end(self.lives[me], server)  # replaces its connection, if the server has not noticed the end
             self.doors[me] = self._door(me)
             self._start(me)
 
@@ -280,7 +292,10 @@ class Trial(SimCluster):
         self.sim.actor(f"{me} of incarnation {life.incarnation}", live)
 
     def run(self) -> "Trial":
-        """Until the end, or until a crash. Raises Wrong, Deadlock, and whatever a server or a worker raises."""
+        """Run until the end, or until a crash.
+
+        Raises InvariantViolated, Deadlock, and the errors of servers and workers.
+        """
         for me in self.workers:
             self._start(me)
         if self._schedule.every:
@@ -298,14 +313,14 @@ class Trial(SimCluster):
         for me, house in self.houses.items():
             if house.server.undecided:
                 raise InvariantViolated(
-                    f"{me} still waits for votes about {house.server.undecided} steps, and all is over"
+                    f"{me} still waits for votes about {house.server.undecided} steps after the end"
                 )
         return self
 
     # --- what a script does --------------------------------------------------------------------------------------
 
     def script(self, seat: SimWorker) -> None:
-        """Read all that there is, one step for each batch."""
+        """Read all batches, with one step for each."""
         life, workers = self.lives[seat.me], self.topology.workers_per_group
         witness = WorkerObserver(f"{seat.me} of incarnation {life.incarnation}", self.batches * self.epochs * workers)
         seat.visible = seat.visible and not self.singly
@@ -314,7 +329,7 @@ class Trial(SimCluster):
             self._train_singly(seat, witness)
             self._end_well(seat)
             return
-        snapshot = 0  # that this worker's state is wanted for
+        snapshot = 0  # the snapshot that needs this worker's state
         for epoch in self._epochs:
             begins = True
             for stream, seq, number in self._batches(seat, epoch):
@@ -345,7 +360,10 @@ class Trial(SimCluster):
         self._end_well(seat)
 
     def _train_singly(self, seat: SimWorker, witness: WorkerObserver) -> None:
-        """With backup workers each does its own batches, some of them again, and joins the others after each epoch."""
+        """Train with backup workers.
+
+        Each worker reads its own batches, some of them again, and joins the others after each epoch.
+        """
         life, workers, me = self.lives[seat.me], self.topology.workers_per_group, seat.me.index
         if life.incarnation:
             seat.steps = seat.door.catch_up().next
@@ -371,11 +389,11 @@ class Trial(SimCluster):
 
     @property
     def _epochs(self) -> range:
-        """Those that are not over."""
+        """The epochs that are not over."""
         return range(0 if self._kept is None else self._kept.first, self.epochs)
 
     def _unread(self, epoch: int, batches: int) -> list[int]:
-        """What an earlier start has left of so many."""
+        """Return the batches of an epoch that earlier starts have not applied."""
         return list(left(range(batches), () if self._kept is None else self._kept.runs(epoch)))
 
     def _end_well(self, seat: SimWorker) -> None:
@@ -386,8 +404,8 @@ class Trial(SimCluster):
             self.final = seat.values()
 
     def _go(self, life: WorkerProcess) -> None:
-        """A worker leaves, since its group was told to."""
-        raise InvariantViolated(f"{life.me} leaves, and nobody has told it to")
+        """End a worker of a group that was asked to leave."""
+        raise InvariantViolated(f"{life.me} leaves without a request")
 
     def _batches(self, seat: SimWorker, epoch: int) -> Iterator[tuple[int, int, int]]:
         group, door = seat.me.group, seat.door
@@ -411,7 +429,10 @@ class Trial(SimCluster):
         return found
 
     def wrong(self) -> list[tuple[int, int, float]]:
-        """(parameter, cell, value) that is not 1; everything is, if worker (0,0) has not come to its end."""
+        """Return (parameter, cell, value) of all cells that are not 1.
+
+        All are wrong if worker (0,0) has not finished.
+        """
         cells = self.batches * self.epochs * self.topology.workers_per_group
         if not self.final:
             return [(-1, -1, 0.0)]

@@ -1,7 +1,7 @@
-"""What a worker of a rehearsal sees while it trains: its own work at once, and never less than before.
+"""The view of a simulated worker: its own updates at once, and no lost updates.
 
-Rule: a cell is 0 until its batch is applied, and 1 from then on. The result alone would not show values that were old,
-torn or counted twice for a while, since each step brings new ones; the worker computes with them all the same.
+A cell is 0 until its batch is applied, and 1 from then on. The final result alone would not show values that were
+stale, torn or counted twice for a while, because each step brings new ones. But the worker would compute with them.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ import torch
 
 
 class InvariantViolated(Exception):
-    """The job says something that it must not say; the text says what."""
+    """The job violates an invariant, which the text describes."""
 
 
 class WorkerObserver:
-    """One life of one worker.
+    """Observes one process of a worker.
 
     Args:
-        who: for the text of an error.
-        cells: how many each parameter begins with.
+        who: the worker's name, for error messages.
+        cells: the number of cells at the beginning of each parameter.
     """
 
     def __init__(self, who: str, cells: int) -> None:
@@ -28,11 +28,11 @@ class WorkerObserver:
         self._mine = torch.zeros(cells, dtype=torch.bool)
 
     def did(self, cells: Sequence[int]) -> None:
-        """A step of the worker's group is applied, in which these cells were counted."""
+        """Record an applied step of the worker's group that counted these cells."""
         self._mine[list(cells)] = True
 
     def look(self, values: Sequence[torch.Tensor]) -> None:
-        """These are the parameters now. Raises Wrong."""
+        """Check the present parameters. Raises InvariantViolated."""
         seen = [part[: self._cells].clone() for part in values]
         for number, found in enumerate(seen):
             self._refuse(number, found, (found != 0) & (found != 1), "where 0 or 1 is right")
