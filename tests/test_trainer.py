@@ -276,7 +276,7 @@ def test_files_are_read_one_after_another_and_what_does_not_fit_is_told(tmp_path
         load_checkpoints(model, [two])
     assert model[0].bias.unique().item() == 1, "half of a file was taken"
     save_file({"other": torch.ones(6)}, two)
-    with pytest.raises(ConfigError, match=r"has no name of the model: it has other; the model 0\.weight, 0\.bias"):
+    with pytest.raises(ConfigError, match=r"has no tensor of the model: it has other; the model 0\.weight, 0\.bias"):
         load_checkpoints(model, [two])
     Path(two).write_text("no tensors")
     with pytest.raises(ConfigError, match=r"checkpoint_path = .*two\.safetensors.*must be a safetensors file"):
