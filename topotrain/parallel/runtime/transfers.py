@@ -233,7 +233,7 @@ class ReceiveActivation(Function):
 
 
 class TieTokens(Function):
-    """(begun, factor, count, results and tokens) -> the first `count` tensors, unchanged.
+    """(begun, factor, count, results and tokens) -> the first `count`, unchanged.
 
     The backward calls `begun` and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for gradients
     that are not finite.
