@@ -50,7 +50,7 @@ def buffers_of(topology: Topology, server_group: int) -> dict[int, str]:
 
 
 def make(slice_map: SliceMap, topology: Topology, server_group: int, allocate: Allocate) -> Flats:
-    """Allocate the parameter buffers of a server group, each over every whole space."""
+    """Allocate the parameter buffers of a server group for all elements of all spaces."""
     names = sorted(set(buffers_of(topology, server_group).values()))
     spaces = [space for space in slice_map.spaces if space.length]
     return {(name, s.index): allocate(s.length, torch_dtype(s.dtype)) for name in names for s in spaces}

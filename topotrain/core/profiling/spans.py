@@ -176,7 +176,7 @@ class ServerRecorder(_Recording):
         super().__init__(clock, lambda: track)
         self.rows = deque(maxlen=ROLLING)
         self._wanted = wanted
-        self._before = set(groups)
+        self._before = set(groups)  # groups that have not passed the step `wanted`
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
         if numbers.get("step", 0) > self._wanted and "group" in numbers:

@@ -73,6 +73,7 @@ def check_bits(bits: bytes, count: int, what: str) -> None:
     Raises:
         ProtocolError: `bits` is not a valid bitmap of `count` items.
     """
+    # Unused bits of the last byte must be 0.
     if bits and (len(bits) != (count + 7) // 8 or (count % 8 and bits[-1] >> count % 8)):
         raise m.ProtocolError(f"{what}: a bitmap of {len(bits)} bytes over {count} items")
 

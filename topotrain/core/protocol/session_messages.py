@@ -52,7 +52,7 @@ class Values(Message):
     Commit. Otherwise it is a snapshot.
 
     Attributes:
-        round: as in Fetch, or the step that made the values; negative: neither.
+        round: as in Fetch, or the step that made the values. Negative: no step made them.
         bucket: -1 means that all values of the server are in the worker's parameter buffer. A bucket without a body
             means that this bucket is there.
         coded: the body is an encoding of the difference to the values that this worker's group got before (see
@@ -68,7 +68,9 @@ class Values(Message):
 @numbered(5)
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
-    """Any -> any: the sender cannot continue the job, with the reason for the user.
+    """Worker or server -> worker or server: the sender cannot continue the job.
+
+    `text` is the reason in the user's words.
 
     Attributes:
         config: the job itself is wrong.
@@ -188,8 +190,12 @@ class ModelBufferValue(Message):
     """Worker -> server (0,0): a buffer of the model as raw bytes.
 
     Such buffers are, for example, BatchNorm statistics. Server (0,0) also sends it to worker (0,0) in reply to
-    BufferRequest. `index` is the number of the buffer. Index -1 means that worker 0 has sent all of its buffers. In a
-    split model other workers send buffers, too.
+    BufferRequest.
+
+    Attributes:
+        group: the worker group of the buffer.
+        index: the number of the buffer. -1 means that worker 0 of the group has sent all of its buffers. In a split
+            model other workers send buffers, too.
     """
 
     group: int

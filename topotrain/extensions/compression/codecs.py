@@ -181,6 +181,7 @@ class Int8Codec:
         self._round(finite, y, scales, codes)
         codes.masked_fill_(bad, -128)
         marked = bad.any(1, keepdim=True)
+        # A negative scale marks a block with elements that are not finite. -0.0 would not be less than 0.
         scales.copy_(torch.where(marked, -scales.clamp(min=_SINGLE.tiny), scales))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:

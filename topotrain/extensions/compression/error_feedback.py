@@ -88,6 +88,7 @@ class ErrorFeedback:
         left = torch.add(before, gradient, out=self._draft)
         for part in absent:
             left[part] = 0
+        # Not `left.abs() > largest`, which is False for NaN.
         lost = None if self.codec.encode(left, out) else ~(left.abs() <= self.codec.largest)
         self.codec.add(out, left, sign=-1)
         if lost is not None:

@@ -146,7 +146,10 @@ class PrimaryEndpoint:
         self._do(list)
 
     def told(self, message: Message) -> None:
-        """Handle a message from this process itself. The standby gets it, too."""
+        """Handle a message of the launcher, sent in the server's own name.
+
+        The standby gets it, too.
+        """
         self._do(lambda: self.lead.hear(self.lead.me, message))
 
     def may_change(self, group: int, wish: str) -> str:
@@ -187,7 +190,7 @@ class PrimaryEndpoint:
         with self._lock:
             waits = self.lead.joined and not self._dismissed and self._alarm is None
             if waits:
-                why = f"{self.lead.me} has lost the connection to its second copy, whose end was not reported"
+                why = f"{self.lead.me} has lost the connection to its second copy, and no end of it was reported"
                 self._alarm = threading.Timer(self._grace_s, self._despair, (why,))
                 self._alarm.daemon = True
                 self._alarm.start()
@@ -514,7 +517,7 @@ class ReplicatedServers:
                     self._call(speaker, moves)
                     return
             if time.monotonic() > until:
-                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, whose end was not reported")
+                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and no end of it was reported")
 
     def _admit(self, peer: Peer, there_already: bool) -> None:
         """Refuse a former primary that does not know yet that it was replaced."""

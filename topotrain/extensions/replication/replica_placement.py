@@ -79,6 +79,7 @@ class ReplicaPlacement:
 
         Returns False if the last copy of a server died with it.
         """
+        # All servers are checked before any copy is moved.
         for server, where in self.standing.items():
             if where.lead == seat and not (where.shadow >= 0 and where.shadow != seat and server in self._covered):
                 return False
@@ -158,7 +159,7 @@ def check(job: Job, topology: Topology) -> None:
             "needs nservers_per_group of at least 2: second copies are in processes of other servers",
         ),
         (cluster.nservers_per_procs == 1, "needs nservers_per_procs: 1, so that each server has its own process"),
-        (not topology.collective, "needs a job whose servers add up the gradients: algorithm kAuto, no engine"),
+        (not topology.collective, "needs servers that add up the gradients: algorithm kAuto, no engine"),
         (cluster.compression is Compression.kNone, "needs compression: kNone"),
         (cluster.link is None, "needs a cluster without link"),
         (cluster.backup == 0, "needs backup: 0"),

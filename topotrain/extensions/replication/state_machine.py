@@ -168,7 +168,7 @@ class Primary:
         self.fault: m.ProtocolError | None = None
         """The error of the last message, if it was refused."""
         self.differs = 0
-        """The number of standbys that differed from this copy. Each was made anew."""
+        """The number of standbys that differed from this copy. Each was replaced."""
         self._marks: dict[int, int] = {}
         self._wanted = False
         self._covered_at = 0
@@ -271,7 +271,7 @@ class Primary:
             self.differs += 1
             return self.alone() + self.join()
         if not isinstance(message, m.ReplicaAck):
-            raise m.ProtocolError(f"{self.shadow} says {type(message).__name__}")
+            raise m.ProtocolError(f"{self.shadow} sent {type(message).__name__}, which a second copy never sends")
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
         return self._release(message.index) if self.covered else []
@@ -304,7 +304,7 @@ class Primary:
         kind, meta = m.encode(message) if message is not None else (0, b"")
         body = None if message is None else message.body
         if body is not None and not isinstance(message, _STAYS):
-            body = body.clone()
+            body = body.clone()  # its memory may be overwritten before it is sent
         return m.ReplicatedEvent(
             event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
         )
@@ -312,6 +312,7 @@ class Primary:
     def _put(self, said: Out) -> Out:
         """Send messages, or hold them until the standby has confirmed their event."""
         if self.joined:
+            # Output commit: a reply leaves only after the standby has its event.
             self._held.extend((self.copy.events, to, message) for to, message in said)
             return []
         return [(to, message) for to, message in said if to in self.up or to not in self.copy.lines]

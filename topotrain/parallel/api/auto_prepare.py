@@ -106,7 +106,7 @@ def placed(
         planned = needs_of(asked, found, bill_of(asked, found))
         over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
         if not over:
-            why = f"the quickest, {quickest}, would not: {first[0].who}: {first[0].words}" if first else ""
+            why = f"the fastest placement, {quickest}, does not: {first[0].who}: {first[0].words}" if first else ""
             return found, replace(chosen, tight=why)
         if not first:
             first, quickest = over, f"{chosen.way} of about {1000 * chosen.seconds:.3g} ms"

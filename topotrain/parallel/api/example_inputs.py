@@ -87,7 +87,7 @@ def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> Exampl
         ConfigError: the arguments cannot be found. The error names the option that gives them.
     """
     if not isinstance(loader, DataLoader):
-        raise ConfigError("tt.prepare", type(loader).__name__, f"got no DataLoader, which would tell shapes: {SAY}")
+        raise ConfigError("tt.prepare", type(loader).__name__, f"got no DataLoader from which to take shapes: {SAY}")
     try:
         with RngState(0):  # the random numbers that the script draws later stay the same
             batch, count = _batch(loader)

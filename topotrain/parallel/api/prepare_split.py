@@ -141,7 +141,7 @@ def _check(job: Job, model: nn.Module) -> None:
     for name, module in model.named_modules():
         rows = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if rows or isinstance(module, Embedding):
-            accepted = "its rows travel one by one, which a split model does not do: use nn.Embedding(sparse=False)"
+            accepted = "sends single rows, which a split model does not support: use nn.Embedding(sparse=False)"
             raise ConfigError("model", name, accepted)
 
 

@@ -147,7 +147,7 @@ def samples_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     for leaf in tree_leaves((args, dict(kwargs))):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
-    raise ConfigError("model(…)", None, "a split model needs a tensor whose first dimension counts the samples")
+    raise ConfigError("model(…)", None, "a split model needs a tensor with the samples in its first dimension")
 
 
 def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: int) -> object:

@@ -139,7 +139,7 @@ def reshapes(node: fx.Node, module: nn.Module | None) -> bool:
 def counts(node: fx.Node) -> bool:
     """Return whether a node makes a tensor with values that depend on the position.
 
-    Such a tensor cannot be cut into the workers' shares.
+    Such a tensor over the samples cannot be cut into the workers' shares.
     """
     return node.op == "call_function" and name_of(node) in _COUNTING
 

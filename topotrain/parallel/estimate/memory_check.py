@@ -83,6 +83,7 @@ def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
     """
     own = sum(each if "worker" in need.who else ITSELF for need in processes)
     units = len({need.unit for need in processes})
+    # Processes of a unit are forks of one process, so their common memory counts once per unit.
     return sum(need.total for need in processes) + own - COMMON * (len(processes) - units)
 
 

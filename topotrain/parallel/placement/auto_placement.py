@@ -120,6 +120,7 @@ def choose(
     most = int(UNEVEN * max(_memory(work, stages, workers)))
     caps = [min(most, size) for size in limits or [most] * workers]
     branches = branches_of(work, workers, caps, speeds)
+    # Branches on fewer workers than stages would split less.
     if branches is not None and branches != stages and len(set(branches)) >= len(set(stages)):
         found[BRANCHES] = (branches, makespan(work, branches, workers, microbatches, speeds))
     quicker = BRANCHES in found and found[BRANCHES][1] < QUICKER * found[STAGES][1]

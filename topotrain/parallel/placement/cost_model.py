@@ -273,6 +273,7 @@ def _simulate(
                     heapq.heappush(events, (arrival[key], micro, reader, False))
         else:
             heapq.heappush(ready[worker], (micro, number))
+        # Tasks start after all events of this time, so that the lowest ready micro-batch goes first.
         soon = bool(events) and events[0][0] == now
         if not soon:
             for idle in [worker for worker, queue in sorted(ready.items()) if queue and worker not in busy]:

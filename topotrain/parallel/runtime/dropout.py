@@ -104,7 +104,7 @@ def digest(program: Program, model: nn.Module, generator: torch.Generator) -> in
     if not any(drop is not None and drop.draws for drop in drops) and not inside(program, model):
         return 0
     hashed = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    return int.from_bytes(hashed[:7], "little") + 1
+    return int.from_bytes(hashed[:7], "little") + 1  # 0 means that no masks are drawn
 
 
 def inside(program: Program, model: nn.Module) -> frozenset[int]:

@@ -237,7 +237,7 @@ def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> t
         flight = flights[index]
         if flight.done or (index > 0 and flights[index - 1].place <= flight.place):
             continue
-        missing = flight.missing()  # asked for once: a message that comes now is seen by wait_any
+        missing = flight.missing()  # checked only once: wait_any notices a message that arrives after this
         if not missing:
             flight.run()
             return True, []

@@ -103,6 +103,7 @@ class NetworkChannel:
             dtype=str(tensor.dtype).removeprefix("torch."),
         )
         with self._turn:
+            # Negative edges are control messages and gathered pieces: small, or not sent at every step.
             flat = self._slots.lend(to, nbytes, parts, again=key.edge >= 0)
             if nbytes:
                 flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -180,7 +181,7 @@ class NetworkChannel:
             self._greeted.add(sender.index)
             return
         if not self._slots.read(sender.index, message.taken):
-            raise ProtocolError(f"{sender} says that it has read {message.taken} messages")
+            raise ProtocolError(f"{sender} reports {message.taken} messages read, which is not possible")
         self._read[sender.index] += 1
         key = TensorKey(message.forward, message.micro, message.edge, message.backward)
         came = self._coming.setdefault((sender.index, key), [])
@@ -211,7 +212,7 @@ def _whole(message: Activation, came: list[torch.Tensor]) -> torch.Tensor:
         raise ProtocolError(f"an activation of {message.sizes} elements of {message.dtype}")
     expected = math.prod(message.sizes) * ITEM_BYTES[message.dtype]
     if sum(part.nbytes for part in came) != expected:
-        raise ProtocolError(f"an activation of {message.nbytes} bytes, {message.sizes} says {expected}")
+        raise ProtocolError(f"an activation of {message.nbytes} bytes, but {message.sizes} needs {expected}")
     if not came:
         return torch.empty(message.sizes, dtype=torch_dtype(message.dtype))
     flat = came[0] if len(came) == 1 else torch.cat(came)

@@ -57,8 +57,8 @@ def loss_of(program: Program) -> LossOutput:
     raise ConfigError(
         "schedule",
         "k1F1B",
-        "needs a model whose forward returns the loss and nothing else, one number; take kGPipe for one that returns "
-        "its outputs",
+        "needs a forward that returns the loss and nothing else, one number; take kGPipe for a model that returns its "
+        "outputs",
     )
 
 

@@ -40,8 +40,8 @@ class Runner:
         model: has the modules and parameters of this worker. Others may be on the meta device.
         passage: the channel to the other workers of the group.
         weight: returns the weight of this worker's gradient in the present step (its samples).
-        microbatches: the maximum number of parts into which each worker's share is cut. A share with fewer samples has
-            fewer parts.
+        microbatches: the maximum number of parts into which each worker's share is cut. All shares have fewer parts if
+            a worker has fewer samples.
         schedule: kGPipe or k1F1B.
         meeting: the `WorkerSync` of this process, if it has several runners (one for training, one for evaluation).
         generator: draws the masks of dropout.
@@ -83,6 +83,7 @@ class Runner:
         said = [hello.weight for hello in hellos]
         weights = tuple(weight if weight > 0 else 1.0 for weight in said)
         me = self.passage.me
+        # Weight 0 counts as 1 here, and `factor` takes the loss of such a worker out of the mean.
         self.counts = weights[me]
         factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
         trip = self._trip(given, tuple(hello.samples for hello in hellos), weights)

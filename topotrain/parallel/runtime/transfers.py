@@ -140,7 +140,7 @@ class EdgeTransfer:
         """
         have = _box(self._have)
         if part.shape != torch.Size(sizes_of(have)):
-            raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan says {sizes_of(have)}")
+            raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan has {sizes_of(have)}")
         for transfer in self.outgoing:
             self.post.send(transfer.target, self.key(False), part[within(transfer.box, have)], grad)
 

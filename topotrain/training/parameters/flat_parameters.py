@@ -94,7 +94,7 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
     stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
-        raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}: no file has it")
+        raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}, to fit into files")
     home = getattr(tensor, HOME, -1)
     return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
 
@@ -258,5 +258,6 @@ def _own_storage(view: torch.Tensor) -> torch.Tensor:
     if count == 0:
         return view
     flat = view.as_strided((count,), (1,), view.storage_offset())
+    # torch.frombuffer makes a storage of exactly this memory. A view would share the storage of the whole buffer.
     storage = torch.frombuffer(flat.view(torch.uint8).numpy().data, dtype=view.dtype)
     return storage.as_strided(view.shape, view.stride())

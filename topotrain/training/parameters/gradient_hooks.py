@@ -506,6 +506,7 @@ class PushPath(_Hooks):
                 self._push(bucket, self._arrived[bucket.id])
 
     def _push(self, bucket: Bucket, present: int) -> None:
+        # A revision is one byte of the commit, and NO_REVISION is reserved.
         self._pushes[bucket.id] = number = min(self._pushes[bucket.id] + 1, NO_REVISION - 1)
         self._revision[bucket.id] = number
         self._sent[bucket.id] = present

@@ -222,5 +222,5 @@ def _follow_updater(optimizer: Optimizer, updater: Updater) -> None:
 
 def _how_to_start(given: Job | str | Path | None) -> str:
     conf = "JOB.conf" if isinstance(given, Job) else str(given)
-    written = " (JOB.conf: what topotrain.config.job_file.dumps(job) gives)" if isinstance(given, Job) else ""
+    written = " (JOB.conf: the text of topotrain.config.job_file.dumps(job))" if isinstance(given, Job) else ""
     return f"topotrain: one ordinary process; as a job: topotrain run {conf} {sys.argv[0] or 'script.py'}{written}"
