@@ -149,7 +149,7 @@ def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
     return {
         "parameters": sum(need.values for need in needs),
         "gradients": sum(need.gradients for need in needs),
-        "messages in flight": sum(need.exchange for need in needs),
+        "on its way": sum(need.exchange for need in needs),
         "optimizer state": sum(need.state for need in needs),
         "activations": sum(need.activations for need in needs),
         "the copy for a snapshot": sum(need.snapshot for need in needs),

@@ -36,6 +36,6 @@ def chosen(gpu: Sequence[int], in_unit: int, in_job: int, count: int) -> torch.d
         return torch.device("cuda", in_job % count) if count else torch.device("cpu")
     wanted = gpu[in_unit % len(gpu)]
     if wanted >= count:
-        has = f"0 to {count - 1}" if count else "leave the field out, since there is no GPU"
+        has = f"0 to {count - 1}" if count else "none, so leave the field out"
         raise ConfigError("gpu", wanted, f"must name a GPU that torch sees on this machine: {has}")
     return torch.device("cuda", wanted)
