@@ -201,7 +201,9 @@ def test_a_parameter_that_moved_away_is_found(cut_tie):
     buffers, parts = moved(model := mlp())
     check(buffers, parts)
     cut_tie(model)
-    with pytest.raises(RuntimeError, match=r"parameter [\w.]+ no longer lives where topotrain put it.*before tt"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter [\w.]+ is no longer in the memory where topotrain put it.*before tt"
+    ):
         check(buffers, parts)
 
 
@@ -237,7 +239,7 @@ def test_every_step_checks(change):
         t.backward(t.losses(cross_entropy, *vectors(1)[0]))
         t.optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"no longer lives|outside optimizer.step"):
+    with pytest.raises(RuntimeError, match=r"no longer in the memory|outside optimizer.step"):
         run_local(job_of(), building(), script)
 
 

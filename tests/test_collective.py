@@ -325,7 +325,7 @@ def hop(step=0, ordinal=0, going_up=True, body=True):
 def test_only_neighbors_are_heard():
     for sender, message in ((2, hop()), (1, hop()), (3, hop()), (2, hop(going_up=False)), (3, hop(going_up=False))):
         for hear in (relay().arrive, lambda s, h: relay().place(s, h, True)):
-            with pytest.raises(ProtocolError, match="no such thing for rank 1"):
+            with pytest.raises(ProtocolError, match="is not the neighbor of rank 1"):
                 hear(sender, message)
     assert relay().arrive(0, hop()) == []
 

@@ -131,7 +131,7 @@ def test_whoever_says_that_it_has_read_more_than_was_said_is_turned_away():
     pair = Pair()
     pair.first.send(1, KEY, torch.zeros(3))
     for taken in (2, -1):
-        with pytest.raises(m.ProtocolError, match=f"it has read {taken} messages"):
+        with pytest.raises(m.ProtocolError, match=f"reports {taken} messages read"):
             hear(pair.exchanges[FIRST], SECOND, replace(GOOD, taken=taken))
     hear(pair.exchanges[FIRST], SECOND, replace(GOOD, taken=1))
 

@@ -188,7 +188,7 @@ def test_which_weights_are_sparse():
     model = nn.ModuleDict({"a": table, "b": bag, "c": twice, "d": frozen, "e": nn.Embedding(3, 4)})
     first, second = find_sparse(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert (first.names, second.names) == (["a.weight", "c.weight"], ["b.weight"])
-    with pytest.raises(ConfigError, match=r"a\.weight.*must have it in a group"):
+    with pytest.raises(ConfigError, match=r"a\.weight.*must be in a parameter group"):
         find_sparse(model, torch.optim.SGD(bag.parameters(), lr=0.1))
     line = nn.Linear(4, 9)
     line.weight = table.weight

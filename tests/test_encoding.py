@@ -401,7 +401,7 @@ def test_a_server_places_encodings_in_buffers_of_their_size() -> None:
     place = server.place(me, push, False)
     assert place is not None and place.nbytes == 2 * (bucket.hi - bucket.lo)
     assert server.place(me, push, True) is None  # to be read where it is
-    with pytest.raises(ProtocolError, match="takes no Push from worker 7/0"):
+    with pytest.raises(ProtocolError, match="does not accept Push from worker 7/0"):
         server.place(Address(Role.WORKER, 7, 0), push, False)
 
 

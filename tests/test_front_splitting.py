@@ -172,7 +172,7 @@ def test_calls_of_one_kind() -> None:
     assert kind(rows(4, 3), mask=rows(4)) == kind(rows(5, 3), mask=rows(5))
     assert kind(rows(4, 3), mask=rows(4)) != kind(rows(4, 3))
     assert kind(rows(4, 3), 2) != kind(rows(4, 3), 3)
-    with pytest.raises(ConfigError, match="counts the samples"):
+    with pytest.raises(ConfigError, match="the samples in its first dimension"):
         kind(2)
 
 

@@ -84,7 +84,7 @@ TWO_GROUPS = {"nworker_groups": 2, "nserver_groups": 2, "nservers_per_group": 2}
     ],
 )
 def test_a_word_of_the_wrong_one_is_refused(me: Address, sender: Address, message: m.Message) -> None:
-    with pytest.raises(ProtocolError, match=f"{me} takes no {type(message).__name__} from {sender}"):
+    with pytest.raises(ProtocolError, match=f"{me} does not accept {type(message).__name__} from {sender}"):
         manners(me, **TWO_GROUPS).check(sender, message)
 
 
@@ -118,7 +118,7 @@ NAN, INF = float("nan"), float("inf")
     ],
 )
 def test_numbers_that_cannot_be_are_refused(message: m.Message) -> None:
-    with pytest.raises(ProtocolError, match="worker 0/0 says what cannot be"):
+    with pytest.raises(ProtocolError, match="worker 0/0 sent a message with impossible numbers"):
         manners(server()).check(worker(), message)
 
 

@@ -404,7 +404,7 @@ def test_workers_take_the_gpus_of_the_list_in_turn(gpu, in_unit, in_job, gpus, d
     assert chosen(gpu, in_unit, in_job, gpus) == torch.device(device)
 
 
-@pytest.mark.parametrize(("gpus", "words"), [(2, "0 to 1"), (0, "left out")])
+@pytest.mark.parametrize(("gpus", "words"), [(2, "0 to 1"), (0, "leave the field out")])
 def test_a_gpu_that_is_not_there_is_an_error(gpus, words):
     with pytest.raises(ConfigError, match=rf"gpu = 2.*{words}"):
         chosen((2,), 0, 0, gpus)

@@ -405,7 +405,7 @@ def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pyte
     assert places == [0, 0, 0, 1, 1]
     for part in (
         "because it fits",
-        "the quickest, stages of about",
+        "the fastest placement, stages of about",
         "worker 0/0",
         f"RLIMIT_DATA allows {bounds[resource.RLIMIT_DATA] / 1e6:.1f} MB",
     ):

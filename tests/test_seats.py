@@ -104,7 +104,7 @@ def test_a_copy_that_is_not_complete_is_none() -> None:
                 ({"nservers_per_procs": 2}, "nservers_per_procs: 1"),
                 ({"nworker_groups": 2, "nserver_groups": 2}, "nserver_groups: 1"),
                 ({"compression": Compression.kFp16}, "compression: kNone"),
-                ({"link": Link()}, "no link"),
+                ({"link": Link()}, "without link"),
                 ({"algorithm": Algorithm.kRing, "server_worker_separate": False}, "algorithm kAuto"),
             )
         ),

@@ -638,5 +638,5 @@ def test_questions_about_data_go_to_server_0_0():
     hall.say(worker(1), server(), m.LeaseRequest(0, 0, 3, 0, 0, False))
     (lease,) = hall.heard(worker(1), m.Lease)
     assert (lease.epoch, lease.first) == (0, 0)
-    with pytest.raises(m.ProtocolError, match="server 1/0 takes no LeaseRequest from worker 1/0"):
+    with pytest.raises(m.ProtocolError, match="server 1/0 does not accept LeaseRequest from worker 1/0"):
         hall.say(worker(1), server(1), m.LeaseRequest(0, 0, 3, 0, 0, False))

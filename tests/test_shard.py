@@ -102,7 +102,7 @@ def test_a_difference_is_told_in_words(theirs, words):
 def test_a_dtype_has_a_name():
     assert torch_dtype("bfloat16") is torch.bfloat16
     for name in ("nn", "no_such", "Tensor", ""):
-        with pytest.raises(ProtocolError, match="is no dtype"):
+        with pytest.raises(ProtocolError, match="is not a dtype"):
             torch_dtype(name)
     assert ModelBuffer("b", "int64", 3).nbytes == 24
 

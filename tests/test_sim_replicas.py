@@ -92,7 +92,7 @@ def test_a_copy_that_knows_only_the_dead_takes_whoever_stands_in_as_new() -> Non
     lead.hear(worker, m.WorkerRejoined(1))
     assert lead.copy.lines[worker].life == 1 and lead.copy.lines[worker] is not line
     for late in (m.ResumeConnection(0), m.ResumeConnection(5, life=2)):
-        with pytest.raises(m.ProtocolError, match="never been"):
+        with pytest.raises(m.ProtocolError, match="never had"):
             lead.hear(worker, late)
 
 

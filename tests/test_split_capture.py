@@ -115,7 +115,7 @@ def test_decisions_on_sizes_wait_for_an_example():
         def forward(self, x):
             return sum(row for row in x)
 
-    assert "goes through" in capture(Looped()).unfinished
+    assert "iterates over" in capture(Looped()).unfinished
     found = capture(Checked())
     assert line_in(Checked(), "assert") in found.unfinished
 

@@ -29,9 +29,9 @@ def test_names_are_read(text, expected):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("worker:1", "'worker:1' is none of its parts"),
-        ("/job:worker/tsk:1", "'/tsk:1' is none"),
-        ("/job:worker/task:1x", "none of its parts"),
+        ("worker:1", "no such part as 'worker:1'"),
+        ("/job:worker/tsk:1", "no such part as '/tsk:1'"),
+        ("/job:worker/task:1x", "it has no such part"),
         ("/task:1/task:2", "two parts /task"),
         (3, "must be like"),
     ],

@@ -399,12 +399,12 @@ class Asks(nn.Module):
     [
         (lambda self, x: self.fc(x) if len(x) > 2 else x, "decides .* by the number of samples"),
         (lambda self, x: [self.fc(x[i]) for i in range(x.size(0))], "counts in Python .* by the number of samples"),
-        (lambda self, x: self.fc(x) / x.sum().item(), "needs a tensor's values"),
-        (lambda self, x: self.fc(x[x > 0]), "needs a tensor's values"),
+        (lambda self, x: self.fc(x) / x.sum().item(), "uses a tensor's values"),
+        (lambda self, x: self.fc(x[x > 0]), "uses a tensor's values"),
         (lambda self, x: self.fc(x) @ self.fc(x).T, "several of its dimensions grow"),
         (lambda self, x: self.fc(x) + torch.randn(4), "draws random numbers"),
-        (lambda self, x: x.view(-1, 2)[: len(x) * len(x)], "so many per sample"),
-        (lambda self, x: x[: len(x) // 2], "no multiple of the number of samples"),
+        (lambda self, x: x.view(-1, 2)[: len(x) * len(x)], "not linear in the number of samples"),
+        (lambda self, x: x[: len(x) // 2], "not a multiple of the number of samples"),
         (lambda self, x: x if x.size(0) % 2 == 0 else -x, "decides .* by the number of samples"),
     ],
 )
@@ -418,9 +418,9 @@ def test_what_cannot_be_cut_is_said_with_its_line(forward, told):
     ("forward", "told"),
     [
         (lambda self, x: self.fc(x - x.mean()), "its own share of the batch"),
-        (lambda self, x: self.fc(torch.cat([x, x])), "do not lie one after another"),
-        (lambda self, x: self.fc(x.view(-1, 2, 2).transpose(0, 1).reshape(-1, 2).view(-1, 4)), "lie interleaved"),
-        (lambda self, x: self.fc(x + torch.arange(len(x))[:, None]), "count the samples"),
+        (lambda self, x: self.fc(torch.cat([x, x])), "are not contiguous"),
+        (lambda self, x: self.fc(x.view(-1, 2, 2).transpose(0, 1).reshape(-1, 2).view(-1, 4)), "are interleaved"),
+        (lambda self, x: self.fc(x + torch.arange(len(x))[:, None]), "depend on the position"),
     ],
 )
 def test_what_cannot_travel_is_said_with_its_line(forward, told):
@@ -445,7 +445,7 @@ def test_what_is_written_over_must_not_travel():
         with scope("/job:worker/task:1"):
             return y * 2
 
-    with pytest.raises(ConfigError, match="writes over fc"):
+    with pytest.raises(ConfigError, match="writes to fc"):
         cut(Asks(forward), torch.randn(4, 4))
 
 
@@ -456,7 +456,7 @@ def test_a_sum_into_a_value_is_no_new_value():
         with scope("/job:worker/task:1"):
             return kept * 2
 
-    with pytest.raises(ConfigError, match="writes over fc"):
+    with pytest.raises(ConfigError, match="writes to fc"):
         cut(Asks(forward), torch.randn(4, 4))
 
     def alone(self, x):

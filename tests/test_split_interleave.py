@@ -135,7 +135,7 @@ def test_fewer_activations_are_alive():
 def test_it_needs_a_model_that_returns_its_loss():
     cut = Cut(1)
     program = cut.program(cut.module("0", at(0), rows(4), cut.input("x", rows(4))))
-    with pytest.raises(ConfigError, match="schedule = 'k1F1B': needs a model whose forward returns the loss"):
+    with pytest.raises(ConfigError, match="schedule = 'k1F1B': needs a forward that returns the loss"):
         Runner(program, nn.Sequential(nn.Linear(4, 4)), Town(Roads(1), 0), lambda: 1.0, 2, "k1F1B")
 
 

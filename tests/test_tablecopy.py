@@ -311,7 +311,7 @@ def fails(out: Sequence[tuple[Address, m.Message]]) -> list[tuple[str, bool]]:
         (replace(ZEROS, mode="sync"), "has mode 'sync' now, and 'step' in snapshot 1"),
         (
             replace(ZEROS, optimizer=rule(torch.optim.Adagrad)),
-            "is moved by torch.optim.Adagrad now, and was by torch.optim.SGD",
+            "is updated by torch.optim.Adagrad now, but was by torch.optim.SGD",
         ),
     ],
 )

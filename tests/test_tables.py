@@ -850,5 +850,5 @@ def test_no_message_names_more_rows_than_fit_into_one() -> None:
 def test_a_row_of_another_shard() -> None:
     bench = Bench(shards=2)
     bench.open(TableSpec("t", 10, 2, mode="async"))
-    with pytest.raises(ProtocolError, match="row 1 of table 't' lives on another shard"):
+    with pytest.raises(ProtocolError, match="row 1 of table 't' is on another shard"):
         bench.say(0, m.TablePull, 0, 1, 0, IDS)

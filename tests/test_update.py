@@ -277,7 +277,7 @@ def test_a_users_class_comes_only_from_the_jobs_own_module(monkeypatch: pytest.M
 
 def test_a_tensor_that_is_no_parameter_is_refused() -> None:
     stranger = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ConfigError, match="no parameter of the model"):
+    with pytest.raises(ConfigError, match="that the model does not have"):
         describe(torch.optim.SGD([stranger], lr=0.1), [])
 
 

@@ -1,1 +1,1 @@
-"""What servers and workers agree on about a model: its schema and the memory it lies in."""
+"""The schema of a model, and the layout of its memory, for servers and workers."""

@@ -1,11 +1,12 @@
-"""Where every element of named tensors stands in one safetensors file that several processes write.
+"""Layout of a safetensors file that several processes write.
 
-Rule: pure, and the same in every process: header and offsets follow from the descriptions alone. So each server writes
-its own elements at their place without asking anybody, and whoever reads knows what header he has to find. The file is
-an ordinary one: plain PyTorch loads it (format: Hugging Face safetensors, 8 bytes of length, JSON, data).
+This module is pure. Header and offsets follow from the descriptions of the tensors alone, so they are the same in every
+process. Each server writes its own elements at their offsets without coordination, and a reader knows the header that
+it must find. The file is an ordinary safetensors file that plain PyTorch loads (Hugging Face: 8 bytes of length, JSON,
+data).
 
-Elements are counted as they lie in a server's memory. A tensor whose strides are not row-major there (channels_last)
-stands in the file row by row like every other, so its elements are scattered: `FileTensor.ordered` is false.
+Elements are numbered in the order of a server's memory. A tensor with strides that are not row-major there
+(channels_last) is row-major in the file like all others, so its elements are scattered: `FileTensor.ordered` is false.
 """
 
 import ctypes
@@ -38,11 +39,11 @@ NAMES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""The format's name of each dtype. It knows no complex128: such a tensor stands there as pairs of float64."""
+"""The format's name of each dtype. The format has no complex128. Such a tensor is stored as pairs of float64."""
 
 PAIRS = "complex128"
 PAIRED = "complex"
-"""The file's metadata under this word: JSON of the names that `torch.view_as_complex` makes complex again."""
+"""Key of the file's metadata: JSON of the names of tensors that `torch.view_as_complex` makes complex again."""
 
 _ITEM_BYTES = {
     **ITEM_BYTES,
@@ -54,12 +55,15 @@ _ITEM_BYTES = {
 }
 _ALIGN = 8
 MOST_HEADER = 100_000_000
-"""Bytes of a header that readers of the format accept."""
+"""Maximum bytes of a header that readers of the format accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """A tensor to be laid out; `shape` and `stride` count elements, `dtype` is torch's name without "torch."."""
+    """A tensor to store in a file.
+
+    `shape` and `stride` are in elements. `dtype` is torch's name without "torch.".
+    """
 
     name: str
     dtype: str
@@ -69,7 +73,7 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file: `begin` is its first byte there."""
+    """A tensor in a file. `begin` is the offset of its first byte."""
 
     told: TensorDescription
     begin: int
@@ -86,16 +90,20 @@ class FileTensor:
 
     @property
     def end(self) -> int:
-        """The byte behind the last one."""
+        """Offset of the byte after its last one."""
         return self.begin + self.count * self.itemsize
 
     @property
     def ordered(self) -> bool:
-        """Whether the elements lie in memory in the order of the file."""
+        """Whether the elements have the same order in memory as in the file."""
         return row_major(self.told.shape, self.told.stride)
 
     def bytes_of(self, lo: int, hi: int) -> tuple[int, int]:
-        """The bytes of elements [lo, hi); only for an ordered one. Raises ValueError out of bounds."""
+        """Return the byte range of elements [lo, hi); only for an ordered tensor.
+
+        Raises:
+            ValueError: the elements are out of bounds.
+        """
         if not 0 <= lo <= hi <= self.count:
             raise ValueError(f"{self.told.name}: elements {lo} to {hi} of {self.count}")
         return self.begin + lo * self.itemsize, self.begin + hi * self.itemsize
@@ -103,7 +111,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FlatFile:
-    """A whole file: its first bytes, each tensor's place by name, and its size in bytes."""
+    """A whole file: its header, its tensors by name, and its size in bytes."""
 
     header: bytes
     entries: Mapping[str, FileTensor]
@@ -111,9 +119,12 @@ class FlatFile:
 
 
 def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -> FlatFile:
-    """Give every tensor its place: larger elements first, so that all are aligned, else in the order given.
+    """Lay out a file of tensors.
 
-    Raises ValueError for a name that is used twice, a dtype that the format does not know, and too long a header.
+    Tensors with larger elements come first, so that all are aligned, and otherwise in the given order.
+
+    Raises:
+        ValueError: a name is used twice, the format does not support a dtype, or the header is too long.
     """
     ordered = sorted(tensors, key=lambda told: -_ITEM_BYTES.get(told.dtype, 0))
     paired = [told.name for told in ordered if told.dtype == PAIRS]
@@ -124,7 +135,7 @@ def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -
         if told.name in header:
             raise ValueError(f"tensor {told.name!r} is named twice")
         if told.dtype not in NAMES:
-            raise ValueError(f"tensor {told.name!r}: the format of the file knows no {told.dtype}")
+            raise ValueError(f"tensor {told.name!r}: the format of the file does not support {told.dtype}")
         if not dense(told.shape, told.stride):
             raise ValueError(f"tensor {told.name!r}: strides {told.stride} leave gaps in a shape of {told.shape}")
         end = at + math.prod(told.shape) * _ITEM_BYTES[told.dtype]
@@ -142,12 +153,15 @@ def lay_out(tensors: Iterable[TensorDescription], metadata: Mapping[str, str]) -
 
 
 def said_of(paired: Sequence[str]) -> dict[str, str]:
-    """The metadata of a file in which these tensors stand as pairs."""
+    """Return the metadata of a file with these tensors stored as pairs."""
     return {PAIRED: json.dumps(list(paired))} if paired else {}
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of these strides fill their memory exactly once, in whatever order of dimensions."""
+    """Return whether elements of these strides fill their memory exactly once.
+
+    The order of dimensions does not matter.
+    """
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size != 1 and step != expected:
@@ -157,7 +171,7 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of these strides lie one after the other, the last dimension fastest."""
+    """Return whether elements are contiguous, with the last dimension fastest."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride)):
         if size != 1 and step != expected:
@@ -167,20 +181,23 @@ def row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 class TensorMemory(Protocol):
-    """What `bytes_of` needs of a tensor: this module is read without torch."""
+    """The part of a tensor that `bytes_of` uses, so that this module needs no torch."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         ...
 
     def data_ptr(self) -> int:
-        """Its first byte."""
+        """Address of the first byte."""
         ...
 
 
 def bytes_of(tensor: TensorMemory) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, as bytes that can be written; the tensor must live as long."""
+    """Return the memory of a contiguous CPU tensor as writable bytes.
+
+    The tensor must live as long as the result.
+    """
     if not tensor.nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,7 +1,7 @@
-"""What a server is home to: the model's description, and one shard's flat buffers with views of each bucket.
+"""The description of a model, and the flat buffers of one shard.
 
-Buffers are allocated once, by name, and reused at every step: fresh memory costs several times the copy. Where they
-lie (ordinary memory, or memory shared with the workers of the host) is decided by whoever gives `allocate`.
+Buffers are allocated once, by name, and reused at every step, because fresh memory costs several times the copy.
+`allocate` decides whether they are ordinary memory, or memory shared with the workers of the host.
 """
 
 import json
@@ -20,21 +20,22 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 MAX_SCHEMA_PARTS = 1024
 MOST_BYTES, MOST_BUCKETS = 1 << 40, 1 << 20
-"""Of a model: beyond this its description alone would fill a server's memory."""
+"""Limits of a model. A larger description would fill a server's memory."""
 SENT_BYTES, SLOW_BYTES = 1 << 20, 1 << 16
 SEEN_BYTES = 1 << 22
-"""Most bytes of a bucket: one that travels, on a slow link, and one that residents of a host see in shared memory.
+"""Maximum bytes of a bucket: sent over a link, sent over a slow link, and seen in shared memory of a host.
 
-What several workers send is complete only when the last one's part is there, and until the first bucket is, nothing can
-come back: on a slow link, where a megabyte takes a tenth of a second, that wait decides the speed.
+A bucket is complete only when the last worker's part has arrived, and before the first complete bucket no result can
+come back. On a slow link, where a megabyte takes a tenth of a second, that wait decides the speed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBuffer:
-    """A model buffer that is no parameter (BatchNorm statistics): `count` elements of `dtype` (torch's name).
+    """A buffer of the model that is not a parameter, such as BatchNorm statistics.
 
-    `owners` as in `sharding.Parameter`: the workers of each group that hold it; empty: all do.
+    It has `count` elements of `dtype` (torch's name). `owners` are the workers of each group that hold it, as in
+    `sharding.Parameter`. Empty means all.
     """
 
     name: str
@@ -49,13 +50,13 @@ class ModelBuffer:
 
     @property
     def speaker(self) -> int:
-        """The worker of a group who leaves it at the servers."""
+        """The worker of a group that sends it to the servers."""
         return self.owners[0] if self.owners else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The model and its optimizer as every process of the job must see them."""
+    """The model and its optimizer, which all processes of the job must agree on."""
 
     parameters: tuple[Parameter, ...]
     buffers: tuple[ModelBuffer, ...]
@@ -63,19 +64,23 @@ class Schema:
     digest: str
 
     def parts(self) -> list[SchemaPart]:
-        """The description as messages."""
+        """Return the description as messages."""
         text = self.text()
         cuts = [text[i : i + MAX_TEXT // 4] for i in range(0, len(text), MAX_TEXT // 4)]
         return [SchemaPart(i, len(cuts), part) for i, part in enumerate(cuts)]
 
     def text(self) -> str:
-        """One JSON text."""
+        """Return the description as one JSON text."""
         buffers = [[b.name, b.dtype, b.count, *([list(b.owners)] if b.owners else [])] for b in self.buffers]
         return json.dumps([describe(self.parameters), buffers, self.optimizer, self.digest])
 
 
 def parse_schema(text: str) -> Schema:
-    """The inverse of `Schema.text`. Raises ProtocolError."""
+    """Read the form of `Schema.text`.
+
+    Raises:
+        ProtocolError: it is not such a text, or the model is too large.
+    """
     try:
         parameters, buffers, optimizer, digest = json.loads(text)
         known = tuple(_buffer(*row) for row in buffers)
@@ -88,7 +93,7 @@ def parse_schema(text: str) -> Schema:
 
 def _check_sizes(schema: Schema) -> None:
     if min((buffer.count for buffer in schema.buffers), default=0) < 0:
-        raise SchemaError("a buffer of fewer than no elements")
+        raise SchemaError("a buffer with a negative number of elements")
     nbytes = sum(buffer.nbytes for buffer in schema.buffers)
     nbytes += sum(p.count * torch_dtype(p.dtype).itemsize for p in schema.parameters)
     if nbytes > MOST_BYTES:
@@ -100,7 +105,7 @@ def _buffer(name: object, dtype: object, count: Any, owners: Sequence[Any] = ())
 
 
 def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
-    """In words, the first thing in which two descriptions differ; empty if they do not."""
+    """Return the first difference of two descriptions in words, or ""."""
     if mine == theirs:
         return ""
     rows: list[tuple[str, Sequence[Any], Sequence[Any]]] = [
@@ -121,7 +126,7 @@ def difference(mine: Schema, theirs: Schema, me: str, them: str) -> str:
 def _words(item: Parameter | ModelBuffer) -> str:
     if isinstance(item, ModelBuffer):
         return f"{item.name} with {item.count} elements of {item.dtype}{_held(item.owners)}"
-    more = ("" if item.trainable else ", frozen") + (f", at home on server {item.home}" if item.home >= 0 else "")
+    more = ("" if item.trainable else ", frozen") + (f", stored on server {item.home}" if item.home >= 0 else "")
     return f"{item.name} of shape {item.shape}, {item.dtype}{more}{_held(item.owners)}"
 
 
@@ -132,22 +137,26 @@ def _held(owners: tuple[int, ...]) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch.float32 for "float32". Raises ProtocolError for a name that is no dtype."""
+    """Return torch.float32 for "float32".
+
+    Raises:
+        ProtocolError: the name is not a dtype.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"{name!r} is no dtype")
+        raise ProtocolError(f"{name!r} is not a dtype")
     return dtype
 
 
 class SchemaParts:
-    """Puts the parts of a description together, in whatever order they come."""
+    """Assembles a description from its parts, in any order."""
 
     def __init__(self) -> None:
         self._parts: dict[int, str] = {}
         self._count = 0
 
     def take(self, message: SchemaPart) -> Schema | None:
-        """Keep a part; the whole when it is complete."""
+        """Keep a part. Returns the description when it is complete."""
         if not 0 <= message.part < message.parts <= MAX_SCHEMA_PARTS:
             raise ProtocolError(f"part {message.part} of {message.parts} of a model's description")
         if self._count not in (0, message.parts):
@@ -160,11 +169,11 @@ class SchemaParts:
 
 
 class FlatBuffers:
-    """Named flat buffers over a range of every space, and views of a bucket in them.
+    """Named flat buffers over a range of every space, and views of buckets in them.
 
     Args:
-        slice_map: the map.
-        shard: whose range; None for the whole of every space (a worker's buffers).
+        slice_map: the slice map of the model.
+        shard: the shard of the ranges. None: the whole of every space (a worker's buffers).
         allocate: allocate(numel, dtype) -> 1-D tensor.
     """
 
@@ -176,16 +185,13 @@ class FlatBuffers:
         self._views: dict[tuple[str, int], torch.Tensor] = {}
 
     def range(self, space: int) -> tuple[int, int]:
-        """The elements of a space that this object holds."""
+        """Return the range of elements of a space that these buffers hold."""
         if self._shard is None:
             return 0, self._map.spaces[space].length
         return self._map.ranges[space][self._shard]
 
     def flat(self, name: str, space: int) -> torch.Tensor:
-        """The buffer of a name in a space; made, and zeroed, when first asked for.
-
-        The readers of several roads may ask at the same time: they must get one and the same buffer.
-        """
+        """Return the buffer of a name in a space. It is allocated and zeroed at first use."""
         flat = self._flat.get((name, space))
         if flat is None:
             lo, hi = self.range(space)
@@ -194,23 +200,29 @@ class FlatBuffers:
         return flat
 
     def raw(self, name: str, count: int) -> torch.Tensor:
-        """A buffer of `count` bytes, 1-D uint8, over no space; made, and zeroed, when first asked for."""
+        """Return a buffer of `count` bytes, 1-D uint8, that belongs to no space.
+
+        It is allocated and zeroed at first use.
+        """
         held = self._flat.get((name, -1))
         return held if held is not None else self._flat.setdefault((name, -1), self._allocate(count, torch.uint8))
 
     def held(self) -> list[tuple[tuple[str, int], torch.Tensor]]:
-        """All buffers that were made or given, by name and space (-1: over no space)."""
+        """Return all buffers by name and space (-1: no space)."""
         return list(self._flat.items())
 
     def put(self, name: str, space: int, flat: torch.Tensor) -> None:
-        """Use a given tensor as the buffer of a name, also in place of one that was used before."""
+        """Use a given tensor as the buffer of a name. It may replace an earlier buffer."""
         self._flat[(name, space)] = flat
         for bucket in self._map.buckets:
             if bucket.space == space:
                 self._views.pop((name, bucket.id), None)
 
     def view(self, name: str, bucket: Bucket) -> torch.Tensor:
-        """A bucket's part of a buffer, 1-D. Views are made once: slicing costs more than a dictionary."""
+        """Return a bucket's part of a buffer, 1-D.
+
+        Views are cached, because slicing costs more than a dictionary lookup.
+        """
         view = self._views.get((name, bucket.id))
         if view is None:
             lo, _ = self.range(bucket.space)
@@ -218,7 +230,10 @@ class FlatBuffers:
         return view
 
     def segment(self, name: str, segment: Segment) -> torch.Tensor:
-        """A segment's part of a buffer: 1-D, or with the parameter's own shape where tensors are kept whole."""
+        """Return a segment's part of a buffer.
+
+        It is 1-D, or of the parameter's own shape where tensors are kept whole.
+        """
         lo, _ = self.range(segment.space)
         flat = self.flat(name, segment.space)[segment.lo - lo : segment.hi - lo]
         if self._map.slicing is not Slicing.kTensor:
@@ -228,9 +243,12 @@ class FlatBuffers:
 
 
 def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A body as it came (bytes where the road shows memory) as elements of `like`'s dtype and size.
+    """Return a received body as elements of `like`'s dtype and size.
 
-    Raises ProtocolError when the sizes differ.
+    With shared memory a body arrives as bytes.
+
+    Raises:
+        ProtocolError: the sizes differ.
     """
     if body.nbytes != like.nbytes:
         raise ProtocolError(f"a body of {body.nbytes} bytes, expected {like.nbytes}")
@@ -238,10 +256,12 @@ def typed(body: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def slice_map_for(parameters: Sequence[Parameter], topology: Topology) -> SliceMap:
-    """The map of a job's model: workers and servers must compute the same, so both ask here.
+    """Return the slice map of a job's model, the same for workers and servers.
 
-    What travels is cut finer than what is only named: a pipeline wants many pieces, a processor few calls. Raises
-    SchemaError as `cut` does, and for an owner that no group has.
+    Slices that are sent are smaller than slices in shared memory: a pipeline needs many pieces, a processor few calls.
+
+    Raises:
+        SchemaError: as `cut`, or an owner does not exist in a group.
     """
     _check_owners(parameters, topology.workers_per_group)
     groups = topology.server_groups if topology.synced else 1
@@ -260,10 +280,10 @@ def _check_owners(parameters: Sequence[Parameter], workers: int) -> None:
 
 
 def effective(job: Job, parameters: Sequence[Parameter]) -> Job:
-    """The job as it is carried out on this model.
+    """Return the job as it is carried out on this model.
 
-    Where one model is split over the workers of a group, gradients are pushed home and stay there (`grads: kHidden`):
-    nobody could show a worker the mean of what it does not hold.
+    If a model is split over the workers of a group, gradients are pushed and not returned (`grads: kHidden`), because a
+    worker cannot get the mean of a parameter that it does not hold.
     """
     split = job.splits or any(parameter.owners for parameter in parameters)
     return replace(job, grads=Grads.kHidden) if split and job.grads is Grads.kVisible else job

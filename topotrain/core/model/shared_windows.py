@@ -1,15 +1,15 @@
-"""Memory that the residents of one host share: which buffers, whose they are, and who may write when.
+"""Shared memory of the processes on one host: buffers, and rules for writing.
 
-A *window* is a part of a resident's flat buffer that another resident sees in its own address space. Two kinds:
+A *window* is a part of a process's flat buffer that another process maps. There are two kinds:
 
-* parameters: one buffer for each worker group (several, where groups share their values), which all its workers live
-  in, where a model is split each in the spaces that it holds, and its servers write. It is written only while all
-  workers of the group wait in `step()` or for a fetch. Where a single group uses a server group, that buffer is the
-  servers' own copy of the values: an update then appears in the workers' parameters without any copy.
-* gradients: each worker's buffer "grad", into which the servers write a group's mean while the worker waits at the end
-  of its backward, and from which they read at `step()` what the script made of it.
+- Parameters: one buffer for each worker group, or for several groups that share their values. The parameters of all its
+  workers are views of it (in a split model, each in the spaces that it holds). Servers write it only while all workers
+  of the group wait in `step()` or for a fetch. If a single group uses a server group, the buffer is the servers' own
+  copy of the values. An update then appears in the workers' parameters without a copy.
+- Gradients: each worker's buffer "grad". The servers write a group's mean into it while the worker waits at the end of
+  its backward. At `step()` they read it, with the changes of the script.
 
-The first server of a group gives the parameter buffers out; all processes compute here which there are.
+The first server of a group distributes the parameter buffers. All processes compute here which buffers exist.
 """
 
 import torch
@@ -25,7 +25,10 @@ Flats = dict[tuple[str, int], torch.Tensor]  # (name, space) -> 1-D
 
 
 def buffer_of(topology: Topology, group: int) -> str:
-    """The name of the parameter buffer that a group's workers live in; VALUES is the servers' own copy."""
+    """Return the name of the parameter buffer of a group's workers.
+
+    VALUES is the servers' own copy.
+    """
     cluster = topology.cluster
     alone = len(topology.worker_groups_of(topology.server_group_of(group))) == 1 and not topology.synced
     if alone and cluster.n_push == cluster.n_fetch == 1:
@@ -38,20 +41,26 @@ def buffer_of(topology: Topology, group: int) -> str:
 
 
 def buffers_of(topology: Topology, server_group: int) -> dict[int, str]:
-    """Worker group -> parameter buffer, of the groups of a server group that see its memory."""
+    """Return the parameter buffers by worker group, for groups that see the memory.
+
+    These are groups of this server group that share its host.
+    """
     groups = topology.worker_groups_of(server_group)
     return {group: buffer_of(topology, group) for group in groups if topology.sees_memory(group)}
 
 
 def make(slice_map: SliceMap, topology: Topology, server_group: int, allocate: Allocate) -> Flats:
-    """The parameter buffers of a server group, each over the whole of every space."""
+    """Allocate the parameter buffers of a server group for all elements of all spaces."""
     names = sorted(set(buffers_of(topology, server_group).values()))
     spaces = [space for space in slice_map.spaces if space.length]
     return {(name, s.index): allocate(s.length, torch_dtype(s.dtype)) for name in names for s in spaces}
 
 
 def part(flats: Flats, slice_map: SliceMap, shard: int) -> Flats:
-    """The range of a shard in buffers over the whole; a shard may have none of a space."""
+    """Return the range of a shard in buffers over the whole.
+
+    A shard may have no elements of a space.
+    """
     found: Flats = {}
     for (name, space), flat in flats.items():
         lo, hi = slice_map.ranges[space][shard]
@@ -61,7 +70,11 @@ def part(flats: Flats, slice_map: SliceMap, shard: int) -> Flats:
 
 
 def seen(message: SharedBuffer, slice_map: SliceMap, shard: int | None) -> torch.Tensor:
-    """A window as elements: the range of a shard, or the whole of the space. Raises ProtocolError."""
+    """Return a received window as elements: the range of a shard, or the whole space.
+
+    Raises:
+        ProtocolError: the space does not exist, or the size is wrong.
+    """
     if message.body is None or not 0 <= message.space < len(slice_map.spaces):
         raise ProtocolError(f"a window on space {message.space} of {len(slice_map.spaces)}")
     space = slice_map.spaces[message.space]
@@ -72,7 +85,7 @@ def seen(message: SharedBuffer, slice_map: SliceMap, shard: int | None) -> torch
 
 
 def expected(topology: Topology, slice_map: SliceMap, server_group: int, shard: int) -> set[tuple[str, int]]:
-    """The parts of parameter buffers that a server is to be given."""
+    """Return the parts of parameter buffers that a server must receive."""
     names = set(buffers_of(topology, server_group).values())
     ranges = [(space.index, slice_map.ranges[space.index][shard]) for space in slice_map.spaces]
     return {(name, space) for name in names for space, (lo, hi) in ranges if hi > lo}

@@ -1,1 +1,1 @@
-"""Optimizers as servers run them: the adapter over torch.optim, learning rates, optimizer state as plain data."""
+"""Optimizers on servers: the torch.optim adapter, learning rates, optimizer state."""

@@ -1,9 +1,10 @@
-"""The update rule on one slice: any torch.optim through one adapter, fused where that kernel is right.
+"""Adapter that runs any torch.optim optimizer on slices of parameters.
 
-Rule: nothing of an optimizer travels but its name and its hyper-parameters, as JSON. A server makes the same class over
-views of its own values and steps it in place. What an element-wise optimizer does to a slice that is cut at multiples
-of 64 elements from a parameter's start is, bit for bit, what it does to the whole (tested for ELEMENTWISE); the others
-need whole tensors (`slicing: kTensor`) or are refused by name.
+Only the name and the hyper-parameters of an optimizer are sent, as JSON. A server makes the same class over views of
+its own values and steps it in place. An element-wise optimizer gives, bit for bit, the same result on a slice as on the
+whole parameter, if slices are cut at multiples of 64 elements from the parameter's start (tested for ELEMENTWISE).
+Other optimizers need whole tensors (`slicing: kTensor`) or are refused by name. Fused kernels are used where
+`kernel_choice` finds them correct.
 """
 
 import importlib
@@ -38,12 +39,12 @@ ELEMENTWISE = (
     "ASGD",
     "Rprop",
 )
-WHOLE = ("Adafactor", "Muon")  # they look at rows, columns or the matrix
-REFUSED = {"LBFGS": "it evaluates the whole loss again and again", "SparseAdam": "it needs sparse gradients"}
+WHOLE = ("Adafactor", "Muon")  # they use rows, columns or the whole matrix
+REFUSED = {"LBFGS": "it evaluates the whole loss several times per step", "SparseAdam": "it needs sparse gradients"}
 
 _TORCH = "torch.optim."
 _BOOKKEEPING = ("params", "param_names")
-_DEVICE_ONLY = ("capturable",)  # of the script's own device; where the update is computed it has no meaning
+_DEVICE_ONLY = ("capturable",)  # applies to the script's own device, not to the server that computes the update
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
@@ -55,8 +56,10 @@ class UnsupportedOptimizer(ConfigError):
 class OptimizerSpec:
     """An optimizer without its tensors.
 
-    `name` is "torch.optim.Adam" or "module:Class". `groups` are the hyper-parameters of each parameter group;
-    `assignment[i]` is the group of parameter i, -1 if it is not optimized.
+    Attributes:
+        name: "torch.optim.Adam" or "module:Class".
+        groups: the hyper-parameters of each parameter group.
+        assignment: the group of each parameter, -1 if it is not optimized.
     """
 
     name: str
@@ -64,12 +67,16 @@ class OptimizerSpec:
     assignment: tuple[int, ...]
 
     def to_text(self) -> str:
-        """JSON, the same text for the same spec."""
+        """Return JSON; equal specs give equal texts."""
         return _ENCODER.encode({"name": self.name, "groups": self.groups, "assignment": self.assignment})
 
     @staticmethod
     def from_text(text: str) -> "OptimizerSpec":
-        """Raises ConfigError for a text that `to_text` cannot have written."""
+        """Read the JSON form.
+
+        Raises:
+            ConfigError: `to_text` cannot have written this text.
+        """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -91,12 +98,17 @@ def describe(
     import_module: str = "",
     aside: Sequence[torch.nn.Parameter] = (),
 ) -> OptimizerSpec:
-    """What a server must know to run `optimizer` over `parameters` (the map's, in its order), and not over `aside`.
+    """Return the description that a server needs to run an optimizer.
 
-    Raises UnsupportedOptimizer for a class that cannot be run on slices, or that `import_module` does not hold, and
-    ConfigError if the optimizer holds a tensor that is no parameter.
+    Args:
+        parameters: the parameters of the slice map, in its order.
+        aside: parameters of the optimizer that are not in the map.
+
+    Raises:
+        UnsupportedOptimizer: the class cannot be run on slices, or is not in `import_module`.
+        ConfigError: the optimizer holds a tensor that is not a parameter of the model.
     """
-    # One that is for sparse gradients alone has nothing to do here, and no name that a server would take.
+    # An optimizer with only sparse parameters has nothing to do here, and servers would refuse its name. SGD stands in.
     name = _name(type(optimizer), slicing, import_module) if parameters or not aside else _TORCH + "SGD"
     index = {id(p): i for i, p in enumerate(parameters)}
     others = set(map(id, aside))
@@ -107,7 +119,7 @@ def describe(
                 continue
             if id(tensor) not in index:
                 raise ConfigError(
-                    "optimizer", tuple(tensor.shape), f"group {number} holds a tensor that is no parameter of the model"
+                    "optimizer", tuple(tensor.shape), f"group {number} has a tensor that the model does not have"
                 )
             assignment[index[id(tensor)]] = number
     return OptimizerSpec(name, _groups(json.loads(hyper(optimizer))), tuple(assignment))
@@ -141,7 +153,10 @@ def _find(module: object, name: str) -> Any:
 
 
 def _class(name: str, import_module: str) -> type[Optimizer]:
-    """The class of a spec's name: from the list above, or from the job's own module; nothing else is imported."""
+    """Return the class of a spec's name.
+
+    It must be in the lists above, or in the job's own module. Nothing else is imported.
+    """
     short = name.removeprefix(_TORCH)
     if name.startswith(_TORCH):
         found = getattr(torch.optim, short, None) if short in ELEMENTWISE + WHOLE else None
@@ -159,10 +174,13 @@ def _class(name: str, import_module: str) -> type[Optimizer]:
 
 
 def hyper(optimizer: Optimizer) -> bytes:
-    """The hyper-parameters of all groups as canonical JSON: equal values, equal bytes.
+    """Return the hyper-parameters of all groups as canonical JSON.
 
-    A tensor of one element (a learning rate) counts as its number. What a scheduler keeps in a group travels too if it
-    is plain and is left out otherwise. Raises UnsupportedOptimizer if one of the class's own settings is not plain.
+    Equal values give equal bytes. A tensor of one element (a learning rate) counts as a number. Entries that a
+    scheduler adds to a group are included if they are plain, and otherwise left out.
+
+    Raises:
+        UnsupportedOptimizer: one of the class's own settings is not plain.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -182,19 +200,23 @@ def hyper(optimizer: Optimizer) -> bytes:
 
 
 class HyperEncoder:
-    """`hyper(optimizer)` at every step, encoded only when something has changed.
+    """Computes `hyper(optimizer)` at every step, and encodes it only after a change.
 
-    As long as all settings are immutable it compares values; a tensor or a list may change in place, so with one of
-    these in a group nothing is remembered.
+    It compares values as long as all settings are immutable. A tensor or list may change in place, so with one of these
+    in a group nothing is cached.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: list[tuple[Callable[[Any], Any], int, Any]] = []  # of each group: its settings, entries, values
+        self._known: list[tuple[Callable[[Any], Any], int, Any]] = []  # per group: getter, number of entries, values
         self._text = b""
 
     def __call__(self) -> bytes:
-        """The text, as `hyper` gives it. Raises UnsupportedOptimizer."""
+        """Return the text of `hyper`.
+
+        Raises:
+            UnsupportedOptimizer: as `hyper`.
+        """
         groups = self._optimizer.param_groups
         if not self._known or len(groups) != len(self._known) or not self._same(groups):
             self._text = hyper(self._optimizer)
@@ -206,13 +228,16 @@ class HyperEncoder:
             for group, (settings, entries, values) in zip(groups, self._known, strict=True):
                 if len(group) != entries or settings(group) != values:
                     return False
-        except (KeyError, ValueError, TypeError, RuntimeError):  # a name is gone, or a value is an array now
+        except (KeyError, ValueError, TypeError, RuntimeError):  # a name was removed, or a value is an array now
             return False
         return True
 
 
 def _snapshot(groups: Sequence[dict[str, Any]]) -> list[tuple[Callable[[Any], Any], int, Any]]:
-    """What `HyperEncoder` compares with; empty if a setting could change in place."""
+    """Return the values to which `HyperEncoder` compares.
+
+    The result is empty if a setting could change in place.
+    """
     known: list[tuple[Callable[[Any], Any], int, Any]] = []
     for group in groups:
         names = [name for name in group if name not in _BOOKKEEPING]
@@ -262,12 +287,11 @@ def _setting(name: str, value: Any) -> Any:
 
 
 class SliceUpdate:
-    """One optimizer over the segments that one owner holds; state lives here and nowhere else.
+    """One optimizer over the segments of one owner, with the only copy of their state.
 
-    `segments` are (key, index of the parameter, value): the value is a view of the owner's memory, 1-D for a slice, of
-    the parameter's shape for a whole tensor. Keys are the owner's own, unique. `clip` are the bounds of every element
-    of a gradient (SINGA's clip_low and clip_high); `correct` changes hyper-parameters. Not thread-safe: an owner steps
-    one update at a time.
+    `segments` are (key, index of the parameter, value). The value is a view of the owner's memory: 1-D for a slice, of
+    the parameter's shape for a whole tensor. Keys are chosen by the owner and unique. `clip` are the bounds of every
+    element of a gradient (SINGA's clip_low and clip_high). `correct` changes hyper-parameters. Not thread-safe.
     """
 
     def __init__(
@@ -292,17 +316,24 @@ class SliceUpdate:
             self._values[key] = value.detach()  # the same memory, without autograd's history
             if (group := spec.assignment[parameter]) >= 0:
                 members.setdefault(group, []).append(self._values[key])
-        self._numbers = sorted(members)  # torch's groups are the spec's, without those that have nothing here
+        self._numbers = sorted(members)  # torch's groups are the spec's groups that have segments here
         self._kinds = [kernel_choice.kinds(members[n]) for n in self._numbers]
         self._optimizer = _make(cls, [{**spec.groups[n], "params": members[n]} for n in self._numbers])
         self._hyper = b""
 
     def apply(self, hyper: bytes, grads: Mapping[int, torch.Tensor | None], staleness: int = 0) -> None:
-        """One step, in place. `hyper` is what `hyper(optimizer)` gave; a key without gradient, or with None, is skipped
-        (Adam on None is not Adam on zero). Gradients are read only, and not kept. `staleness`: how many updates are in
-        the values that were not in those that the gradients were computed from.
+        """Do one step in place.
 
-        Raises KeyError for a key that is not held here, ConfigError for hyper-parameters of another optimizer.
+        Gradients are only read, and not kept. A key without a gradient, or with None, is skipped, since Adam on None
+        differs from Adam on zero.
+
+        Args:
+            hyper: the result of `hyper(optimizer)`.
+            staleness: the number of updates of the values since the gradients were computed.
+
+        Raises:
+            KeyError: a key is not held here.
+            ConfigError: the hyper-parameters are of another optimizer.
         """
         if self._optimizer is None:
             return
@@ -325,7 +356,10 @@ class SliceUpdate:
             raise ConfigError("optimizer", type(optimizer).__name__, f"cannot go on: {error!r}") from error
 
     def _step(self, optimizer: Optimizer) -> None:
-        """torch's fused SGD fails when some momentum buffers exist and some do not: then those without go first."""
+        """Step the optimizer, values with a first gradient before the others.
+
+        torch's fused SGD fails if only some momentum buffers exist.
+        """
         late = list(_without_momentum(optimizer))
         if late:
             first = {id(value) for value in late}
@@ -362,13 +396,16 @@ class SliceUpdate:
             self._scale = scale
 
     def optimizes(self, key: int) -> bool:
-        """Whether a segment has state."""
+        """Return whether a segment is optimized."""
         value = self._values[key]
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return any(member is value for group in groups for member in group["params"])
 
     def state(self) -> Iterator[tuple[int, str, torch.Tensor | float]]:
-        """(key, name, value): the optimizer's own tensors, of the segment's shape or 0-D, and plain numbers."""
+        """Yield (key, name, value) of the state.
+
+        Values are the optimizer's own tensors, of the segment's shape or 0-D, and plain numbers.
+        """
         states = self._optimizer.state if self._optimizer is not None else {}
         for key, value in self._values.items():
             for name, item in states.get(value, {}).items():
@@ -379,7 +416,10 @@ class SliceUpdate:
                 yield key, name, item
 
     def load_state(self, key: int, name: str, value: torch.Tensor | float) -> None:
-        """Put back what `state` gave; every name of a key, or none. Tensors are copied."""
+        """Restore an entry of `state`. Restore all names of a key, or none.
+
+        Tensors are copied.
+        """
         place = self._values[key]
         if self._optimizer is None:
             raise KeyError(key)
@@ -391,10 +431,10 @@ class SliceUpdate:
 
 
 class HyperCheck:
-    """Whether hyper-parameters are such as the optimizer of a spec goes on with: asked before any value has changed.
+    """Checks hyper-parameters before any value has changed.
 
     Args:
-        spec: the optimizer; its groups are what it was made with.
+        spec: the optimizer, with the groups it was made with.
         import_module: as for `SliceUpdate`.
     """
 
@@ -403,7 +443,11 @@ class HyperCheck:
         self._good: tuple[dict[str, Any], ...] = spec.groups
 
     def check(self, hyper: bytes) -> None:
-        """Raises ConfigError for what is no such text, other groups, and settings that the class itself refuses."""
+        """Check new hyper-parameters.
+
+        Raises:
+            ConfigError: the text is not valid, has other groups, or the class itself refuses a setting.
+        """
         try:
             groups = _groups(json.loads(hyper))
         except (ValueError, RecursionError) as error:
@@ -420,12 +464,16 @@ class HyperCheck:
         for name, value in group.items():
             if not _alike(value, made_with.get(name, value)):
                 raise ConfigError(f"optimizer.groups.{name}", value, f"must be such as {made_with[name]!r}")
-        if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes the rate alone
+        if group | {"lr": 0.0} != good | {"lr": 0.0} or group.get("lr", 0.0) < 0:  # a schedule changes only the rate
             check_settings(_class(self._spec.name, self._import), made_with | group)
 
 
 def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for settings that the class refuses: asked by making one, over a parameter of one element."""
+    """Check settings by making an optimizer of one element.
+
+    Raises:
+        ConfigError: the class refuses the settings.
+    """
     try:
         _constructed(cls, [{**settings, "params": [torch.zeros(1)]}])
     except OWN_ERRORS as error:
@@ -433,7 +481,10 @@ def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Of one kind: numbers (finite where the other is), bools or None, texts, lists of these."""
+    """Return whether two settings are of one kind.
+
+    Kinds are numbers (finite if the other is), bools or None, texts, and lists of these.
+    """
     if isinstance(value, tuple) or isinstance(other, tuple):
         same = isinstance(value, tuple) and isinstance(other, tuple) and len(value) == len(other)
         return same and all(map(_alike, value, other))
@@ -446,7 +497,10 @@ def _alike(value: Any, other: Any) -> bool:
 
 
 def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Of fused SGD with momentum: values that get their first gradient now, while others of their group are past it."""
+    """Yield values of fused SGD that get their first gradient later than others.
+
+    Only groups with momentum have such values.
+    """
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -458,7 +512,10 @@ def _without_momentum(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
-    """None if there is nothing to optimize here, which torch has no optimizer for."""
+    """Make an optimizer, or return None if no segment is optimized here.
+
+    torch has no optimizer without parameters.
+    """
     if not groups:
         return None
     for group in groups:
@@ -467,7 +524,7 @@ def _make(cls: Any, groups: list[dict[str, Any]]) -> Optimizer | None:
 
 
 def _constructed(cls: Any, groups: list[dict[str, Any]]) -> Optimizer:
-    # Some settings act in the constructor only (Adagrad's initial_accumulator_value), so it gets them all.
+    # Some settings act only in the constructor (Adagrad's initial_accumulator_value), so it gets all settings.
     known = inspect.signature(cls).parameters
     settings = {name: value for name, value in groups[0].items() if name in known and name != "params"}
     made: Optimizer = cls(groups, **settings)
@@ -475,11 +532,11 @@ def _constructed(cls: Any, groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def remake(spec: OptimizerSpec, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-    """The optimizer that `describe` has described, over these parameters; one of torch's own classes.
+    """Make the optimizer of a spec over these parameters; one of torch's own classes.
 
     Raises:
-        UnsupportedOptimizer: it is none of those.
-        ConfigError: settings that its class does not take, or an assignment of other parameters.
+        UnsupportedOptimizer: the class is not one of torch's.
+        ConfigError: the class refuses the settings, or the assignment is of other parameters.
     """
     if len(spec.assignment) != len(parameters) or not any(group >= 0 for group in spec.assignment):
         raise ConfigError("optimizer.assignment", len(spec.assignment), f"must be of {len(parameters)} parameters")
@@ -499,11 +556,14 @@ def remake(spec: OptimizerSpec, parameters: Sequence[torch.nn.Parameter]) -> Opt
 
 
 def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Optimizer:
-    """The optimizer of an updater block, at the learning rate of step 0; `set_lr` moves it on.
+    """Build the optimizer of an updater block, at the learning rate of step 0.
 
-    The rules are torch's: Adam and AdaMax correct their bias (Kingma and Ba, 2015), momentum multiplies the sum of
-    gradients and not of steps, `delta` is added to the root. Parameters with equal scales form one group, which keeps
-    its `lr_scale`. Raises ConfigError for a type or schedule of the user's own, and for a block that is missing.
+    `set_lr` changes the rate later. The rules are torch's: Adam and AdaMax correct their bias (Kingma and Ba, 2015),
+    momentum multiplies the sum of gradients and not of steps, `delta` is added to the root. Parameters with equal
+    scales form one group, which keeps its `lr_scale`.
+
+    Raises:
+        ConfigError: the type or schedule is the user's own, or a block is missing.
     """
     scaled: dict[tuple[float, float], list[tuple[str, torch.nn.Parameter]]] = {}
     for name, parameter in named_parameters:
@@ -524,14 +584,20 @@ def build(updater: Updater, named_parameters: Iterable[tuple[str, torch.nn.Param
 
 
 def set_lr(optimizer: Optimizer, updater: Updater, step: int) -> None:
-    """Give every group of a built optimizer the learning rate of `step`, counted from 0."""
+    """Set the learning rate of `step`, counted from 0, in all groups of an optimizer.
+
+    The optimizer must come from `build`.
+    """
     rate = lr_schedules.lr(updater, step)
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_scale"]
 
 
 def follow_schedule(optimizer: Optimizer, updater: Updater, done: int = 0) -> Callable[..., None]:
-    """Set the learning rate of the step after `done` others; what is returned sets the next one's, after each step."""
+    """Set the learning rate of the step after `done` steps.
+
+    Returns a hook that sets the next rate after each step.
+    """
     steps = count(done + 1)
 
     def after_step(*_: Any) -> None:
@@ -542,14 +608,17 @@ def follow_schedule(optimizer: Optimizer, updater: Updater, done: int = 0) -> Ca
 
 
 def clip_bounds(updater: Updater | None) -> tuple[float, float] | None:
-    """Of every element of a gradient (clip_low and clip_high); None where the block sets none."""
+    """Return the bounds of every gradient element (clip_low and clip_high), or None."""
     if updater is None or updater.clip_low >= updater.clip_high:
         return None
     return updater.clip_low, updater.clip_high
 
 
 def clip(updater: Updater, parameters: Iterable[torch.Tensor]) -> None:
-    """Clip whole gradients in place as the servers of a job clip their parts: the global norm, then every element."""
+    """Clip whole gradients in place as the servers of a job clip their parts.
+
+    The global norm is clipped first, then every element.
+    """
     found = [parameter for parameter in parameters if parameter.grad is not None]
     if updater.clip_norm:
         torch.nn.utils.clip_grad_norm_(found, updater.clip_norm)

@@ -1,8 +1,8 @@
-"""Which of torch's optimizer kernels are taken: those that have been seen to compute what torch's plain loop computes.
+"""Choice of torch's optimizer kernels: fused kernels are used only after a trial.
 
-Rule: a kernel that runs without an error has proved nothing. torch 2.13's fused SGD, for one, leaves bfloat16 and
-float16 as they are wherever its vectorized part is at work. So a fused kernel first takes a few steps beside the plain
-loop (`foreach=False, fused=False`): in this process, for this class, these options, this dtype and this device.
+A kernel that runs without an error may still be wrong. For example, the vectorized part of torch 2.13's fused SGD
+leaves bfloat16 and float16 values unchanged. So a fused kernel first does a few steps beside the plain loop
+(`foreach=False, fused=False`): in this process, for this class, these options, this dtype and this device.
 """
 
 import inspect
@@ -17,50 +17,53 @@ from torch.optim import Optimizer
 from topotrain.config.job import ConfigError
 
 OWN_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, AssertionError)
-"""What an optimizer raises that does not like its settings, or its state."""
+"""Errors that an optimizer raises for wrong settings or wrong state."""
 
 SIZES = (1, 63, 64, 65, 4099)
-"""Elements of the tensors that are stepped: what vectors hold, what is left after them, and several threads' parts."""
+"""Elements of the trial tensors: for full vectors, remainders, and the parts of several threads."""
 
 STEPS = 3
 
 TOLERANCE = 4
-"""How far two kernels may be apart, in units of the dtype's epsilon at the largest magnitude of a tensor.
+"""Allowed difference of two kernels, in units of the dtype's epsilon at the largest magnitude of a tensor.
 
-They round in different places. In float32 the last bits differ. In bfloat16 and float16 the plain loop rounds after
-every operation and a fused kernel once. Three steps of torch's right kernels end less than 2 such units apart.
+Kernels round in different places. In float32 the last bits differ. In bfloat16 and float16 the plain loop rounds after
+every operation and a fused kernel once. Three steps of torch's correct kernels differ by less than 2 such units.
 """
 
 _PLAIN = {"foreach": False, "fused": False}
 _FUSED = {"foreach": False, "fused": True}
 
-# An option that is not 0 is tried at this value: a weight decay of 1e-4 could not be seen in bfloat16, and a schedule
-# that moves a momentum needs no new trial.
+# Options other than 0 are tried at these values. A weight decay of 1e-4 would have no visible effect in bfloat16, and a
+# schedule that changes a momentum needs no new trial.
 _TRIED_AT: Mapping[str, float] = {"weight_decay": 0.25, "lr_decay": 0.25, "momentum": 0.9, "dampening": 0.5}
 _BETAS = (0.9, 0.99)
-_RATE = 0.5  # also for a rate of 0, with which a warm-up begins
+_RATE = 0.5  # also in place of rate 0, with which a warm-up begins
 
 
-Kind = tuple[torch.dtype, str]  # and the device's type
+Kind = tuple[torch.dtype, str]  # (dtype, type of the device)
 
 
 class KernelVerdict(Enum):
-    """What a trial has shown of a fused kernel."""
+    """The result of a trial of a fused kernel."""
 
     RIGHT = auto()
     WRONG = auto()
-    UNSEEN = auto()  # there is no such kernel, or steps with these options are too small to be seen in the dtype
+    UNSEEN = auto()  # no such kernel, or steps with these options are too small for the dtype
 
 
 def kinds(params: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
-    """The dtypes and devices of these parameters, each once."""
+    """Return the dtypes and devices of these parameters, each once."""
     return tuple({(value.dtype, value.device.type): None for value in params})
 
 
 def choose(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> dict[str, bool | None]:
-    """The kernel of a parameter group whose script has named none: fused if that is right, else torch's own choice.
+    """Return the kernel options of a parameter group, {} if the script has chosen.
 
-    Empty where the script has named one. Raises ConfigError for fused=True where that kernel is wrong.
+    The fused kernel is used if it is correct, else torch's own default.
+
+    Raises:
+        ConfigError: the script has set fused=True, and that kernel is wrong.
     """
     if group.get("fused"):
         check_named(cls, group, kinds)
@@ -71,7 +74,11 @@ def choose(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> dict[st
 
 
 def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> None:
-    """Raises ConfigError where fused=True and that kernel has been seen to be wrong on this machine."""
+    """Check a kernel that the script has chosen.
+
+    Raises:
+        ConfigError: fused=True, and that kernel was found to be wrong on this machine.
+    """
     for dtype, device in kinds if group.get("fused") else ():
         if verdict(cls, group, dtype, device) is KernelVerdict.WRONG:
             where = f"in {str(dtype).removeprefix('torch.')} on this machine (torch {torch.__version__}, {device})"
@@ -80,12 +87,15 @@ def check_named(cls: Any, group: Mapping[str, Any], kinds: Iterable[Kind]) -> No
 
 
 def verdict(cls: Any, group: Mapping[str, Any], dtype: torch.dtype, device: str) -> KernelVerdict:
-    """Of the fused kernel of a class with a group's options; tried once per process."""
+    """Return the verdict on the fused kernel of a class with a group's options.
+
+    It is tried once per process.
+    """
     known = _options(cls)
     settings = tuple((name, _tried(name, value)) for name, value in sorted(group.items()) if name in known)
     try:
         return _try(cls, settings, dtype, device)
-    except TypeError:  # a setting that cannot be a key: of a class of the user's own
+    except TypeError:  # a setting of a user's own class is not hashable
         return KernelVerdict.UNSEEN
 
 
@@ -118,10 +128,11 @@ def _try(cls: Any, settings: tuple[tuple[str, Any], ...], dtype: torch.dtype, de
 
 
 class _Trial:
-    """An optimizer over some small tensors. It draws from a generator of its own, so no script's numbers change.
+    """An optimizer over a few small tensors.
 
-    All magnitudes are near 1 and the rate is large, so that a step is much more than the shortest dtype's rounding.
-    Each element moves away from 0: nothing cancels, and errors stay as small as the dtype says.
+    It has its own random generator, so the script's random numbers do not change. All magnitudes are near 1 and the
+    rate is large, so a step is much larger than the rounding of the shortest dtype. Each element moves away from 0. So
+    there is no cancellation, and errors stay within the dtype's precision.
     """
 
     def __init__(self, cls: Any, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
@@ -142,12 +153,12 @@ class _Trial:
         self._optimizer.step()
 
     def moved(self) -> bool:
-        """Whether every element has changed by more than two kernels may be apart."""
+        """Return whether every element has changed by more than the tolerance."""
         pairs = zip(self._begin, self._values, strict=True)
         return all(bool(((a - b).abs() > 2 * _allowed(b)).all()) for a, b in pairs)
 
     def agrees(self, other: "_Trial") -> bool:
-        """Whether values and state are the same up to rounding."""
+        """Return whether values and state are equal up to rounding."""
         for mine, theirs in zip(self._values, other._values, strict=True):
             left, right = self._optimizer.state[mine], other._optimizer.state[theirs]
             if not _close(mine, theirs) or not all(_close(left.get(n), right.get(n)) for n in {*left, *right}):
@@ -164,4 +175,4 @@ def _close(left: Any, right: Any) -> bool:
         return bool(left == right)
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    return bool(((left - right).abs() <= _allowed(left)).all())  # False also for what is not a number
+    return bool(((left - right).abs() <= _allowed(left)).all())  # False also for NaN

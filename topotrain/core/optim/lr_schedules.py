@@ -1,7 +1,7 @@
 """SINGA's seven learning-rate schedules.
 
-Rule: a rate is a pure function of the step. Steps may repeat, jump or go back (after a restart, or where groups of
-workers are at different steps), and the same step always gives the same rate.
+A rate is a pure function of the step. Steps may repeat, jump or go back, after a restart or when groups of workers are
+at different steps. The same step always gives the same rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,10 @@ _FIELD = "updater.learning_rate"
 
 
 def lr(updater: Updater, step: int) -> float:
-    """The learning rate of `step`, counted from 0, before any `lr_scale`.
+    """Return the learning rate of `step`, counted from 0, before any `lr_scale`.
 
-    Raises ConfigError if the updater has no schedule, one of the user's own, or lacks the block its type needs.
+    Raises:
+        ConfigError: the updater has no schedule or the user's own, or lacks the block that its type needs.
     """
     schedule = updater.learning_rate
     if schedule is None:
@@ -33,14 +34,17 @@ def _fixed(schedule: LRGen, step: int) -> float:
 
 
 def _linear(schedule: LRGen, step: int) -> float:
-    """From base_lr to final_lr in change_freq steps, final_lr from then on (SINGA went on below zero)."""
+    """From base_lr to final_lr in change_freq steps, then final_lr.
+
+    SINGA continues below zero.
+    """
     conf = _needed(schedule.linear_conf, "linear_conf")
     done = min(step / conf.change_freq, 1.0)
     return (1 - done) * schedule.base_lr + done * conf.final_lr
 
 
 def _exponential(schedule: LRGen, step: int) -> float:
-    """Halved, smoothly, every change_freq steps."""
+    """Halved every change_freq steps, continuously."""
     return float(schedule.base_lr / 2 ** (step / _needed(schedule.exponential_conf, "exponential_conf").change_freq))
 
 
@@ -54,13 +58,13 @@ def _inverse(schedule: LRGen, step: int) -> float:
 
 
 def _step(schedule: LRGen, step: int) -> float:
-    """Times gamma after every change_freq steps, in stairs."""
+    """Multiplied by gamma after every change_freq steps."""
     conf = _needed(schedule.step_conf, "step_conf")
     return float(schedule.base_lr * conf.gamma ** (step // conf.change_freq))
 
 
 def _fixed_step(schedule: LRGen, step: int) -> float:
-    """step_lr of the last entry that `step` has reached; of the first one before that."""
+    """Return step_lr of the last entry reached by `step`, or of the first entry."""
     conf = _needed(schedule.fixedstep_conf, "fixedstep_conf")
     reached = sum(step >= start for start in conf.step)
     return conf.step_lr[max(reached - 1, 0)]

@@ -1,8 +1,8 @@
-"""What an optimizer holds of each parameter, as plain data, and the files in which values and state stand.
+"""Optimizer state of parameters as plain data, and the layout of its files.
 
-Rule: pure, without torch. State is found, not assumed: a server says what its optimizer holds at that moment (one that
-has seen no gradient holds nothing), and all servers of a parameter must say the same. Numbers (a step count) stand in
-the table itself, tensors in the file of the optimizer's state.
+This module is pure and does not import torch. State is discovered: a server reports the state that its optimizer holds
+at that moment, which is empty before the first gradient. All servers of a parameter must report the same. Numbers (a
+step count) are in the table itself, tensors in the file of the optimizer's state.
 """
 
 import json
@@ -16,22 +16,23 @@ from topotrain.core.model.safetensors_layout import NAMES, FlatFile, TensorDescr
 
 ELEMENTS, WHOLE, NUMBER = "elements", "whole", "number"
 PLAIN = ("float", "int", "bool")
-"""Kinds of numbers that are no tensors."""
+"""Types of numbers that are not tensors."""
 
 _MOST_DIMENSIONS = 64
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 class StateError(ValueError):
-    """What servers say of an optimizer's state does not fit together, or is no such text."""
+    """Reports of servers about optimizer state contradict each other or are not valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateValue:
     """One entry of a parameter's state.
 
-    ELEMENTS: a tensor of the parameter's shape, of this dtype. WHOLE: one of another `shape`. NUMBER: `value`; `dtype`
-    is that of a tensor without dimensions, or one of PLAIN.
+    - ELEMENTS: a tensor of the parameter's shape, of this dtype.
+    - WHOLE: a tensor of another `shape`.
+    - NUMBER: `value`, where `dtype` is that of a tensor without dimensions, or one of PLAIN.
     """
 
     kind: str
@@ -40,17 +41,20 @@ class StateValue:
     value: float | int = 0
 
     def as_data(self) -> list[Any]:
-        """For JSON."""
+        """Return the JSON form."""
         return [self.kind, self.dtype, list(self.shape), self.value]
 
 
 State = Mapping[str, StateValue]
 Table = Mapping[int, State]
-"""Index of a parameter -> its entries by name; parameters without state are left out."""
+"""Index of a parameter -> its entries by name. Parameters without state are left out."""
 
 
 def to_rows(table: Table) -> list[Any]:
-    """The table for JSON. Parameters with equal state, which as a rule are all of them, share a row."""
+    """Return the JSON form of a table.
+
+    Parameters with equal state, usually all of them, share a row.
+    """
     by_state: dict[str, list[int]] = {}
     for index in sorted(table):
         data = {name: held.as_data() for name, held in table[index].items()}
@@ -59,13 +63,17 @@ def to_rows(table: Table) -> list[Any]:
 
 
 def from_rows(rows: Any, parameters: Sequence[Parameter]) -> dict[int, State]:
-    """The inverse. Raises StateError for what `to_rows` cannot have made for these parameters."""
+    """Read the JSON form of a table.
+
+    Raises:
+        StateError: `to_rows` cannot have written this for these parameters.
+    """
     if not isinstance(rows, list):
         raise StateError("the state of the optimizer must be a list of rows")
     table: dict[int, State] = {}
     for row in rows:
         if not (isinstance(row, list) and len(row) == 2 and isinstance(row[1], dict)):
-            raise StateError(f"no row of an optimizer's state: {str(row)[:80]}")
+            raise StateError(f"not a row of an optimizer's state: {str(row)[:80]}")
         state = {name: _held(name, data) for name, data in row[1].items()}
         for index in _indices(row[0], len(parameters)):
             if index in table:
@@ -75,7 +83,11 @@ def from_rows(rows: Any, parameters: Sequence[Parameter]) -> dict[int, State]:
 
 
 def merge(tables: Iterable[Table], parameters: Sequence[Parameter]) -> dict[int, State]:
-    """What all servers hold together. Raises StateError where two differ about a parameter that both have a part of."""
+    """Merge the tables of all servers.
+
+    Raises:
+        StateError: two servers report different state of a parameter of which both hold a part.
+    """
     merged: dict[int, State] = {}
     for table in tables:
         for index, state in table.items():
@@ -86,14 +98,24 @@ def merge(tables: Iterable[Table], parameters: Sequence[Parameter]) -> dict[int,
 
 
 def model_file(parameters: Sequence[Parameter]) -> FlatFile:
-    """Where the values stand. Raises ValueError as `lay_out`."""
+    """Return the layout of the file of values.
+
+    Raises:
+        ValueError: as `lay_out`.
+    """
     tied = {p.name: list(p.aliases) for p in parameters if p.aliases}
     told = (TensorDescription(p.name, p.dtype, p.shape, p.stride) for p in parameters)
     return lay_out(told, {"format": "pt", "tied": json.dumps(tied)})
 
 
 def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
-    """Where the tensors of the optimizer's state stand, each under `entry_name`. Raises ValueError as `lay_out`."""
+    """Return the layout of the file of optimizer state.
+
+    Tensors are named by `entry_name`.
+
+    Raises:
+        ValueError: as `lay_out`.
+    """
     told = []
     for index in sorted(table):
         parameter = parameters[index]
@@ -111,7 +133,7 @@ def state_file(parameters: Sequence[Parameter], table: Table) -> FlatFile:
 
 
 def entry_name(parameter: Parameter, name: str) -> str:
-    """What a tensor of the optimizer's state is called in the file."""
+    """Return the name of a tensor of the optimizer's state in the file."""
     return f"{parameter.name}/{name}"
 
 
@@ -130,14 +152,14 @@ def _indices(runs: Any, count: int) -> Iterable[int]:
         raise StateError("a row of an optimizer's state names no parameters")
     for run in runs:
         if not (isinstance(run, list) and len(run) == 2 and all(type(n) is int for n in run)):
-            raise StateError(f"no run of parameters: {str(run)[:80]}")
+            raise StateError(f"not a range of parameters: {str(run)[:80]}")
         if not 0 <= run[0] < run[1] <= count:
             raise StateError(f"parameters {run[0]} to {run[1]} of {count}")
         yield from range(run[0], run[1])
 
 
 def _held(name: str, data: Any) -> StateValue:
-    wrong = StateError(f"no entry of an optimizer's state: {name[:80]!r} = {str(data)[:80]}")
+    wrong = StateError(f"not an entry of an optimizer's state: {name[:80]!r} = {str(data)[:80]}")
     if not (isinstance(data, list) and len(data) == 4) or "/" in name:
         raise wrong
     kind, dtype, shape, value = data

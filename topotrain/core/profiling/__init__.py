@@ -1,1 +1,1 @@
-"""Spans: what a process did in a step, and when."""
+"""Spans: the activities of a process in a step, with their times."""

@@ -1,4 +1,4 @@
-"""What a server tells of a message that it handles or sends: the span's name, and which step and bucket it is of."""
+"""Spans of messages that a server handles or sends: name, step and bucket."""
 
 from contextlib import AbstractContextManager
 
@@ -23,21 +23,24 @@ _SENT: dict[type[m.Message], str] = {
 
 
 def handling(spans: Recorder, sender: Address, message: m.Message) -> AbstractContextManager[object]:
-    """The span in which a server deals with a message."""
+    """Return the span in which a server handles a message."""
     if spans is SILENT:
         return spans.span("")
     return spans.span(_HANDLED.get(type(message), "handle"), **_numbers(sender, message))
 
 
 def sending(spans: Recorder, to: Address, message: m.Message) -> AbstractContextManager[object]:
-    """The span in which a server sends one."""
+    """Return the span in which a server sends a message."""
     if spans is SILENT:
         return spans.span("")
     return spans.span(_SENT.get(type(message), "send"), **_numbers(to, message))
 
 
 def _numbers(peer: Address, message: m.Message) -> dict[str, int]:
-    """Steps count from 1, as users count them. A decision is about a group, whoever tells it."""
+    """Return the numbers of a span.
+
+    Steps count from 1, as users count them. A decision belongs to its group, not to its sender.
+    """
     numbers = {name: getattr(message, name) for name in ("ordinal", "round", "bucket") if hasattr(message, name)}
     if hasattr(message, "step"):
         numbers["step"] = message.step + 1

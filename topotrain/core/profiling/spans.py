@@ -1,8 +1,8 @@
-"""What a process did, and when: spans of time, kept for one step and handed over when the process ends.
+"""Spans of time in a process, kept for one step and written when the process ends.
 
-Rule: whoever records knows no clock and no thread; both are given to the recorder by the floor that has them. The first
-word of a span's name is its phase ("wait for means" is a wait), and PHASES names them all. Nobody asked for a profile:
-then SILENT is told, which does nothing. Times are nanoseconds of a clock that all processes of a host share.
+A recorder gets its clock and its thread names as arguments, so this module uses neither itself. The first word of a
+span's name is its phase ("wait for means" is a wait), and PHASES has them all. Without a profile the recorder is
+SILENT, which does nothing. Times are nanoseconds of a clock that all processes of a host share.
 """
 
 import json
@@ -13,18 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 PHASES = ("forward", "backward", "push", "reduce", "apply", "pull", "wait")
-"""What a step is made of. A name that begins with another word is told in the trace and counted as "other"."""
+"""Phases of a step. A span with another first word is in the trace and counts as "other"."""
 
 STEP = "step"
-"""The span that a worker's whole step is; everything else that it does stands inside."""
+"""The span of a worker's whole step, which contains its other spans."""
 
 ROLLING = 50_000
-"""How many spans a server keeps: it does not know beforehand which step will be the last."""
+"""Number of spans that a server keeps, because it does not know in advance which step will be the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that `track` (a thread, or a server) did from `start` to `end`, in nanoseconds."""
+    """An activity on `track` from `start` to `end`, in nanoseconds.
+
+    The track is a thread or a server.
+    """
 
     name: str
     track: str
@@ -40,27 +43,27 @@ class Span:
 
 
 class Recorder(Protocol):
-    """What those who do something tell of it."""
+    """Interface by which code reports its activities."""
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
-        """From here to the end of the `with` block."""
+        """Return a context manager; the span lasts for its block."""
         ...
 
     def mark(self) -> None:
-        """Something begins here whose name only its end will tell; see `since`."""
+        """Begin a span with a name that is known only at its end, see `since`."""
         ...
 
     def since(self, name: str) -> None:
-        """From the last mark to here, which is a mark again."""
+        """Record the span from the last mark to now, which is a new mark."""
         ...
 
     def step_done(self, step: int) -> None:
-        """A worker has finished step `step`, counted from 1; 0 is what comes before the first."""
+        """Note the end of a worker's step, counted from 1; 0 is the time before step 1."""
         ...
 
 
 class _Silent:
-    """Nobody listens."""
+    """Records nothing."""
 
     _NOTHING = nullcontext()
 
@@ -81,7 +84,7 @@ SILENT: Recorder = _Silent()
 
 
 class _Open:
-    """A span that has begun; it goes to where its recorder kept spans when it began."""
+    """A span in progress. It is stored in the rows that its recorder had at its begin."""
 
     __slots__ = ("_name", "_numbers", "_recorder", "_rows", "_start")
 
@@ -99,7 +102,7 @@ class _Open:
 
 
 class _Recording:
-    """Keeps spans. Several threads may tell at once: appending is one step of the interpreter."""
+    """Keeps spans. Several threads may record at once, since appending is atomic."""
 
     def __init__(self, clock: Callable[[], int], track: Callable[[], str]) -> None:
         self.clock = clock
@@ -125,12 +128,12 @@ class _Recording:
 
 
 class WorkerRecorder(_Recording):
-    """Of a worker: keeps its step `wanted` (counted from 1), or its last one where it ends before.
+    """Keeps the spans of a worker's step `wanted`, or of its last step before that.
 
     Args:
-        wanted: the step.
-        clock: nanoseconds.
-        track: the name of the calling thread.
+        wanted: the step, counted from 1.
+        clock: returns nanoseconds.
+        track: returns the name of the calling thread.
     """
 
     def __init__(self, wanted: int, clock: Callable[[], int], track: Callable[[], str]) -> None:
@@ -151,24 +154,29 @@ class WorkerRecorder(_Recording):
         self.listening = step < self._wanted
 
     def kept(self) -> list[Span]:
-        """The spans of the step, its own span last; none if no step was finished."""
+        """Return the spans of the step, with the step's own span last.
+
+        The list is empty if no step was finished.
+        """
         return list(self._kept)
 
 
 class ServerRecorder(_Recording):
-    """Of a server: keeps what it did lately, and stops when every group is past the step `wanted` (counted from 1).
+    """Keeps the last spans of a server.
+
+    It stops when every group is past the step `wanted` (counted from 1).
 
     Args:
-        wanted, clock: as above.
-        track: the server's name; it handles one message at a time, so that its spans stand inside one another.
-        groups: the worker groups that it serves.
+        wanted, clock: as for `WorkerRecorder`.
+        track: the server's name. A server handles one message at a time, so its spans are nested.
+        groups: the worker groups of the server.
     """
 
     def __init__(self, wanted: int, clock: Callable[[], int], track: str, groups: Iterable[int]) -> None:
         super().__init__(clock, lambda: track)
         self.rows = deque(maxlen=ROLLING)
         self._wanted = wanted
-        self._before = set(groups)
+        self._before = set(groups)  # groups that have not passed the step `wanted`
 
     def span(self, name: str, **numbers: int) -> AbstractContextManager[object]:
         if numbers.get("step", 0) > self._wanted and "group" in numbers:
@@ -177,16 +185,16 @@ class ServerRecorder(_Recording):
         return super().span(name, **numbers)
 
     def step_done(self, step: int) -> None:
-        """A server has no steps of its own."""
+        """Do nothing: a server has no steps of its own."""
 
     def kept(self) -> list[Span]:
-        """The spans, oldest first."""
+        """Return the spans, oldest first."""
         return sorted(self.rows, key=lambda span: span.start)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpans:
-    """What one process hands over. `who`: its first resident, as in events."""
+    """The spans of one process, named by its first worker or server as in events."""
 
     who: str
     pid: int
@@ -199,16 +207,20 @@ class ProcessSpans:
 
 
 def to_json(process: ProcessSpans) -> str:
-    """The file of one process."""
+    """Return the file of one process."""
     rows = [[s.name, s.track, s.start, s.end, dict(s.numbers)] for s in process.spans]
     return json.dumps({"who": process.who, "pid": process.pid, "spans": rows}, separators=(",", ":"))
 
 
 def from_json(text: str) -> ProcessSpans:
-    """What `to_json` wrote. Raises ValueError for anything else."""
+    """Read the form of `to_json`.
+
+    Raises:
+        ValueError: the text is something else.
+    """
     try:
         data: dict[str, Any] = json.loads(text)
         spans = tuple(Span(str(n), str(t), int(a), int(b), dict(numbers)) for n, t, a, b, numbers in data["spans"])
         return ProcessSpans(str(data["who"]), int(data["pid"]), spans)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"no spans of a process: {error!r}") from None
+        raise ValueError(f"not the spans of a process: {error!r}") from None

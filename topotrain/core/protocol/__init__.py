@@ -1,10 +1,10 @@
-"""What travels: every message as a frozen dataclass, and its bytes (`form`).
+"""Wire messages: every message is a frozen dataclass, with a codec for its bytes.
 
-One number names a message on the wire, for ever. They are told apart by what they are about, in a file for each; who
-sends and hears them needs only this room: `from topotrain.core import protocol as m`.
+Each message has a number on the wire that never changes. Modules group messages by topic. Users import all of them from
+this package: `from topotrain.core import protocol as m`.
 """
 
-# ruff: noqa: F403 - everything that has no underscore is for everybody
+# ruff: noqa: F403 - every name without an underscore is public
 from topotrain.core.protocol.codec import *
 from topotrain.core.protocol.session_messages import *
 from topotrain.core.protocol.step_messages import *

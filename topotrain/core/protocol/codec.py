@@ -1,12 +1,12 @@
-"""How a message becomes bytes, and bytes become a message.
+"""Codec of messages: from a message to bytes and back.
 
-Rule: nothing here is pickled and no length read from a peer reaches an allocator. The typed fields ("meta") are
+Nothing is pickled, and no length read from a peer reaches an allocator. The typed fields of a message ("meta") are
 packed with `struct`: first all fixed fields, then the variable ones, each with a length that is checked against the
-bytes that are there. The tensor of a message, its `body`, is no part of the meta: a road receives it into a buffer
-that its receiver already owns, or hands over a view of the sender's memory.
+bytes received. The tensor of a message, its `body`, is not part of the meta. A transport receives it into a buffer that
+the receiver already owns, or passes a view of the sender's memory.
 
-A body is a *view of a buffer somebody owns* unless the class says "snapshot"; how long a view stays valid is part of
-the message's meaning and is written at each class.
+A body is a *view of a buffer* unless the class says "Snapshot". The docstring of each class says how long its view
+stays valid.
 """
 
 import struct
@@ -19,16 +19,16 @@ import torch
 
 MAX_META = 64 * 1024
 MAX_BODY = 64 * 1024 * 1024
-MAX_TEXT = 48 * 1024  # room for the other fields of a message that carries text
+MAX_TEXT = 48 * 1024  # less than MAX_META, which leaves space for the other fields of a message
 
 
 class ProtocolError(Exception):
-    """A peer sent bytes that are no message, or a message that has no place here."""
+    """A peer sent bytes that are not a message, or a message that is not allowed now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of everything that travels. `body` is 1-D and contiguous, or None."""
+    """Base class of all messages. `body` is 1-D and contiguous, or None."""
 
     KIND: ClassVar[int] = 0
     body: torch.Tensor | None = field(default=None, compare=False, repr=False, kw_only=True)
@@ -65,7 +65,10 @@ def _codec_of(cls: type[Message]) -> _Codec:
 
 
 def _values_of(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
-    """Reads these attributes in one call: a message is read every few microseconds."""
+    """Return a function that reads these attributes in one call.
+
+    Speed matters here: a message is read every few microseconds.
+    """
     if len(names) < 2:
         return lambda message: tuple(getattr(message, name) for name in names)
     return attrgetter(*names)
@@ -75,7 +78,7 @@ _M = TypeVar("_M", bound=Message)
 
 
 def numbered(kind: int) -> Callable[[type[_M]], type[_M]]:
-    """Give a message class its type number on the wire, for ever."""
+    """Give a message class its type number on the wire. The number must never change."""
 
     def wrap(cls: type[_M]) -> type[_M]:
         if kind in KINDS:
@@ -92,7 +95,11 @@ _U32 = struct.Struct("<I")
 
 
 def encode(message: Message) -> tuple[int, bytes]:
-    """The type number and the meta bytes of a message (at most MAX_META); the body is not included."""
+    """Return the type number and the meta bytes of a message, without its body.
+
+    Raises:
+        ProtocolError: the meta is longer than MAX_META.
+    """
     codec = _CODECS[type(message)]
     parts = [codec.fixed.pack(*codec.fixed_values(message))]
     for name, how in codec.variable:
@@ -112,10 +119,10 @@ def encode(message: Message) -> tuple[int, bytes]:
 
 
 def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
-    """The message of a type number and its meta.
+    """Return the message of a type number and its meta.
 
     Raises:
-        ProtocolError: unknown type, or bytes that are not exactly such a message.
+        ProtocolError: the type is unknown, or the bytes are not exactly such a message.
     """
     cls = kind_of(kind)
     codec = _CODECS[cls]
@@ -131,7 +138,11 @@ def decode(kind: int, meta: bytes, body: torch.Tensor | None = None) -> Message:
 
 
 def kind_of(number: int) -> type[Message]:
-    """The class of a type number. Raises ProtocolError if there is none."""
+    """Return the class of a type number.
+
+    Raises:
+        ProtocolError: there is no such type.
+    """
     cls = KINDS.get(number)
     if cls is None:
         raise ProtocolError(f"unknown message type {number}")

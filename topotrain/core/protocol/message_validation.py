@@ -1,8 +1,8 @@
-"""Who may say what to whom, and within which bounds: looked at before anything that a peer says is acted upon.
+"""Validation of senders and bounds, before a message from a peer is handled.
 
-Rule: a member of the job is believed to be in the job, and nothing else. What a correct peer never says is a
-ProtocolError, which ends that peer's connection and leaves everybody else alone. The table here knows addresses and
-numbers; what depends on the model (sizes, bitmaps, which buckets) is checked where the model is known.
+A peer is trusted to be a member of the job, and nothing else. A message that a correct peer never sends raises
+ProtocolError. This ends the connection of that peer and does not affect others. The table here checks addresses and
+numbers. Checks that depend on the model (sizes, bitmaps, existing buckets) are made where the model is known.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,9 +14,9 @@ from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 
 MOST = 1 << 62
-"""Numbers stay below this, so that a few additions do not leave the 64 bits in which they travel."""
-MOST_EPOCHS = 1 << 31  # an epoch and a lease share one number of a data stream
-MOST_SAMPLES = 1 << 53  # weights are counts, and doubles count exactly up to here
+"""Bound of numbers. A few additions of smaller numbers still fit into 64 bits on the wire."""
+MOST_EPOCHS = 1 << 31  # an epoch and a lease share one 64-bit number of a data stream
+MOST_SAMPLES = 1 << 53  # weights are counts, and float64 counts exactly up to here
 MAX_KEY = 200  # characters of the name of an entry of optimizer state
 
 _Rule = Callable[[Any], bool]
@@ -29,12 +29,12 @@ TABLE_WORDS = (
 
 
 class MessageValidator:
-    """What one resident is told, and by whom.
+    """Allowed senders and bounds of the messages to one worker or server.
 
     Args:
-        me: the resident.
+        me: the receiver.
         topology: the job's layout.
-        shared: the roads show memory.
+        shared: the transports share memory.
     """
 
     def __init__(self, me: Address, topology: Topology, shared: bool = True) -> None:
@@ -55,21 +55,30 @@ class MessageValidator:
         }
 
     def check(self, sender: Address, message: m.Message) -> None:
-        """Raises ProtocolError for what this sender never says here, or not with these numbers."""
+        """Check a message.
+
+        Raises:
+            ProtocolError: this sender never sends such a message here, or not with these numbers.
+        """
         senders, holds = self._table.get(type(message), _NONE)
         if sender not in senders:
-            raise m.ProtocolError(f"{self._me} takes no {type(message).__name__} from {sender}")
+            raise m.ProtocolError(f"{self._me} does not accept {type(message).__name__} from {sender}")
         if not holds(message):
-            raise m.ProtocolError(f"{sender} says what cannot be: {repr(message)[:200]}")
+            raise m.ProtocolError(f"{sender} sent a message with impossible numbers: {repr(message)[:200]}")
 
 
 def check_bits(bits: bytes, count: int, what: str) -> None:
-    """Raises ProtocolError for a bitmap that is none over `count` items; an empty one has none of them."""
+    """Check a bitmap of `count` items. An empty bitmap means that no item is set.
+
+    Raises:
+        ProtocolError: `bits` is not a valid bitmap of `count` items.
+    """
+    # Unused bits of the last byte must be 0.
     if bits and (len(bits) != (count + 7) // 8 or (count % 8 and bits[-1] >> count % 8)):
         raise m.ProtocolError(f"{what}: a bitmap of {len(bits)} bytes over {count} items")
 
 
-# --- who -----------------------------------------------------------------------------------------------------------
+# --- senders -------------------------------------------------------------------------------------------------------
 
 
 def _is_desk(me: Address) -> bool:
@@ -129,7 +138,7 @@ def _server_hears(me: Address, topology: Topology, shared: bool) -> Mapping[type
         m.DrawnBatches: when(desk, main),
         **dict.fromkeys(
             (m.SnapshotRequest, m.GroupLeaveRequest, m.GroupLeft), when(leads, frozenset({me}))
-        ),  # its own host, in its name
+        ),  # sent by the server's own process in the server's name
         m.SnapshotPart: frozenset({me}) | (shards | when(desk, coordinators) | first_twin if leads else coordinator),
         m.CollectivePart: when(topology.relayed, shards),
         **dict.fromkeys(TABLE_WORDS, everybody),
@@ -154,7 +163,7 @@ def _worker_hears(me: Address, topology: Topology) -> Mapping[type[m.Message], C
     }
 
 
-# --- what ----------------------------------------------------------------------------------------------------------
+# --- bounds --------------------------------------------------------------------------------------------------------
 
 
 def _anything(message: m.Message) -> bool:
@@ -187,7 +196,7 @@ def _commit(message: m.Commit) -> bool:
         and 0 <= message.backwards < MOST_EPOCHS
         and 0 <= message.weight <= MOST_SAMPLES
         and 0 < message.inv_scale < inf
-        and (message.clip_norm == 0 or clips)  # not, that is, when it is no number
+        and (message.clip_norm == 0 or clips)  # false for NaN
         and (not clips or message.clip_type > 0)
         and 0 <= message.exits < MOST
         and len(message.marks) % 3 == 0
@@ -205,7 +214,7 @@ _ABOUT_GROUPS = (
     m.GroupLeaveRequest,
     m.GroupLeft,
 )
-"""Their field `group` must be one that the receiver knows."""
+"""Messages with a field `group` that must be a group of the receiver."""
 
 _RULES: Mapping[type[m.Message], _Rule] = {
     m.SchemaPart: lambda s: 0 <= s.part < s.parts and len(s.text) <= m.MAX_TEXT // 4,

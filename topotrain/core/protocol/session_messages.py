@@ -1,4 +1,4 @@
-"""How a job begins and ends, and what server groups tell each other."""
+"""Messages of the start and end of a job, and between server groups."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ from topotrain.core.protocol.codec import Message, numbered
 @numbered(1)
 @dataclass(frozen=True, slots=True)
 class SchemaPart(Message):
-    """One part of the description of the model and the optimizer (JSON text, at most MAX_TEXT).
+    """Worker -> server: one part of the description of the model and the optimizer.
 
-    Worker -> server; and server -> server of the same shard in group 0, which then knows that it may send values.
+    It is JSON text of at most MAX_TEXT bytes. A server also sends it to the server of the same shard in group 0, which
+    then knows that it may send values.
     """
 
     part: int
@@ -23,7 +24,10 @@ class SchemaPart(Message):
 @numbered(2)
 @dataclass(frozen=True, slots=True)
 class Init(Message):
-    """Initial (or, after warm-up, first common) values of one bucket. The body is read before the sender goes on."""
+    """Worker or server -> server: initial values of one bucket.
+
+    After a warm-up they are the first common values. The body is read before the sender continues.
+    """
 
     bucket: int
 
@@ -31,7 +35,10 @@ class Init(Message):
 @numbered(3)
 @dataclass(frozen=True, slots=True)
 class Fetch(Message):
-    """Worker -> server: send me your current values. `round` numbers the fetches of one worker."""
+    """Worker -> server: request for the current values.
+
+    `round` numbers the fetches of one worker.
+    """
 
     round: int
 
@@ -39,13 +46,17 @@ class Fetch(Message):
 @numbered(4)
 @dataclass(frozen=True, slots=True)
 class Values(Message):
-    """Server -> worker: current values of one bucket; `round` as in Fetch, or the step that made them (negative: none).
+    """Server -> worker: current values of one bucket.
 
-    bucket -1: all of the server's stand in the worker's parameter buffer. A bucket without a body: it stands there.
-    coded: the body is an encoding of the difference to what this worker's group was shown before (see `encoding`).
+    The body is a view of the server's values if a single group uses them. It then changes only after this worker's next
+    Commit. Otherwise it is a snapshot.
 
-    The body is a view of the server's values when a single group uses them (it changes only after this worker's
-    next COMMIT), else a snapshot.
+    Attributes:
+        round: as in Fetch, or the step that made the values. Negative: no step made them.
+        bucket: -1 means that all values of the server are in the worker's parameter buffer. A bucket without a body
+            means that this bucket is there.
+        coded: the body is an encoding of the difference to the values that this worker's group got before (see
+            `error_feedback.DeltaStream`).
     """
 
     round: int
@@ -57,10 +68,14 @@ class Values(Message):
 @numbered(5)
 @dataclass(frozen=True, slots=True)
 class Fail(Message):
-    """The sender cannot go on with the job, and why, in the user's words; config: the job itself is wrong.
+    """Worker or server -> worker or server: the sender cannot continue the job.
 
-    cause: the sender knows that nothing else explains it; otherwise it may be what follows from something else.
-    quarantine: it is about this worker group alone, without which others may go on.
+    `text` is the reason in the user's words.
+
+    Attributes:
+        config: the job itself is wrong.
+        cause: the sender knows that this is a root cause. Otherwise it may be a consequence of another failure.
+        quarantine: only this worker group is affected, and other groups may continue without it.
     """
 
     text: str
@@ -72,10 +87,15 @@ class Fail(Message):
 @numbered(6)
 @dataclass(frozen=True, slots=True)
 class SharedBuffer(Message):
-    """The body shows a flat buffer of the sender, for the rest of the job; `shared_windows` says who may write it when.
+    """Worker or server -> server or worker: a window on a flat buffer of the sender.
 
-    Worker -> server: "grad", the part that the server's shard covers. First server of a group -> its other servers:
-    a parameter buffer, the part that the shard covers; -> workers: all of theirs. `space` as in the slice map.
+    The body is valid until the end of the job. `shared_windows` has the rules for writing.
+
+    - Worker -> server: "grad", the part that the server's shard covers.
+    - First server of a group -> its other servers: a parameter buffer, the part that the shard covers.
+    - First server of a group -> workers: all of their parameter buffers.
+
+    `space` is as in the slice map.
     """
 
     name: str
@@ -88,9 +108,13 @@ class SharedBuffer(Message):
 @numbered(30)
 @dataclass(frozen=True, slots=True)
 class Delta(Message):
-    """Group -> master group: what this group added to a bucket since the last sync. Snapshot.
+    """Server -> master server: changes of a bucket by this group since the last sync.
 
-    cut: the last snapshot for which the sender had frozen when it sent this. updates: so many local ones are in it.
+    Snapshot.
+
+    Attributes:
+        cut: the last snapshot for which the sender had frozen its state before this message.
+        updates: the number of local updates in it.
     """
 
     bucket: int
@@ -102,9 +126,9 @@ class Delta(Message):
 @numbered(31)
 @dataclass(frozen=True, slots=True)
 class MasterValue(Message):
-    """Master group -> group: the master's value after taking Delta number `sync`. Snapshot.
+    """Master server -> server: the master's value with Delta number `sync` added.
 
-    updates: so many of all other groups are in it, since the start.
+    Snapshot. `updates` is the number of updates of all other groups in it since the start.
     """
 
     bucket: int
@@ -115,7 +139,10 @@ class MasterValue(Message):
 @numbered(32)
 @dataclass(frozen=True, slots=True)
 class RingOffer(Message):
-    """Group -> its right neighbor: my value of a bucket, round number `sync` of this pair. Snapshot."""
+    """Server -> server of the right neighbor group: the sender's value of a bucket.
+
+    Snapshot. `sync` numbers the rounds of this pair.
+    """
 
     bucket: int
     sync: int
@@ -124,9 +151,9 @@ class RingOffer(Message):
 @numbered(33)
 @dataclass(frozen=True, slots=True)
 class RingReply(Message):
-    """Right neighbor -> group: what to add so that both hold the average. Snapshot.
+    """Server of the right neighbor group -> server: the difference to add.
 
-    updates: so many the neighbor has made since the start.
+    With it both hold the average. Snapshot. `updates` is the number of updates of the neighbor since the start.
     """
 
     bucket: int
@@ -137,26 +164,38 @@ class RingReply(Message):
 @numbered(34)
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
-    """Server -> servers of the same shard in other groups: all my groups have ended, all my updates are with you."""
+    """Server -> servers of the same shard in other groups: the sender has finished.
+
+    All its worker groups have ended, and it has sent all its updates.
+    """
 
 
 @numbered(35)
 @dataclass(frozen=True, slots=True)
 class FinalValue(Message):
-    """Master -> server group 0: the final value of a bucket it masters. View: it never changes again."""
+    """Master server -> server of group 0: the final value of a bucket.
+
+    The body is a view that never changes again.
+    """
 
     bucket: int
 
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- end of the job --------------------------------------------------------------------------------------------------
 
 
 @numbered(40)
 @dataclass(frozen=True, slots=True)
 class ModelBufferValue(Message):
-    """Model buffer number `index` of a worker group (BatchNorm statistics), as raw bytes.
+    """Worker -> server (0,0): a buffer of the model as raw bytes.
 
-    Worker -> server (0,0): index -1: that was all of worker 0's. Where a model is split, others have some, too.
+    Such buffers are, for example, BatchNorm statistics. Server (0,0) also sends it to worker (0,0) in reply to
+    BufferRequest.
+
+    Attributes:
+        group: the worker group of the buffer.
+        index: the number of the buffer. -1 means that worker 0 of the group has sent all of its buffers. In a split
+            model other workers send buffers, too.
     """
 
     group: int
@@ -166,7 +205,10 @@ class ModelBufferValue(Message):
 @numbered(41)
 @dataclass(frozen=True, slots=True)
 class FinalRequest(Message):
-    """Worker (0,0) -> servers of its group: the master view, once everybody has drained; replied with Values."""
+    """Worker (0,0) -> servers of its group: request for the final values.
+
+    The servers reply with Values once all groups have drained.
+    """
 
     round: int
 
@@ -174,4 +216,7 @@ class FinalRequest(Message):
 @numbered(42)
 @dataclass(frozen=True, slots=True)
 class BufferRequest(Message):
-    """Worker (0,0) -> server (0,0): the buffers of all groups; replied with BufferPut, the end marked by index -1."""
+    """Worker (0,0) -> server (0,0): request for the model buffers of all groups.
+
+    The reply is ModelBufferValue messages, the last one with index -1.
+    """

@@ -1,4 +1,4 @@
-"""A step: values out to the workers, gradients in, and the decision of a group's servers."""
+"""Messages of a training step: values, gradients, and the decision of the servers."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,14 @@ from topotrain.core.protocol.codec import Message, numbered
 class Push(Message):
     """Worker -> server: the local gradient of one bucket.
 
-    fresh: the worker's window "grad" has nothing in this bucket that counts; the mean may be written there.
-    `ordinal` counts the backwards of the step (visible gradients: each is a reduction of its own) or the revision
-    (replacing pushes). `present` has one bit per piece of the bucket; the body of an absent piece is zero. The body is
-    a view of the worker's local buffer: it stays until the reduction's mean has come back, or the step is committed.
+    The body is a view of the worker's local buffer. It stays valid until the mean of the reduction has come back, or
+    the step is committed.
+
+    Attributes:
+        ordinal: the number of the backward in the step (visible gradients: each backward is a reduction of its own), or
+            the revision (pushes that replace earlier ones).
+        present: one bit per piece of the bucket. The body of an absent piece is zero.
+        fresh: the worker's window "grad" has no gradient in this bucket that counts, so the mean may be written there.
     """
 
     step: int
@@ -29,7 +33,10 @@ class Push(Message):
 @numbered(7)
 @dataclass(frozen=True, slots=True)
 class StepRates(Message):
-    """Worker -> server: hyper-parameters as in Commit, before the pushes of a step that are applied on arrival."""
+    """Worker -> server: hyper-parameters as in Commit.
+
+    Sent before the pushes of a step that are applied on arrival.
+    """
 
     hyper: bytes
 
@@ -37,9 +44,11 @@ class StepRates(Message):
 @numbered(11)
 @dataclass(frozen=True, slots=True)
 class BackwardEnd(Message):
-    """Worker -> server: this backward is over; `pushed` has a bit for each of the server's buckets that was pushed.
+    """Worker -> server: this backward has ended.
 
-    exits: loops over the loader that this worker's script left early so far.
+    Attributes:
+        pushed: a bit for each of the server's buckets that was pushed.
+        exits: the number of loops over the loader that this worker's script has left early so far.
     """
 
     step: int
@@ -52,9 +61,11 @@ class BackwardEnd(Message):
 @numbered(17)
 @dataclass(frozen=True, slots=True)
 class BackwardReduced(Message):
-    """Server -> worker: this backward is reduced; `contributed` has a bit for each bucket that has a Mean.
+    """Server -> worker: this backward is reduced.
 
-    written: a bit for each of the server's pieces whose mean stands in the worker's window "grad"; empty: none.
+    Attributes:
+        contributed: a bit for each bucket with a ReducedGradient.
+        written: a bit for each of the server's pieces with a mean in the worker's window "grad". Empty: no piece.
     """
 
     step: int
@@ -66,9 +77,10 @@ class BackwardReduced(Message):
 @numbered(12)
 @dataclass(frozen=True, slots=True)
 class ReducedGradient(Message):
-    """Server -> worker: the group's mean of one bucket and backward; `present` is the union over the workers.
+    """Server -> worker: the group's mean of one bucket and backward.
 
-    The body is a view of the server's buffer and stays until this worker pushes the bucket again.
+    `present` is the union over the workers. The body is a view of the server's buffer. It stays valid until this worker
+    pushes the bucket again.
     """
 
     step: int
@@ -80,7 +92,10 @@ class ReducedGradient(Message):
 @numbered(13)
 @dataclass(frozen=True, slots=True)
 class GradientOverride(Message):
-    """Worker -> server: the gradient of a bucket as the script left it, where it differs from the running sum."""
+    """Worker -> server: the gradient of a bucket as the script has changed it.
+
+    It is sent where the gradient differs from the running sum.
+    """
 
     step: int
     bucket: int
@@ -89,16 +104,19 @@ class GradientOverride(Message):
 @numbered(14)
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """Worker -> server: `optimizer.step()` was called.
+    """Worker -> server: the script has called `optimizer.step()`.
 
-    backwards: how many reductions the step has.
-    revisions: of replacing pushes: a byte per bucket of the server, the revision that counts, 255 = none.
-    edited, dropped: a bit per piece of the server: the script changed the gradient, or set it to None.
-    hyper: JSON of the parameter groups' hyper-parameters (empty: as last time).
-    marks: flat triples (stream, first, last) of the data batches this step consumed.
-    inv_scale: what gradients are multiplied by (1.0: no loss scaling).
-    clip_norm: bound of the global norm, kept by the servers (0: none). fetch: send values.
-    exits: as in BackwardEnd. samples: of how many this worker's gradient is.
+    Attributes:
+        backwards: the number of reductions in the step.
+        revisions: for replacing pushes, a byte per bucket of the server: the revision that counts, or 255 for none.
+        edited, dropped: a bit per piece of the server: the script has changed the gradient, or set it to None.
+        hyper: JSON of the parameter groups' hyper-parameters. Empty: unchanged.
+        marks: flat triples (stream, first, last) of the data batches that this step consumed.
+        inv_scale: the factor of gradients (1.0: no loss scaling).
+        clip_norm: the bound of the global norm, which the servers apply (0: none).
+        fetch: send values.
+        exits: as in BackwardEnd.
+        samples: the number of samples in this worker's gradient.
     """
 
     step: int
@@ -121,11 +139,15 @@ class Commit(Message):
 @numbered(15)
 @dataclass(frozen=True, slots=True)
 class Applied(Message):
-    """Server -> worker: the step is committed here. norm: global gradient norm if it was asked for, else -1.
+    """Server -> worker: the step is committed on this server.
 
-    snapshot: the number of one that is being taken; the worker's state at its next batch belongs to it. 0: none.
-    found_inf: the step was skipped. refused: as in Apply. leaves: it was the group's last one for now (said by the
-    coordinator): its workers leave the job.
+    Attributes:
+        norm: the global gradient norm if it was requested, else -1.
+        snapshot: the number of a snapshot that is being taken, to which the worker's state at its next batch belongs.
+            0: none.
+        found_inf: the step was skipped.
+        refused: as in StepDecision.
+        leaves: this was the group's last step for now, and its workers leave the job. Only the coordinator sets this.
     """
 
     step: int
@@ -141,7 +163,10 @@ class Applied(Message):
 @numbered(16)
 @dataclass(frozen=True, slots=True)
 class Finish(Message):
-    """Worker -> server: the script ended after this many steps; nothing more will be pushed."""
+    """Worker -> server: the script has ended after `steps` steps.
+
+    The worker pushes nothing more.
+    """
 
     steps: int
 
@@ -149,11 +174,13 @@ class Finish(Message):
 @numbered(18)
 @dataclass(frozen=True, slots=True)
 class GroupIdle(Message):
-    """Worker -> coordinator: my group has no batch until others give some back or the epoch ends; or it goes on.
+    """Worker -> coordinator: the worker's group rests or continues.
 
-    A group at rest counts as not live: whoever is bound to its clock would wait for a group that waits for him. The
-    wait is named by its lease, which is the same for all workers of the group. The end of a rest is echoed when others
-    are bound to the group again: what is read from then on is not older than the job allows.
+    A group rests while it has no batch, until other groups return some or the epoch ends. A resting group does not
+    count as live, since otherwise a group that is bound to its clock would wait for it while it waits for that group.
+    `epoch` and `ordinal` name the lease for which the group waits, which is the same for all its workers. The
+    coordinator echoes the end of a rest when other groups are bound to this group again. Values that are read after
+    that are not older than the job allows.
     """
 
     epoch: int
@@ -164,9 +191,9 @@ class GroupIdle(Message):
 @numbered(19)
 @dataclass(frozen=True, slots=True)
 class LoopExited(Message):
-    """Worker -> servers: my script left a loop over the loader early, for the `exits`-th time.
+    """Worker -> servers: the worker's script has left a loop over the loader early.
 
-    It did so in this step, after so many backwards of it.
+    It was the exit number `exits`, in this step, after `backwards` backwards of the step.
     """
 
     exits: int
@@ -180,13 +207,17 @@ class LoopExited(Message):
 @numbered(20)
 @dataclass(frozen=True, slots=True)
 class StepVote(Message):
-    """Shard -> coordinator: every contribution to this step is here.
+    """Shard -> coordinator: every contribution to this step has arrived.
 
-    power: the shard's sum of |g|^p for the global norm (its largest |g| with `infinity`). applied: decisions below
-    this number are applied here and need not be kept for me. incarnation: of the group; an earlier one's step is void.
-    finite: the step may be applied. refused: flat pairs (worker, parameter) whose gradient is not finite; -1: nobody's
-    in particular, since the sum is not finite, or a table's. members: with backup workers, whose contributions are all
-    here so far; it is said again when there is one more.
+    Attributes:
+        finite: the step may be applied.
+        power: the shard's sum of |g|^p for the global norm, or its largest |g| with `infinity`.
+        applied: the sender has applied all decisions below this number, so they need not be kept for it.
+        incarnation: the incarnation of the group. A vote of an earlier one is void.
+        refused: flat pairs (worker, parameter) of gradients that are not finite. Parameter -1 means none in particular:
+            the sum is not finite, or a table's gradient.
+        members: with backup workers, the workers with complete contributions so far. The vote is sent again for each
+            further worker.
     """
 
     group: int
@@ -203,16 +234,23 @@ class StepVote(Message):
 @numbered(21)
 @dataclass(frozen=True, slots=True)
 class StepDecision(Message):
-    """Coordinator -> shards: decision number `index`: apply this step of this group (or skip it: found_inf).
+    """Coordinator -> shards: decision number `index`: apply a step, or change members.
 
-    change: 0, or no step but that the group rests (1), or is back and its clock is `step` (2), or is started again as
-    incarnation `step`, and rests until it is back (3), or has left, and would be back as incarnation `step` (5): clocks
-    and members change by decisions only, so that they are the same on all shards. Of no group: a snapshot, `step` (4).
-    refused: as in Staged, of all shards; these workers' gradients count for nothing.
+    Without `change` the decision is to apply this step of this group, or to skip it (`found_inf`). Clocks and members
+    change only by decisions, so that they are the same on all shards.
 
-    members: with backup workers, those of whose gradients the step is made. Where it is no step but that some workers
-    of the group are shown the values as they are (6): flat pairs (worker, round of its CatchUp). The one worker whose
-    process is another, of incarnation `step` (7).
+    Attributes:
+        change: 0, or one of the following.
+            - 1: the group rests.
+            - 2: the group is back, and its clock is `step`.
+            - 3: the group is restarted as incarnation `step`, and rests until it is back.
+            - 4: take snapshot number `step`. This belongs to no group.
+            - 5: the group has left. If it returns, it is incarnation `step`.
+            - 6: some workers of the group get the present values. `members` has flat pairs (worker, round of its
+              StepCatchUp).
+            - 7: the worker in `members` has a new process, incarnation `step`.
+        refused: as in StepVote, of all shards. The gradients of these workers do not count.
+        members: with backup workers, the workers with gradients that the step is made of.
     """
 
     index: int
@@ -228,7 +266,10 @@ class StepDecision(Message):
 @numbered(22)
 @dataclass(frozen=True, slots=True)
 class StepDecisionRequest(Message):
-    """Shard -> coordinator: I have applied everything below `index`; what was decided from there on?"""
+    """Shard -> coordinator: request for all decisions from number `index` on.
+
+    The sender has applied all decisions below it.
+    """
 
     index: int
 
@@ -239,14 +280,18 @@ class StepDecisionRequest(Message):
 @numbered(70)
 @dataclass(frozen=True, slots=True)
 class CollectivePart(Message):
-    """Rank -> rank of a collective: what was added up so far of a bucket, or (not `up`) what became of the sum.
+    """Rank -> rank: a part of a collective over one bucket.
 
-    Upwards: weight, count: sum and number of the weights above 0 that are in it; each: their common value and the body
-    is the plain sum, or 0.0 and it is the weighted sum. present: a bit per piece, the union so far; a Hop without body
-    has nobody's gradient. Downwards: ordinal -1 means new values and their `version`, else the mean of that backward.
+    With `up` it is a partial sum of gradients, otherwise the result. The body is a view. Upward it stays valid until a
+    result of the bucket has come down to the sender. Downward it stays valid until the sender has the parts of all
+    ranks of a later reduction of the bucket.
 
-    The body is a view. Upwards it stays until a result of the bucket has come down to the sender; downwards until the
-    sender has everybody's part of a later reduction of the bucket.
+    Attributes:
+        ordinal: the backward. Downward, -1 means new values with their `version`, and otherwise the mean of that
+            backward.
+        weight, count: upward, sum and number of the weights above 0 in the sum.
+        each: upward, the common weight, and the body is the plain sum. 0.0: the body is the weighted sum.
+        present: upward, a bit per piece, the union so far. A part without a body has no gradient of any rank.
     """
 
     step: int

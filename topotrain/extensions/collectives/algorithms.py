@@ -1,19 +1,19 @@
-"""Collective algorithms as data, and the one interpreter of them.
+"""Collective algorithms as data, and the interpreter that runs them.
 
-Rule: an algorithm is a family of spanning trees over the ranks 0..P-1, one per home. What a bucket's gradients add up
-to flows up the tree to the bucket's home, and what becomes of it flows down a tree to everybody. A rank adds what its
-children sent and its own part in the order of their ranks, once all of it is there: the bits depend on the algorithm,
-never on who came first.
+An algorithm is a family of spanning trees over the ranks 0..P-1, one tree per home rank. The sum of a bucket's
+gradients flows up the tree to the home of the bucket, and the result flows down a tree to all ranks. A rank adds the
+parts of its children and its own in the order of ranks, once all are there. So the bits depend on the algorithm and
+never on the order of arrival.
 
     kAuto    a star at the home. Its sum is the canonical one.
-    kNaive   a star at rank 0, whatever the home: gather to one master, add, broadcast. The canonical sum as well.
-    kRing    up the path home+1, home+2, ..., home, down the path home, home+1, ...: with buckets spread evenly over
+    kNaive   a star at rank 0 for every home: gather to one master, add, broadcast. The canonical sum as well.
+    kRing    up the path home+1, home+2, ..., home, down the path home, home+1, .... With buckets spread evenly over
              the homes this is the ring all-reduce in chunks (Patarasuk and Yuan, 2009), P-1 hops each way.
-    kTree    the binary tree in which rank (home + i) mod P has the parent (home + (i-1)//2) mod P, both ways; each
+    kTree    the binary tree in which rank (home + i) mod P has the parent (home + (i-1)//2) mod P, both ways. Each
              rank is an inner node of some homes' trees and a leaf of others'.
 
-A bucket has one reduction under way at a time: nobody can have a part of the next one before he has had the result of
-this one, and that needs everybody's part. This is why one buffer per child and bucket is enough.
+A bucket has one reduction at a time. No rank can send a part of the next one before it has the result of this one,
+which needs the parts of all ranks. So one buffer per child and bucket is enough.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ import torch
 from topotrain.config.job import Algorithm
 from topotrain.core.protocol import CollectivePart, ProtocolError
 
-VALUES = -1  # in Hop.ordinal on the way down: the new values of the bucket, and not the mean of a backward
+VALUES = -1  # `CollectivePart.ordinal` of a result: the new values of the bucket, not the mean of a backward
 
 MEAN, NEW, SCRATCH = "mean", "values", "scratch"
 Buffer = Callable[[str, int], torch.Tensor]
@@ -34,17 +34,26 @@ Buffer = Callable[[str, int], torch.Tensor]
 
 
 def center(algorithm: Algorithm, home: int) -> int:
-    """The rank where the sum of the buckets of `home` comes together: the home, or under kNaive rank 0 for all."""
+    """Return the rank that gets the sum of the buckets of `home`.
+
+    It is the home, or rank 0 for all homes under kNaive.
+    """
     return 0 if algorithm is Algorithm.kNaive else home
 
 
 def up(algorithm: Algorithm, size: int, home: int) -> tuple[int, ...]:
-    """The parent of each of `size` ranks on the way to `home`; the center is its own parent."""
+    """Return the parent of each of `size` ranks towards `home`.
+
+    The center is its own parent.
+    """
     return _tree(algorithm, size, center(algorithm, home), 1)
 
 
 def down(algorithm: Algorithm, size: int, home: int) -> tuple[int, ...]:
-    """The rank that each rank is told the result by; the center is told by itself."""
+    """Return the rank from which each rank gets the result.
+
+    The center is its own source.
+    """
     return _tree(algorithm, size, center(algorithm, home), -1)
 
 
@@ -62,23 +71,29 @@ def _tree(algorithm: Algorithm, size: int, root: int, direction: int) -> tuple[i
 
 
 def children(parents: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The ranks whose parent is `rank`, in order."""
+    """Return the ranks with the parent `rank`, in order."""
     return tuple(child for child, parent in enumerate(parents) if parent == rank != child)
 
 
 def slots(algorithm: Algorithm, size: int, rank: int, home: int) -> tuple[str, ...]:
-    """The buffers that a `Relay` at `rank` may ask for, for each bucket of `home`; for the memory plan.
+    """Return the buffers that a `Relay` at `rank` needs for each bucket of `home`.
 
-    "mean": the sum is made here at the center, elsewhere a mean that comes down is received here. "values": new values
-    that come down. "up0", "up1", ...: what each child sends, in place of its bytes also the sum to pass on. "scratch":
-    needed within one call only and by unequal weights only, so that all buckets may be given the same memory.
+    The memory plan uses this.
+
+    - "mean": the center makes the sum here. Other ranks receive a mean here.
+    - "values": new values are received here.
+    - "up0", "up1", ...: the part of each child. The sum to pass on replaces one of them.
+    - "scratch": used within one call and only with unequal weights, so all buckets may share the memory.
     """
     count = len(children(up(algorithm, size, home), rank))
     return (MEAN, NEW, SCRATCH, *(f"up{n}" for n in range(count)))
 
 
 def traffic(algorithm: Algorithm, per_home: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(sent, received) payload bytes of every rank for one all-reduce; `per_home`: bytes that live at each rank."""
+    """Return (sent, received) payload bytes of every rank for one all-reduce.
+
+    `per_home` has the bytes of the buckets of each home.
+    """
     size = len(per_home)
     sent, received = [0] * size, [0] * size
     for home, nbytes in enumerate(per_home):
@@ -94,23 +109,27 @@ def traffic(algorithm: Algorithm, per_home: Sequence[int]) -> tuple[tuple[int, i
 
 
 def bytes_per_rank(algorithm: Algorithm, size: int, nbytes: int) -> tuple[tuple[int, int], ...]:
-    """`traffic` of `nbytes` that are spread evenly over the homes.
+    """Return `traffic` for `nbytes` bytes that are spread evenly over the homes.
 
-    2(P-1)/P of the bytes for every rank; under kNaive (P-1) times the bytes at rank 0 and once at the others.
+    Every rank sends 2(P-1)/P of the bytes. Under kNaive rank 0 sends (P-1) times the bytes and the others send them
+    once.
     """
     return traffic(algorithm, [nbytes * (home + 1) // size - nbytes * home // size for home in range(size)])
 
 
-# --- what goes in and comes out ----------------------------------------------------------------------------------
+# --- inputs and outputs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One rank's, or one subtree's, contribution to a bucket.
+    """The contribution of one rank, or of a subtree, to a bucket.
 
-    weight, count: sum and number of the weights above 0. each: their common value, 0.0 if they differ (or there is
-    none); `body` is then the weighted sum, else the plain one. present: a bit per piece of the bucket. body: 1-D, or
-    None where nobody has a gradient.
+    Attributes:
+        weight, count: sum and number of the weights above 0.
+        each: their common value, or 0.0 if they differ or there are none. With 0.0 `body` is the weighted sum, else the
+            plain sum.
+        present: a bit per piece of the bucket.
+        body: 1-D, or None if no rank has a gradient.
     """
 
     weight: float
@@ -121,9 +140,10 @@ class Contribution:
 
     @classmethod
     def of(cls, weights: Sequence[float], present: bytes, body: torch.Tensor | None) -> "Contribution":
-        """The part of a unit whose workers have these weights, in rank order; its `body` is added up already.
+        """Return the contribution of a unit with workers of these weights, in rank order.
 
-        Workers without a gradient count, those with weight 0 do not: nothing of them may be in `body`.
+        `body` is their sum. Workers without a gradient count. Workers with weight 0 do not, and `body` must hold
+        nothing of them.
         """
         positive = [weight for weight in weights if weight > 0]
         even = len(set(positive)) == 1
@@ -131,13 +151,16 @@ class Contribution:
 
     @property
     def divisor(self) -> float:
-        """What the sum is divided by. Equal weights: their number, since × 1/3 has other bits than / 3."""
+        """The divisor of the sum.
+
+        With equal weights it is their number, since × 1/3 gives other bits than / 3.
+        """
         return float(self.count) if self.each else self.weight or 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SendPart:
-    """A message for the rank `to`."""
+    """A message to rank `to`."""
 
     to: int
     hop: CollectivePart
@@ -145,9 +168,10 @@ class SendPart:
 
 @dataclass(frozen=True, slots=True)
 class CompleteSum:
-    """This rank is the center, and the sum of all parts is here.
+    """This rank is the center, and the sum of all parts is complete.
 
-    `part.body` is the buffer "mean" of the bucket (None: nobody has a gradient); divide it in place by `part.divisor`.
+    `part.body` is the buffer "mean" of the bucket, or None if no rank has a gradient. Divide it in place by
+    `part.divisor`.
     """
 
     step: int
@@ -158,7 +182,10 @@ class CompleteSum:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveResult:
-    """A result came down: the mean of a backward, or new values (`hop.ordinal` is VALUES)."""
+    """A result has arrived: the mean of a backward, or new values.
+
+    `hop.ordinal` is VALUES for new values.
+    """
 
     hop: CollectivePart
 
@@ -171,7 +198,7 @@ Out = SendPart | CompleteSum | CollectiveResult
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """One rank's place in both trees of a home."""
+    """One rank's position in both trees of a home."""
 
     parent: int
     below: tuple[int, ...]
@@ -188,17 +215,17 @@ class _Sum:
 
 
 class Relay:
-    """One rank's part in the collectives of all buckets. Not for several threads at once.
+    """One rank's part in the collectives of all buckets. Not thread-safe.
 
-    It keeps no tensor memory of its own: `buffer(slot, bucket)` is 1-D, has the bucket's size, and is the same memory
-    whenever it is asked for. Give `local` each bucket's part of this rank once per reduction, also where it has no
-    gradient; give `arrive` every Hop; give `result` at the center what becomes of a total. All three return what is
-    to be done, in order. Reductions of a bucket have rising (step, ordinal).
+    It has no tensor memory of its own. `buffer(slot, bucket)` must return 1-D memory of the bucket's size, and always
+    the same. Call `local` with this rank's part of each bucket once per reduction, also without a gradient. Call
+    `arrive` with every received message. At the center, call `result` with the result of a sum. All three return the
+    actions to take, in order. Reductions of a bucket have rising (step, ordinal).
 
     Args:
-        algorithm, size, rank: whose place this is.
+        algorithm, size, rank: the algorithm, the number of ranks, and this rank.
         home: bucket -> rank of its home.
-        buffer: as above; `slots` lists what it will be asked for.
+        buffer: see above; `slots` lists the buffers it must provide.
     """
 
     def __init__(self, algorithm: Algorithm, size: int, rank: int, home: Callable[[int], int], buffer: Buffer) -> None:
@@ -208,14 +235,17 @@ class Relay:
         self._told: dict[tuple[int, bool], tuple[int, int]] = {}
 
     def local(self, step: int, ordinal: int, bucket: int, part: Contribution) -> list[Out]:
-        """This rank's part. Its body stays as it is until a result of the bucket comes down."""
+        """Add this rank's part.
+
+        Its body must not change until a result of the bucket has arrived.
+        """
         return self._add(self._rank, step, ordinal, bucket, part)
 
     def arrive(self, sender: int, hop: CollectivePart) -> list[Out]:
-        """A Hop of a neighbor. One that was there before changes nothing.
+        """Handle a message of a neighbor. Duplicates are ignored.
 
         Raises:
-            ProtocolError: the sender is no such neighbor, or a reduction begins before the last one is over.
+            ProtocolError: the sender is not such a neighbor, or a reduction begins before the last one is complete.
         """
         self._check(sender, hop)
         if hop.up:
@@ -227,10 +257,12 @@ class Relay:
         return [*self._tell(hop), CollectiveResult(hop)]
 
     def place(self, sender: int, hop: CollectivePart, viewable: bool) -> torch.Tensor | None:
-        """Where the body of this Hop is to be received; None (only if `viewable`): a view of the sender's will do.
+        """Return memory for the body of a message.
+
+        None, only if `viewable`: a view of the sender's memory is enough.
 
         Raises:
-            ProtocolError: as `arrive`; or it came before and its buffer is in use.
+            ProtocolError: as `arrive`, or the message is a duplicate and its buffer is in use.
         """
         self._check(sender, hop)
         if viewable and (hop.up or not self._spot(hop.bucket).tells or self._is_old(sender, hop)):
@@ -244,10 +276,11 @@ class Relay:
     def result(
         self, step: int, ordinal: int, bucket: int, present: bytes, body: torch.Tensor | None, version: int = 0
     ) -> list[Out]:
-        """At the center: the mean (or, `ordinal` VALUES, the new values) of a bucket, for everybody else.
+        """Send a result from the center to all other ranks.
 
-        A total without a body has a result without one: it tells everybody that the reduction is over. The body stays
-        as it is until this rank has the Total of a later reduction of the bucket.
+        The result is the mean of a bucket or, with `ordinal` VALUES, its new values. A sum without a body has a result
+        without one, which tells all ranks that the reduction is complete. The body must not change until this rank has
+        the CompleteSum of a later reduction of the bucket.
         """
         spot = self._spot(bucket)
         if spot.parent != self._rank:
@@ -255,7 +288,7 @@ class Relay:
         return self._tell(CollectivePart(step, ordinal, bucket, False, 0.0, 0, 0.0, present, version, body=body))
 
     def reset(self) -> None:
-        """Forget all parts: what was under way will begin anew, with any step."""
+        """Forget all parts. Reductions start again, with any step."""
         self._sums.clear()
         self._told.clear()
 
@@ -294,8 +327,8 @@ class Relay:
         if not at_center and not ranks:
             return None
         if not at_center and len(ranks) == 1 and not (mixed and parts[ranks[0]].each):
-            return parts[ranks[0]].body  # nothing to add: it is passed on where it lies
-        # A sum to pass on is made in the buffer of the first child that has a part: it is one of the first two terms.
+            return parts[ranks[0]].body  # nothing to add: the part is passed on without a copy
+        # A sum to pass on is made in the buffer of the first child with a part, which is one of the first two terms.
         inbox = next((rank for rank in ranks if rank in spot.below), spot.below[0] if spot.below else self._rank)
         out = self._buffer(MEAN, bucket) if at_center else self._inbox(inbox, bucket)
         terms = [self._term(bucket, rank, parts[rank], mixed, out.dtype) for rank in ranks]
@@ -332,7 +365,7 @@ class Relay:
     def _check(self, sender: int, hop: CollectivePart) -> None:
         spot = self._spot(hop.bucket)
         if sender not in (spot.below if hop.up else (spot.told_by,)) or sender == self._rank:
-            raise ProtocolError(f"{_name(hop)}: rank {sender} has no such thing for rank {self._rank}")
+            raise ProtocolError(f"{_name(hop)}: rank {sender} is not the neighbor of rank {self._rank} that sends it")
         current = self._sums.get(hop.bucket)
         if hop.up and current is not None and not current.done and (hop.step, hop.ordinal) > current.key:
             raise ProtocolError(f"{_name(hop)} of rank {sender}, but {current.key} is still being added up")

@@ -1,10 +1,11 @@
-"""torch.distributed as an engine: Gloo between processes of CPUs, NCCL between those of GPUs.
+"""torch.distributed as an engine: Gloo on CPUs, NCCL on GPUs.
 
-Rule: no global process group, no environment variable, no address but the one or the interface that is named. Processes
-find each other through a file in a directory that only this user may enter, or in a store that is handed in, and every
-collective has a deadline. All ranks must
-start the same collectives in the same order; their number is part of every error. Neither engine has authentication or
-encryption: whoever reaches the port of a group while it forms may take part, so keep to `lo` or a network of your own.
+- There is no global process group and no environment variable. Gloo binds only to the given address or interface.
+- Processes find each other through a file in a directory that only this user may enter, or through a given store.
+- Every collective has a deadline.
+- All ranks must start the same collectives in the same order. Errors name the number of the collective.
+- Neither engine has authentication or encryption. Any process that reaches the port of a group while it forms may take
+  part. So use `lo` or a private network.
 """
 
 import os
@@ -22,20 +23,25 @@ DEADLINE = 30.0  # seconds; torch's own default is half an hour
 
 
 class CollectiveError(TransportError):
-    """A collective failed: a peer died, did not come in time, or is in another collective. The group is lost."""
+    """A collective failed: a peer died, was late, or is in another collective.
+
+    The group cannot be used any more.
+    """
 
 
 class CollectiveWork:
-    """A collective under way. Its tensors belong to it until `wait` returns."""
+    """A running collective. Its tensors must not be used until `wait` returns."""
 
     def __init__(self, work: Any, told: Callable[[BaseException], CollectiveError]) -> None:
         self._work, self._told = work, told
 
     def wait(self) -> None:
-        """Wait for the end, at most the group's deadline. NCCL: the current stream waits, not the caller.
+        """Wait for the end, at most for the group's deadline.
+
+        With NCCL the current stream waits, not the caller.
 
         Raises:
-            CollectiveError: naming rank and operation.
+            CollectiveError: the collective failed. The error names rank and operation.
         """
         try:
             self._work.wait()
@@ -44,23 +50,23 @@ class CollectiveWork:
 
 
 class TorchCollective:
-    """One rank's membership in one group of one generation; making it waits for all ranks.
+    """One rank in one group of one generation. The constructor waits for all ranks.
 
     Args:
         backend: kGloo or kNccl.
-        store: the path of a file for this group alone, not there before the first rank comes; its directory is made
-            (0700) if missing. A new generation takes a new name. Or a `torch.distributed.Store` with keys for this
-            group alone, where ranks are on several hosts.
+        store: the path of a file for this group alone, which must not exist before the first rank comes. Its directory
+            is made (mode 0700) if it is missing. A new generation needs a new name. For ranks on several hosts: a
+            `torch.distributed.Store` with keys for this group alone.
         rank, size: of this process, and of the group.
-        timeout_s: seconds for making the group, and for each collective.
+        timeout_s: seconds for the rendezvous of the group, and for each collective.
         interface: name of the network interface that Gloo binds to.
         device: index of the GPU (kNccl).
-        address: that Gloo binds to, instead of an interface.
+        address: the address that Gloo binds to, instead of an interface.
 
     Raises:
-        ConfigError: the engine is none of torch's, or needs what is not here.
-        CollectiveError: the group did not come together in time.
-        WireError: the directory of the store is open to others.
+        ConfigError: the engine is not one of torch's, or this machine cannot run it.
+        CollectiveError: the ranks did not meet in time.
+        TransportError: the directory of the store is open to other users.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class TorchCollective:
         try:
             if isinstance(store, str):
                 _check_directory(os.path.dirname(os.path.abspath(store)))
-                store = vars(dist)["FileStore"](store, size)  # re-exported without a word in its type stubs
+                store = vars(dist)["FileStore"](store, size)  # missing from the type stubs
             store.set_timeout(self._deadline)
             if backend is Engine.kGloo:
                 self._group: Any = _gloo(store, rank, size, self._deadline, interface, address)
@@ -94,19 +100,19 @@ class TorchCollective:
 
     def all_reduce(self, tensor: torch.Tensor) -> CollectiveWork:
         """Replace a contiguous tensor by its sum over all ranks."""
-        options = dist.AllreduceOptions()  # a sum, unless told otherwise
+        options = dist.AllreduceOptions()  # a sum by default
         options.timeout = self._deadline
         return self._start("all_reduce", tensor, lambda group: group.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> CollectiveWork:
-        """Replace a contiguous tensor by that of rank `src`."""
+        """Replace a contiguous tensor by the tensor of rank `src`."""
         options = dist.BroadcastOptions()
         options.rootRank = src
         options.timeout = self._deadline
         return self._start(f"broadcast from rank {src}", tensor, lambda group: group.broadcast([tensor], options))
 
     def close(self) -> None:
-        """Leave the group; whoever still waits for this rank is told at once."""
+        """Leave the group. Ranks that wait for this rank fail at once."""
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
@@ -129,7 +135,11 @@ class TorchCollective:
 
 
 def check_engine(backend: Engine) -> None:
-    """Refuse an engine that this machine or this build of torch does not have. Raises ConfigError."""
+    """Refuse an engine that this machine or this build of torch does not have.
+
+    Raises:
+        ConfigError: the engine is not available.
+    """
     if backend not in (Engine.kGloo, Engine.kNccl):
         raise ConfigError("cluster.engine", backend, "torch.distributed has kGloo and kNccl")
     if backend is Engine.kGloo and not dist.is_gloo_available():
@@ -153,7 +163,7 @@ def _check_directory(directory: str) -> None:
 def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str, address: str) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    # Set here, it is neither GLOO_SOCKET_IFNAME nor what the host's name happens to resolve to.
+    # Set explicitly, so that neither GLOO_SOCKET_IFNAME nor the address of the host's name is used.
     options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=interface)]
     options._timeout = deadline
     return gloo(store, rank, size, options)
@@ -161,7 +171,7 @@ def _gloo(store: Any, rank: int, size: int, deadline: timedelta, interface: str,
 
 def _nccl(store: Any, rank: int, size: int, deadline: timedelta, device: int) -> Any:
     torch.cuda.set_device(device)
-    # By name: a build without NCCL has no such class.
+    # Looked up by name, because a build without NCCL does not have the class.
     nccl: Any = vars(dist)["ProcessGroupNCCL"]
     options = nccl.Options()
     options._timeout = deadline

@@ -1,7 +1,7 @@
-"""Numbers in fewer bytes: a 1-D tensor of floats becomes bytes, and these become floats again.
+"""Codecs: a 1-D tensor of floats becomes fewer bytes, and floats again.
 
-The length of the bytes follows from the number of elements alone, so a receiver knows it beforehand. A codec keeps
-nothing from one call to the next; what is done about its error is `compression`'s business.
+The number of bytes depends only on the number of elements, so a receiver knows it in advance. A codec keeps no state
+between calls. `error_feedback` compensates its errors.
 """
 
 from math import ceil, isfinite, sqrt
@@ -10,22 +10,28 @@ from typing import Protocol
 import numpy as np
 import torch
 
-BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
+BLOCK = 512  # elements that share a scale in kInt8; the scales add 0.8 % to the bytes
 
 _SINGLE = torch.finfo(torch.float32)
 _TOP_SCALE = _SINGLE.max / 127 * (1 - 2**-22)  # 127 times the largest scale must not round to infinity
-_SQUARED = frozenset([torch.float32, torch.float64])  # the sum of squares of others soon is too large for them
-_SAMPLES = 4096  # elements looked at for a first guess of top-k's threshold
+_SQUARED = frozenset([torch.float32, torch.float64])  # in other dtypes a sum of squares overflows too early
+_SAMPLES = 4096  # elements sampled for a first guess of top-k's threshold
 
 
 class ScratchMemory:
-    """Memory that is used again and again: fresh memory costs more than the arithmetic. For one thread at a time."""
+    """Reusable memory, since fresh memory costs more than the arithmetic.
+
+    For one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._rooms: dict[str, torch.Tensor] = {}
 
     def room(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor with any content; the next call with this name takes it back."""
+        """Return a 1-D tensor with arbitrary content.
+
+        The next call with this name reuses the memory.
+        """
         size = numel * dtype.itemsize
         held = self._rooms.get(name)
         if held is None or held.numel() < size:
@@ -34,39 +40,52 @@ class ScratchMemory:
 
 
 class Codec(Protocol):
-    """One way to write floats as bytes.
+    """A way to write floats as bytes.
 
-    `values` and `out` are contiguous 1-D CPU tensors of float32, float64, bfloat16 or float16; `data` is a contiguous
-    1-D uint8 tensor of exactly `size(numel)` bytes that begins at a multiple of 4 bytes of its storage. Decoding is the
-    same on every machine, bit for bit: each element takes at most one rounded operation per step, and none decodes to
-    a float32 denormal, which some processes round to zero and others do not. A codec's scratch is for one thread.
+    - `values` and `out` are contiguous 1-D CPU tensors of float32, float64, bfloat16 or float16.
+    - `data` is a contiguous 1-D uint8 tensor of exactly `size(numel)` bytes. It begins at a multiple of 4 bytes of its
+      storage.
+    - Decoding gives the same bits on every machine. Each element takes at most one rounded operation per step. No
+      element decodes to a float32 denormal, which some processes round to zero and others do not.
+    - The scratch memory is for one thread.
     """
 
     scratch: ScratchMemory
     largest: float  # larger magnitudes are sent as this one
 
     def size(self, numel: int) -> int:
-        """Bytes of an encoding of `numel` elements."""
+        """Return the bytes of an encoding of `numel` elements."""
         ...
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> bool:
-        """Write `values` into the bytes `out`. False if a value was not finite, or larger than `largest`."""
+        """Write `values` into the bytes `out`.
+
+        Returns False if a value was not finite, or larger than `largest`.
+        """
         ...
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what `data` stands for into `out`. Raises ValueError if `data` cannot be an encoding of that size."""
+        """Write the decoded values of `data` into `out`.
+
+        Raises:
+            ValueError: `data` cannot be an encoding of that size.
+        """
         ...
 
     def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
-        """Add what `data` stands for (with `sign` -1: subtract it) to `out`. Raises ValueError as `decode` does."""
+        """Add the decoded values of `data` to `out`, or subtract them with `sign` -1.
+
+        Raises:
+            ValueError: as `decode`.
+        """
         ...
 
 
 class CastCodec:
     """kFp16 and kBf16: each element rounded to a shorter float.
 
-    Half the bytes of float32. kFp16 keeps 11 significant bits up to 65504; larger finite numbers become ±65504, those
-    below 2^-25 become 0. kBf16 keeps 8 bits and float32's range. Infinities and NaN arrive as they are.
+    Half the bytes of float32. kFp16 keeps 11 significant bits up to 65504. Larger finite numbers become ±65504, and
+    numbers below 2^-25 become 0. kBf16 keeps 8 bits and float32's range. Infinities and NaN are preserved.
     """
 
     def __init__(self, dtype: torch.dtype, scratch: ScratchMemory | None = None) -> None:
@@ -91,18 +110,19 @@ class CastCodec:
         out.copy_(_checked(self, data, out).view(self.dtype))
 
     def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
-        # By way of scratch, since an addition of two dtypes makes its own copy in fresh memory.
+        # Through scratch memory, since an addition of two dtypes would allocate a copy.
         single = self.scratch.room("work", out.numel(), torch.float32)
         self.decode(data, single)
         out.add_(single, alpha=sign)
 
 
 class Int8Codec:
-    """kInt8: blocks of 512 elements, each with a float32 scale of its largest magnitude / 127, rounded to nearest.
+    """kInt8: blocks of 512 elements with a float32 scale, rounded to nearest.
 
-    A quarter of the bytes of float32; the error is at most half a scale. One large element takes the small ones of its
-    block with it, which is why blocks are short (Dettmers 2016). Blocks smaller than about 1e-36 become 0. An element
-    that is not finite arrives as NaN, and its neighbors unharmed: the code -128 in a block whose scale is negative.
+    The scale is the largest magnitude of the block / 127. A quarter of the bytes of float32. The error is at most half
+    a scale. One large element costs the precision of the small ones in its block, so blocks are short (Dettmers 2016).
+    Blocks smaller than about 1e-36 become 0. An element that is not finite is decoded as NaN and does not affect its
+    neighbors: it has the code -128 in a block with a negative scale.
     """
 
     def __init__(self, scratch: ScratchMemory | None = None) -> None:
@@ -113,7 +133,10 @@ class Int8Codec:
         return 4 * -(-numel // BLOCK) + numel
 
     def _parts(self, data: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(scales, codes, elements), as tables of one row per block: the full blocks, and the rest."""
+        """Return (scales, codes, elements) as tables of one row per block.
+
+        There is a table of the full blocks, and one of the rest.
+        """
         numel = flat.numel()
         split = data.numel() - numel
         scales, codes = data[:split].view(torch.float32), data[split:].view(torch.int8)
@@ -151,13 +174,14 @@ class Int8Codec:
         codes.copy_(y.round_())
 
     def _round_around(self, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        """The rare case: some elements of `x` are not finite."""
+        """Encode the rare case: some elements of `x` are not finite."""
         bad = ~torch.isfinite(x)
         finite = x.masked_fill(bad, 0)
         torch.amax(finite.abs(), 1, keepdim=True, out=scales)
         self._round(finite, y, scales, codes)
         codes.masked_fill_(bad, -128)
         marked = bad.any(1, keepdim=True)
+        # A negative scale marks a block with elements that are not finite. -0.0 would not be less than 0.
         scales.copy_(torch.where(marked, -scales.clamp(min=_SINGLE.tiny), scales))
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
@@ -174,18 +198,19 @@ class Int8Codec:
                 x.masked_fill_((codes == -128) & (scales < 0), float("nan"))
 
     def add(self, data: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
-        # Not fused into one operation: whether a processor rounds in between must not show.
+        # Not fused into one operation, because processors differ in whether they round in between.
         single = self.scratch.room("work", out.numel(), torch.float32)
         self.decode(data, single)
         out.add_(single, alpha=sign)
 
 
 class TopKCodec:
-    """kTopK: the k = max(1, ceil(ratio · n)) elements of largest magnitude, as int32 indices and float32 values.
+    """kTopK: the k = max(1, ceil(ratio · n)) elements of largest magnitude.
 
-    8 bytes per element sent: smaller than float32 for ratios below 0.5. Of equal magnitudes the first are taken, so
-    the same input always gives the same bytes. NaN counts as largest, then the infinities; they arrive as they are.
-    The others arrive as 0: of use with error feedback only (Stich et al. 2018, Lin et al. 2018).
+    They are sent as int32 indices and float32 values, 8 bytes each, which is smaller than float32 for ratios below 0.5.
+    Of equal magnitudes the first are taken, so the same input always gives the same bytes. NaN counts as largest, then
+    the infinities, and they are preserved. The other elements are decoded as 0. So this codec is useful with error
+    feedback only (Stich et al. 2018, Lin et al. 2018).
     """
 
     def __init__(self, ratio: float, scratch: ScratchMemory | None = None) -> None:
@@ -194,7 +219,11 @@ class TopKCodec:
         self.scratch = scratch or ScratchMemory()
 
     def kept(self, numel: int) -> int:
-        """How many of `numel` elements travel. Raises ValueError for more elements than an index can name."""
+        """Return how many of `numel` elements are sent.
+
+        Raises:
+            ValueError: there are more elements than an index can number.
+        """
         if numel >= 2**31:
             raise ValueError(f"kTopK: {numel} elements in one piece, at most {2**31 - 1} can be numbered")
         return min(numel, max(1, ceil(self.ratio * numel)))
@@ -235,10 +264,11 @@ class TopKCodec:
 
 
 def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
-    """Indices (int64) of the k largest of a 1-D int32 array without negatives; of equal ones the first.
+    """Return the indices (int64) of the k largest of a 1-D int32 array.
 
-    A threshold is guessed from a sample, somewhat too low, and the exact choice made among what is above it; where
-    the guess was too high, among all. The guess costs one pass, a selection among all several.
+    The array has no negatives. Of equal elements the first are taken. A threshold is guessed from a sample, rather too
+    low, and the exact choice is made among the elements above it, or among all if the guess was too high. The guess
+    costs one pass, a selection among all elements several.
     """
     floor = _guess(bits, k)
     chosen: np.ndarray | None = None
@@ -246,11 +276,11 @@ def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
         mask = scratch.room("mask", bits.size, torch.bool).numpy()
         chosen = np.flatnonzero(np.greater_equal(bits, floor, out=mask))
         if chosen.size < k:
-            if floor == 1:  # all that are not 0; among the first k there are zeros enough for the rest
+            if floor == 1:  # `chosen` has all nonzero elements; the first k elements have enough zeros for the rest
                 return torch.from_numpy(np.concatenate((chosen, np.flatnonzero(bits[:k] == 0)[: k - chosen.size])))
             chosen = None
         elif 2 * chosen.size > bits.size:
-            chosen = None  # most are equal, or nearly: to pick them out first costs more than it saves
+            chosen = None  # most elements are nearly equal: a first selection costs more than it saves
     among = bits if chosen is None else bits[chosen]
     threshold = np.partition(among, among.size - k)[among.size - k]
     above = np.flatnonzero(among > threshold)
@@ -259,11 +289,12 @@ def largest(bits: np.ndarray, k: int, scratch: ScratchMemory) -> torch.Tensor:
 
 
 def _guess(bits: np.ndarray, k: int) -> int | None:
-    """A number >= 1 that probably k elements or a few more reach; None where a guess would not be worth its pass.
+    """Return a number >= 1 that probably k elements or a few more reach.
 
-    Zeros are left out: selecting among many equal numbers is slow, and gradients can be full of them.
+    None: a guess would not be worth its pass. Zeros are left out, because a selection among many equal numbers is slow,
+    and gradients can be full of zeros.
     """
-    step = (bits.size // _SAMPLES) | 1  # odd: rows of a matrix have even lengths, and are not alike inside
+    step = (bits.size // _SAMPLES) | 1  # odd, so that a matrix with rows of even length is sampled in all columns
     sample = bits[::step]
     expected = k * sample.size / bits.size
     rank = ceil(expected + 4 * sqrt(expected)) + 4
@@ -283,14 +314,15 @@ def _checked(codec: Codec, data: torch.Tensor, values: torch.Tensor) -> torch.Te
 
 
 def reals(x: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor: of complex elements both parts, in one row."""
+    """Return the numbers of a tensor; complex elements give both parts in one row."""
     return torch.view_as_real(x.resolve_conj()).reshape(-1) if x.is_complex() else x
 
 
 def all_finite(x: torch.Tensor) -> bool:
-    """Whether all elements are finite: a sum is many times cheaper than to ask each one.
+    """Return whether all elements are finite.
 
-    One of squares reads memory as fast as it can be read; it is too large for its dtype long before an element is.
+    A sum is many times cheaper than a test of each element. A sum of squares runs at memory speed. It overflows long
+    before an element does, and then the slower tests follow.
     """
     x = reals(x)
     if x.dim() == 1 and x.dtype in _SQUARED and isfinite(torch.dot(x, x).item()):
@@ -303,14 +335,17 @@ def all_finite(x: torch.Tensor) -> bool:
 
 
 def _saturate(values: torch.Tensor, short: torch.Tensor) -> None:
-    """Make finite values that became infinite the largest finite numbers."""
+    """Replace finite values that became infinite by the largest finite numbers."""
     limit = torch.finfo(short.dtype).max
     over = torch.isinf(short) & torch.isfinite(values)
     short.copy_(torch.where(over, torch.sign(short) * limit, short))
 
 
 def _single(values: torch.Tensor, scratch: ScratchMemory) -> tuple[torch.Tensor, bool]:
-    """`values` as float32 (themselves, if they are), and whether every finite one fits."""
+    """Return `values` as float32, and whether every finite value fits.
+
+    Float32 values are returned themselves.
+    """
     if values.dtype is torch.float32:
         return values, True
     single = scratch.room("single", values.numel(), torch.float32)
@@ -322,5 +357,5 @@ def _single(values: torch.Tensor, scratch: ScratchMemory) -> tuple[torch.Tensor,
 
 
 def drop_denormals(x: torch.Tensor) -> None:
-    """Set what is not above the smallest normal float32 to +0, in place."""
+    """Set elements not above the smallest normal float32 to +0, in place."""
     torch.ops.aten.hardshrink.out(x, _SINGLE.tiny, out=x)

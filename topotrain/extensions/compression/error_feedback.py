@@ -1,7 +1,6 @@
-"""What an encoding leaves out is not forgotten: its sender adds it to what it encodes next.
+"""Error feedback: a sender adds the error of one encoding to the next values.
 
-`ErrorFeedback` does so for gradients, `DeltaStream` for values. `codec_for` says how bodies of a dtype are written, if
-they are at all.
+`ErrorFeedback` does so for gradients, `DeltaStream` for values. `codec_for` chooses the codec of a dtype.
 """
 
 from collections.abc import Sequence
@@ -25,13 +24,13 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def codec_for(
     kind: Compression, dtype: torch.dtype, ratio: float, scratch: ScratchMemory | None = None
 ) -> Codec | None:
-    """The codec for bodies of this dtype, or None where they travel as they are.
+    """Return the codec for bodies of this dtype, or None if they are sent unchanged.
 
-    That is so for kNone, for dtypes that are not among the four floats, and for a cast of what has 2 bytes already.
+    It is None for kNone, for dtypes other than the four floats, and for a cast of a dtype that has 2 bytes already.
 
     Args:
-        ratio: the share of the elements that kTopK sends, 0 < ratio <= 1.
-        scratch: memory to work in, shared by the codecs of one thread; None: its own.
+        ratio: the fraction of the elements that kTopK sends, 0 < ratio <= 1.
+        scratch: scratch memory shared by the codecs of one thread. None: the codec has its own.
     """
     if kind is Compression.kNone or dtype not in _FLOATS:
         return None
@@ -44,47 +43,52 @@ def codec_for(
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which what is left of bodies of this dtype is kept: short floats would lose it again."""
+    """Return the dtype for residuals of bodies of this dtype.
+
+    Short floats would lose the residual again.
+    """
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 class ErrorFeedback:
-    """A stream of gradients, encoded; what one encoding left out is added to the next.
+    """Encodes a stream of gradients; the error of one encoding is added to the next.
 
-    So the sum of all that was received is the sum of all that was given, but for one residual (Seide et al. 2014), and
-    SGD converges as without compression (Karimireddy et al. 2019). With a second buffer, `draft`, what is left counts
-    from `settle` on only: an encoding may be replaced by another one of the same step, or dropped with the step, as a
-    GradScaler does, and the residual is what it was before.
+    So the sum of everything received is the sum of everything given, except for one residual (Seide et al. 2014), and
+    SGD converges as without compression (Karimireddy et al. 2019). With a second buffer, `draft`, a residual counts
+    only from `settle` on. Until then an encoding may be replaced by another one of the same step, or dropped with the
+    step, as a GradScaler does.
 
-    Where an element is not finite, or larger than the codec can carry, nothing is kept: the residual is 0 there. An
-    overflow does not come back in later steps.
+    Where an element is not finite, or larger than the codec can carry, the residual is 0. So an overflow does not
+    return in later steps.
 
     Args:
-        codec: how to write.
-        residual: 1-D, dtype `working_dtype` of the gradients', zero at first (or as restored). Changed in place.
-        draft: like `residual`, any content; None: every encoding counts at once.
+        codec: the codec.
+        residual: 1-D, with the `working_dtype` of the gradients, zero at first (or restored). Changed in place.
+        draft: like `residual`, with any content. None: every encoding counts at once.
     """
 
     def __init__(self, codec: Codec, residual: torch.Tensor, draft: torch.Tensor | None = None) -> None:
         self.codec = codec
         self.residual = residual
         self._draft = residual if draft is None else draft
-        self.drafted = False  # something was encoded that has been neither settled nor dropped
+        self.drafted = False  # there is an encoding that was neither settled nor dropped
 
     def encode(
         self, gradient: torch.Tensor, out: torch.Tensor, more: bool = False, absent: Sequence[slice] = ()
     ) -> None:
-        """Write a gradient (1-D, as long as the residual) and what was left before into `out` (see `Codec`).
+        """Encode a gradient plus the residual into `out` (see `Codec`).
 
         Args:
-            more: after an encoding that is neither settled nor dropped: in addition to it, not instead of it.
-            absent: parts that have no gradient: they are written as 0, and what is left of them stays.
+            gradient: 1-D, as long as the residual.
+            more: the encoding adds to the last one, which was neither settled nor dropped, instead of replacing it.
+            absent: parts without a gradient. They are encoded as 0, and their residual is kept.
         """
         before = self._draft if more and self.drafted else self.residual
         kept = [before[part].clone() for part in absent]
         left = torch.add(before, gradient, out=self._draft)
         for part in absent:
             left[part] = 0
+        # Not `left.abs() > largest`, which is False for NaN.
         lost = None if self.codec.encode(left, out) else ~(left.abs() <= self.codec.largest)
         self.codec.add(out, left, sign=-1)
         if lost is not None:
@@ -94,11 +98,13 @@ class ErrorFeedback:
         self.drafted = True
 
     def settle(self, factor: float = 1.0) -> None:
-        """What was encoded counts: go on from what it left. Does nothing if there was nothing since the last call.
+        """Count the last encoding: its error becomes the residual.
 
-        factor: its gradients turned out to be this many times as large as those before them (a new loss scale, which
-        is known at the end of a step only). What they left is corrected to what it would be, had the residual been
-        rescaled before.
+        Without a new encoding it does nothing.
+
+        Args:
+            factor: its gradients turned out to be this many times as large as earlier ones (a new loss scale, which is
+                known only at the end of a step). Its error is corrected as if the residual had been rescaled before.
         """
         if self.drafted:
             if factor != 1.0:
@@ -107,27 +113,32 @@ class ErrorFeedback:
         self.drafted = False
 
     def drop(self) -> None:
-        """What was encoded does not count (with a draft; without one it has counted already)."""
+        """Discard the last encoding. Without a draft it has already counted."""
         self.drafted = False
 
     def rescale(self, factor: float) -> None:
-        """Gradients are `factor` times as large from here on (a new loss scale): so is what is left of them."""
+        """Rescale the residual; gradients are `factor` times as large from now on.
+
+        This is for a new loss scale.
+        """
         self.residual.mul_(factor)
 
 
 class DeltaStream:
-    """Values that change, from one sender to one receiver: what travels is the difference to what was shown before.
+    """Sends changing values from one sender to one receiver as differences.
 
-    Both sides hold the values as the receiver knows them, and add to them the same decoded numbers. What an encoding
-    left out is still in the next difference, so it needs no residual (DoubleSqueeze, Tang et al. 2019, has this second
-    direction too). Both copies are equal bit for bit after any number of rounds, provided that each encoding arrives
-    once and in order; `rounds` counts them. Float32 denormals count as 0, since not all processes compute with them.
+    Both sides hold the values as the receiver knows them, and add the same decoded differences. The error of an
+    encoding is part of the next difference, so no residual is needed (DoubleSqueeze, Tang et al. 2019, compresses this
+    second direction too).
 
-    Values that are not finite arrive as the codec carries them. Elements of the copies that are not finite count as 0
-    in the next round, on both sides, so that later values replace them.
+    - Both copies are equal bit for bit after any number of rounds, if each encoding arrives once and in order. `rounds`
+      counts them.
+    - Float32 denormals count as 0, since not all processes compute with them.
+    - Values that are not finite are sent as the codec carries them. In the next round they count as 0 in both copies,
+      so that later values replace them.
 
     Args:
-        codec: how to write.
+        codec: the codec.
         held: 1-D values as the receiver knows them, of the values' dtype. Changed in place. `restart` sets them.
     """
 
@@ -137,20 +148,24 @@ class DeltaStream:
         self.rounds = 0
 
     def restart(self, values: torch.Tensor) -> None:
-        """Both sides, with the same values (which traveled as they are): go on from these."""
+        """Continue from these values, which both sides have (they were sent unchanged)."""
         self.held.copy_(values)
         drop_denormals(self.held)
         self.rounds = 0
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Sender: write what changed into `out` (see `Codec`), and note it as shown."""
+        """Sender: encode the changes into `out` (see `Codec`), and add them to `held`."""
         self._mend()
         room = self.codec.scratch.room("delta", values.numel(), working_dtype(values.dtype))
         self.codec.encode(torch.sub(values, self.held, out=room), out)
         self._take(out)
 
     def decode(self, data: torch.Tensor) -> None:
-        """Receiver: bring `held` to what the sender has shown. Raises ValueError as `Codec.decode` does."""
+        """Receiver: add the changes to `held`.
+
+        Raises:
+            ValueError: as `Codec.decode`.
+        """
         self._mend()
         self._take(data)
 

@@ -1,1 +1,1 @@
-"""Servers with a second copy in another process."""
+"""Replication: every server has a standby in another process."""

@@ -1,7 +1,8 @@
-"""Which part of a server's buffers a tensor is: so that it can be told as a place, and its content once (`transfer`).
+"""Tensors as ranges of a server's buffers, for the transfer of its state.
 
-Two messages that are views of one place have it in common on the other side, too; and a buffer is told only as far as
-something looks at it.
+A tensor that is a view of a buffer is sent as a range, and the content of the range is sent once (`state_transfer`). So
+two messages that are views of the same memory are views of the same memory in the standby, too. Only parts of buffers
+that are in use are sent.
 """
 
 from bisect import bisect_right
@@ -12,12 +13,15 @@ import torch
 
 from topotrain.core.model.schema import FlatBuffers
 
-RAW = -1  # in the place of a space: bytes over no space
+RAW = -1  # as `space`: a buffer of bytes that belongs to no space
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRange:
-    """Elements [lo, hi) of the buffer of a name in a space. size: of the whole buffer."""
+    """Elements [lo, hi) of buffer `name` in a space.
+
+    `size` is the number of elements of the whole buffer.
+    """
 
     name: str
     space: int
@@ -26,7 +30,11 @@ class BufferRange:
     size: int
 
     def of(self, flats: FlatBuffers) -> torch.Tensor:
-        """The same part of other buffers. Raises ValueError where there is none."""
+        """Return the same range of other buffers.
+
+        Raises:
+            ValueError: they have no such range.
+        """
         flat = flats.raw(self.name, self.size) if self.space == RAW else flats.flat(self.name, self.space)
         if not 0 <= self.lo <= self.hi <= flat.numel() == self.size:
             raise ValueError(f"elements {self.lo} to {self.hi} of {self.size} in {self.name!r}")
@@ -34,11 +42,11 @@ class BufferRange:
 
 
 class BufferViews:
-    """Finds tensors in buffers, and remembers what was found.
+    """Finds tensors in buffers, and records the ranges that were found.
 
     Args:
         flats: the buffers.
-        told: names of those that are told anyway.
+        told: names of buffers that are always sent whole.
     """
 
     def __init__(self, flats: FlatBuffers, told: frozenset[str]) -> None:
@@ -49,7 +57,10 @@ class BufferViews:
         self._wanted: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
     def find(self, tensor: torch.Tensor) -> BufferRange | None:
-        """Where it lies; None: it is memory of its own. What is found is looked at by somebody."""
+        """Return the range of a tensor and record it as in use.
+
+        None: the tensor has memory of its own.
+        """
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         if at < 0 or tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.numel():
             return None
@@ -60,7 +71,7 @@ class BufferViews:
         return self._note(name, space, lo, lo + tensor.numel(), flat)
 
     def want(self, name: str) -> None:
-        """Somebody will look at all that there is of these buffers."""
+        """Record all buffers of this name as in use."""
         for _, (held, space), flat in self._held:
             if held == name:
                 self._note(name, space, 0, flat.numel(), flat)
@@ -71,7 +82,7 @@ class BufferViews:
         return BufferRange(name, space, lo, hi, flat.numel())
 
     def wanted(self) -> Iterator[tuple[BufferRange, torch.Tensor]]:
-        """All that somebody looks at, each element once."""
+        """Yield all ranges in use, each element once."""
         for (name, space), spans in sorted(self._wanted.items()):
             flat = next(flat for _, key, flat in self._held if key == (name, space))
             for lo, hi in _joined(spans):

@@ -1,8 +1,9 @@
-"""What two copies of a server compare, so that one whose memory lies does not take the other's place unnoticed.
+"""Checksums by which a primary and its standby are compared.
 
-Rule: cheap, and spread over the steps. Each bucket's values are looked at once in EVERY updates, each in another one,
-and what was counted in one of them. Both copies have done the same up to an event, so both know when, and find the same
-CRC there. Optimizer state is not looked at: what is wrong in it is in the values soon.
+A server with a memory fault must not replace the other copy unnoticed. The check is cheap and spread over the steps: in
+EVERY updates, the values of each bucket are summed once, each bucket at another update, and the counters at one of
+them. Both copies have handled the same events, so both compute the CRC of the same state. Optimizer state is not
+included, because errors in it soon appear in the values.
 """
 
 from zlib import crc32
@@ -15,9 +16,9 @@ EVERY = 100
 
 
 def mark(server: Server, before: int) -> int | None:
-    """The CRC of what is due behind the event that has brought the values' version from `before` to where it is.
+    """Return the CRC that is due after an event, or None if none is due.
 
-    None: nothing is.
+    The event has raised the version of the values from `before` to the present version.
     """
     version, model = server.version, server._model
     if model is None or version <= before:

@@ -1,8 +1,9 @@
-"""A worker's ways to servers of which there are two copies: one process may go, and the worker only waits a moment.
+"""A worker's connections to servers with a standby.
 
-Rule: whoever lives behind these (`client.Client`) notices nothing. What it says is counted and kept until both
-copies of the server have it; when a way ends, the server is looked for in its other process, both sides tell how many
-messages they have heard, and what is missing is said again (`state_machine.ReliableChannel`).
+If a server's process dies, the worker only waits a moment, and its `Client` does not notice. Messages to a server are
+counted and kept until both copies have them. When a connection ends, the worker looks for the server in its other
+process. Both sides send the number of messages that they have received, and missing messages are sent again
+(`state_machine.ReliableChannel`).
 """
 
 import threading
@@ -19,13 +20,16 @@ from topotrain.extensions.replication.state_machine import OFTEN, ReliableChanne
 
 
 class SendMessage(Protocol):
-    """As `Transport.send`, from one resident."""
+    """Sends as `Transport.send` does, from one endpoint."""
 
     def __call__(self, to: Address, message: m.Message, wait: bool = False) -> None: ...
 
 
 class _Way:
-    """One line, and whether there is a way to the server now. `order`: held while messages are put on it."""
+    """One reliable channel, and whether it has a connection now.
+
+    `order` is held while messages are sent.
+    """
 
     def __init__(self) -> None:
         self.line = ReliableChannel()
@@ -45,16 +49,16 @@ class _Way:
 
 
 class ReplicaConnections:
-    """Stands between a worker's door and its roads.
+    """Sits between a worker's endpoint and its transports.
 
     Args:
-        servers: whom the worker talks to.
-        resident: the worker.
-        send: the road's.
-        redial: redial(server, moves) looks for the server in the process that it has moved to for the so-manieth time,
-            on a thread of its own, and then calls `connected`, or `failed`.
-        changed: called when something has been taken for good, or a way has ended.
-        life: how often the worker's group has been started again.
+        servers: the servers of the worker.
+        resident: the worker's endpoint.
+        send: sends over the transport.
+        redial: redial(server, moves) looks for the server in the process to which it has moved. `moves` counts its
+            moves. It works on a thread of its own, and then calls `connected` or `failed`.
+        changed: called when messages were confirmed, or a connection has ended.
+        life: the number of restarts of the worker's group.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class ReplicaConnections:
         self._leaving, self._life = False, life
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
-        """Say something; what has no way now is said when there is one."""
+        """Send a message. Without a connection it is kept and sent later."""
         way = self._ways.get(to)
         if way is None:
             self._send(to, message, wait)
@@ -81,7 +85,7 @@ class ReplicaConnections:
                 self._tell(to, way)
             way.say(message)
             if way.up:
-                with suppress(TransportError):  # its end is heard of by `lost`
+                with suppress(TransportError):  # `lost` reports the end of the connection
                     self._send(to, message, wait)
 
     def _tell(self, to: Address, way: _Way, ask: bool = False) -> None:
@@ -90,14 +94,18 @@ class ReplicaConnections:
             with suppress(TransportError):
                 self._send(to, m.Ack(way.told, ask))
 
-    # --- the resident's side -------------------------------------------------------------------------------------
+    # --- calls by the transport ----------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: m.Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Endpoint.place`."""
+        """See `wire.Endpoint.place`."""
         return self._resident.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: m.Message) -> None:
-        """Take a message: what is about the line is for us. Raises ProtocolError."""
+        """Handle a message. Acks and resumptions are handled here, others by the worker.
+
+        Raises:
+            ProtocolError: the message is not possible now.
+        """
         way = self._ways.get(sender)
         if way is None:
             self._resident.handle(sender, message)
@@ -121,38 +129,40 @@ class ReplicaConnections:
                 self._tell(server, way, ask=True)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """A way has ended."""
+        """Handle the end of a connection."""
         way = self._ways.get(peer)
         if way is None:
             self._resident.lost(peer, reason)
             return
         if self._leaving and not way.line.kept:
             return
-        way.up = False  # not under `order`: whoever holds it may be waiting for room on the way that has ended
+        way.up = False  # not under `order`: its holder may be blocked in a send on this connection
         way.moves += 1
         self._redial(peer, way.moves)
 
-    # --- the ways ------------------------------------------------------------------------------------------------
+    # --- connections ---------------------------------------------------------------------------------------------
 
     def begin(self, server: Address) -> None:
-        """The first way to a server is about to be made."""
+        """Note that the first connection to a server is about to be made."""
         self._ways[server].up = True
 
     def connected(self, server: Address, moves: int) -> None:
-        """There is a way to the server's other process, to which it has moved for the so-manieth time: say how far we
-        are."""
+        """Resume on a new connection to a server that has moved `moves` times.
+
+        The worker sends the number of messages that it has received.
+        """
         self._ways[server].moves = max(moves, self._ways[server].moves)
         with suppress(TransportError):
             self._send(server, m.ResumeConnection(self._ways[server].line.heard, life=self._life))
 
     def failed(self, server: Address, reason: str) -> None:
-        """There is no other process."""
+        """Report that the server has no other process."""
         self._ways.pop(server, None)
         self._resident.lost(server, reason)
         self._changed()
 
     def leave(self) -> None:
-        """Nothing more will be said; from here on `left` tells when the servers have everything for good."""
+        """Stop sending. From now on, `left` tells when both copies have everything."""
         self._leaving = True
         for server, way in list(self._ways.items()):
             with way.order:
@@ -160,5 +170,5 @@ class ReplicaConnections:
 
     @property
     def left(self) -> bool:
-        """Whether the servers have for good what was said."""
+        """Whether both copies of all servers have all messages."""
         return not any(way.line.kept for way in list(self._ways.values()))

@@ -1,11 +1,13 @@
-"""The servers of one process where every server has two copies: those that speak here, and those that listen.
+"""Servers of one process in a job where every server has two copies.
 
-Rule: who speaks is not decided here. Whoever sees all processes of the job (the launcher) says who has which seat
-(`seats`), and here that is done: a copy that listened speaks, and is published where its peers look for it; a server
-whose second copy is gone stops waiting for it, and looks for the fresh one. A lost connection alone proves nothing, so
-a server that has lost its second copy says nothing more until it is told that nobody is there, and one that has lost
-the first server calls it again. Both tell that they miss somebody; if nobody says anything within GRACE_S seconds, and
-somewhat later on each further seat, the process ends itself, and is replaced.
+The launcher, which sees all processes of the job, decides which copy is the primary and sends the placement
+(`arrange`). This module carries it out. A standby becomes the primary and is published where its peers look for it. A
+primary without its standby stops waiting for it and connects to the new one.
+
+A lost connection alone does not prove that a process is dead. A primary that has lost its standby sends nothing more
+until the launcher reports the end of the standby. A server that has lost the coordinator calls it again. Both report
+the loss. If there is no answer within GRACE_S seconds, and APART_S more for each further slot, the process ends itself
+and is replaced.
 """
 
 import threading
@@ -34,23 +36,28 @@ from topotrain.extensions.replication.state_machine import Out, Primary, Replica
 from topotrain.extensions.replication.state_transfer import portray, restore
 
 GRACE_S, APART_S = 15.0, 4.0
-"""So long nobody is told of an end; so much longer on the next seat: of two that miss each other only one shall end."""
+"""Seconds to wait for a report of an end, and additional seconds per slot.
+
+Of two processes that have lost each other only one should end."""
 _AGAIN_S = 0.5
 _END_S = 5.0
-"""How long the end of a dead server's connection may take to be heard."""
+"""Seconds until the end of a dead server's connection must have been noticed."""
 
 Trouble = Callable[[], None]
-"""Called inside `except` on the thread that handled a message: this process cannot go on."""
+"""Called inside `except` on the thread that handled a message, when this process cannot continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSlot:
-    """What the launcher tells a server process, and is told.
+    """Interface between the launcher and a server process.
 
-    standing: who has which seat when the process begins. taken: given, once, what to call with what it is later.
-    covered: told (server, second copies that there have been) when a server's second copy has everything. differs: told
-    the same when that one was found to be another than the first. despair: ends the process, which is then replaced;
-    given why. missed: told a server that has lost the way to another one, of whose end it knows nothing.
+    Attributes:
+        standing: the placement when the process begins.
+        taken: called once with a function that the launcher calls with each new placement.
+        covered: called with (server, number of standbys so far) when the standby of a server has its whole state.
+        differs: called with the same when a standby was found to differ from its primary.
+        despair: called with the reason; ends the process, which is then replaced.
+        missed: called with a server that has lost the connection to another server, without a report of its end.
     """
 
     standing: Mapping[int, ReplicaSet]
@@ -62,23 +69,23 @@ class ReplicaSlot:
 
 
 def shadow_of(server: Address) -> Address:
-    """The address of a server's second copy."""
+    """Return the address of a server's standby."""
     return Address(Role.SHADOW, server.group, server.index)
 
 
 class PrimaryEndpoint:
-    """A copy that speaks, at its server's address: one event at a time.
+    """The primary at its server's address. It handles one event at a time.
 
     Args:
-        lead: the copy.
-        roads: its roads.
-        change: notified when something may be over.
+        lead: the primary.
+        roads: its transports.
+        change: notified when the server may be done.
         trouble: see Trouble.
-        covered: told when the second copy has everything, with the number of second copies that there have been.
-        differs, missed: see Seat; this one knows whose.
-        despair: given a text when the second copy was missed for too long.
-        parted: told of another server to which the way has ended.
-        grace_s: how long is too long.
+        covered: called when the standby has the whole state, with the number of standbys so far.
+        differs, missed: see ReplicaSlot, here without the server.
+        despair: called with a text when the standby was missed for too long.
+        parted: called with another server when the connection to it has ended.
+        grace_s: seconds that count as too long.
     """
 
     def __init__(
@@ -104,15 +111,15 @@ class PrimaryEndpoint:
         self._told_covered = self._dismissed = False
         self._alarm: threading.Timer | None = None
 
-    # --- the resident's side -------------------------------------------------------------------------------------
+    # --- calls by the transport ----------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Endpoint.place`."""
+        """See `wire.Endpoint.place`."""
         with self._lock:
             return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """As `wire.Endpoint.handle`."""
+        """See `wire.Endpoint.handle`."""
 
         def hear() -> Out:
             return self.lead.hear(sender, message)
@@ -122,12 +129,12 @@ class PrimaryEndpoint:
             raise fault
 
     def lost(self, peer: Address, reason: str) -> None:
-        """As `wire.Endpoint.lost`."""
+        """See `wire.Endpoint.lost`."""
         if peer == self.lead.shadow:
-            if not self._roads.leads(self.lead.me, peer):  # else a fresh one is there already
+            if not self._roads.leads(self.lead.me, peer):  # else a new standby is connected already
                 self._missing()
         elif peer.role is Role.SERVER:
-            if not self._roads.leads(self.lead.me, peer):  # else there is another way already
+            if not self._roads.leads(self.lead.me, peer):  # else there is a new connection already
                 with self._lock:
                     self.lead.parted(peer)
                 self._parted(peer)
@@ -135,46 +142,55 @@ class PrimaryEndpoint:
             self._do(lambda: self.lead.lost(peer) if peer in self.lead.up else [])
 
     def poke(self) -> None:
-        """There is something to hear from this host."""
+        """Handle messages from this process, such as those of the snapshot writer."""
         self._do(list)
 
     def told(self, message: Message) -> None:
-        """As `process_host.Home`; the second copy is told, too."""
+        """Handle a message of the launcher, sent in the server's own name.
+
+        The standby gets it, too.
+        """
         self._do(lambda: self.lead.hear(self.lead.me, message))
 
     def may_change(self, group: int, wish: str) -> str:
-        """As `process_host.Home`."""
+        """Return why a group may not change now, or "". See `process_host`."""
         with self._lock:
             return self.server.may_change(group, wish)
 
-    # --- what the launcher has said ------------------------------------------------------------------------------
+    # --- orders of the launcher ----------------------------------------------------------------------------------
 
     def do(self, what: Callable[[Primary], Out]) -> None:
-        """Have the copy do something."""
+        """Run `what` with the primary and send the messages that it returns."""
         self._do(lambda: what(self.lead))
 
     def probe(self) -> int:
-        """Have something confirmed by the second copy; returns what, see `Primary.confirmed`."""
+        """Ask the standby for a confirmation.
+
+        Returns the number of the event, see `Primary.confirmed`.
+        """
         self.do(lambda lead: lead.probe())
         return self.lead.copy.events
 
     def alone(self, shadows: int) -> None:
-        """The second copy is gone; the next one is the so-manieth."""
+        """Continue without the standby, which is gone.
+
+        `shadows` is the number of the next standby.
+        """
         self._calm()
         self._told_covered = False
         self.shadows = shadows
         self.do(lambda lead: lead.alone())
 
     def join(self, shadows: int) -> None:
-        """There is a way to the so-manieth second copy, which may be gone, too, by now."""
+        """Send the state to standby number `shadows`, unless it has been replaced already."""
         self.do(lambda lead: lead.join() if shadows == self.shadows else [])
 
     def _missing(self) -> None:
-        """The way to the second copy has ended."""
+        """Handle the end of the connection to the standby."""
         with self._lock:
             waits = self.lead.joined and not self._dismissed and self._alarm is None
             if waits:
-                why = f"{self.lead.me} has lost its second copy, and nobody knows of its end"
+                why = f"{self.lead.me} has lost the connection to its second copy, and no end of it was reported"
                 self._alarm = threading.Timer(self._grace_s, self._despair, (why,))
                 self._alarm.daemon = True
                 self._alarm.start()
@@ -195,7 +211,7 @@ class PrimaryEndpoint:
             with self._lock:
                 self.lead.fault = None
                 out = what()
-                self._compare()  # whoever decides about deaths is to know it before anybody hears more
+                self._compare()  # the launcher must know of a difference before any message is sent
                 self._say(out)
                 fault = self.lead.fault
                 self._hear()
@@ -219,7 +235,7 @@ class PrimaryEndpoint:
 
     def _say(self, out: Out) -> None:
         for to, message in out:
-            with suppress(TransportError):  # whose end will be heard of
+            with suppress(TransportError):  # the transport will call `lost`
                 self._roads.send(self.lead.me, to, message)
 
     def _look(self) -> None:
@@ -232,11 +248,11 @@ class PrimaryEndpoint:
 
     @property
     def done(self) -> bool:
-        """Nothing is left to do."""
+        """Whether nothing is left to do."""
         return self.server.done and self.lead.clear
 
     def dismiss(self) -> None:
-        """Nothing is left to do for the second copy, either."""
+        """Release the standby, which has nothing left to do either."""
         with self._lock:
             self._dismissed = True
             if self._alarm is not None:
@@ -245,12 +261,12 @@ class PrimaryEndpoint:
 
 
 class StandbyEndpoint:
-    """A copy that listens, at the address of its server's shadow.
+    """A standby at its own address.
 
     Args:
-        server: whose it is.
-        shadow: the copy.
-        roads, change, trouble: as for Speaker.
+        server: the address of its server.
+        shadow: the standby.
+        roads, change, trouble: as for PrimaryEndpoint.
     """
 
     def __init__(
@@ -262,14 +278,14 @@ class StandbyEndpoint:
         self._ended = threading.Event()
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """As `wire.Endpoint.place`."""
+        """See `wire.Endpoint.place`."""
         with self._lock:
             return self._shadow.place(message)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """As `wire.Endpoint.handle`."""
+        """See `wire.Endpoint.handle`."""
         if sender != self._server:
-            raise ProtocolError(f"{self._me} listens to {self._server} alone")
+            raise ProtocolError(f"{self._me} accepts messages from {self._server} only")
         try:
             with self._lock:
                 self._answer(self._shadow.receipt(message))
@@ -289,33 +305,39 @@ class StandbyEndpoint:
                 self._roads.send(self._me, self._server, message)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """As `wire.Endpoint.lost`."""
+        """See `wire.Endpoint.lost`."""
         self._ended.set()
 
     def succeed(self) -> ReplicatedServer:
-        """The process of the server is gone: what is here is the server now. Raises RuntimeError if it is not all."""
-        self._ended.wait(_END_S)  # what it said last is heard first; it is of use, though nobody depends on it
+        """Return the replicated server, which becomes the primary.
+
+        The process of the primary is gone.
+
+        Raises:
+            RuntimeError: this standby does not have the whole state.
+        """
+        self._ended.wait(_END_S)  # the last events of the primary are handled first; they are useful, not necessary
         with self._lock:
             copy, self._shadow.copy = self._shadow.copy, None
             self._shadow.over = True
         if copy is None:
-            raise RuntimeError(f"{self._me} has to speak, and knows nothing")
+            raise RuntimeError(f"{self._me} must become the primary, but has no state")
         return copy
 
     @property
     def done(self) -> bool:
-        """It has been told that nothing is left to do."""
+        """Whether the primary has released this standby."""
         return self._shadow.over
 
 
 class ReplicatedServers:
-    """The copies of servers in one process; see `process_host.HostedServers`, whose place it takes.
+    """The replicated servers of one process. It replaces `process_host.HostedServers`.
 
     Args:
         place, roads, allocate, trouble, recorder, writer: as there.
-        me: the server whose seat this process has.
-        seat: see there.
-        opened: called with this when one more server speaks here.
+        me: the server with the slot of this process.
+        seat: the interface to the launcher.
+        opened: called with this object when another primary starts here.
     """
 
     def __init__(
@@ -343,10 +365,13 @@ class ReplicatedServers:
         self._orders: SimpleQueue[Mapping[int, ReplicaSet]] = SimpleQueue()
         roads.admit(self._admit)
 
-    # --- the beginning -------------------------------------------------------------------------------------------
+    # --- start ---------------------------------------------------------------------------------------------------
 
     def open(self, serving: Callable[[Address, tuple[str, ...]], None]) -> None:
-        """Take the seat; `serving` is told the URLs once the server can be reached, or would be."""
+        """Start the copies of this slot.
+
+        `serving` is called with the URLs once the server can be reached, or could be.
+        """
         urls: tuple[str, ...] = ()
         for server in self._servers:
             where = self._standing[server.index]
@@ -358,7 +383,7 @@ class ReplicatedServers:
         serving(self._me, urls)
 
     def _begin(self, me: Address) -> tuple[str, ...]:
-        """The first process of a server: it speaks from the start."""
+        """Start a primary in the first process of a server."""
         copy = ReplicatedServer(partial(self._make, me))
         if self._writer is not None:
             speaker = self._speaker(copy)
@@ -391,7 +416,10 @@ class ReplicatedServers:
         return server
 
     def _make_shadow(self, me: Address, deliver: Callable[[Address, Message], None]) -> Server:
-        """What is to be written, the process writes that speaks; but both must think that it is."""
+        """Make the server of a standby.
+
+        Only the process of the primary writes snapshots, but both servers must act as if they did.
+        """
         server = self._make(me, deliver)
         server.snapshots.follow(lambda work: None)
         return server
@@ -405,17 +433,20 @@ class ReplicatedServers:
         return speaker
 
     def coordinator(self, group: int) -> PrimaryEndpoint | None:
-        """See `process_host.Homes`."""
+        """Return the primary of the coordinator, or None if it is in another process."""
         return self._speakers.get(self._servers[0])
 
-    # --- changes of seats ----------------------------------------------------------------------------------------
+    # --- changes of the placement --------------------------------------------------------------------------------
 
     def arrange(self, standing: Mapping[int, ReplicaSet]) -> None:
-        """Who has which seat from now on; may be called on any thread."""
+        """Take over a new placement. May be called on any thread."""
         self._orders.put(standing)
 
     def _obey(self) -> None:
-        """On a thread of its own, whose threads take tiny numbers for zero as servers do."""
+        """Carry out new placements on a thread of its own.
+
+        The thread flushes denormals to zero, as servers do.
+        """
         while True:
             standing = self._orders.get()
             try:
@@ -441,7 +472,7 @@ class ReplicatedServers:
         self._meet(old, new, risen)
 
     def _rise(self, server: Address, where: ReplicaSet) -> None:
-        """What listened speaks."""
+        """Turn a standby into the primary."""
         copy = self._listeners.pop(server).succeed()
         speaker = self._speaker(copy)
         speaker.shadows = where.shadows
@@ -454,7 +485,7 @@ class ReplicatedServers:
         self._opened(self)
 
     def _meet(self, old: Mapping[int, ReplicaSet], new: Mapping[int, ReplicaSet], risen: list[Address]) -> None:
-        """The other servers call on the coordinator, whichever side has moved."""
+        """Connect the other servers to the coordinator after either side has moved."""
         coordinator = self._servers[0]
         moved = old[0].moves != new[0].moves
         for server, speaker in self._speakers.items():
@@ -466,15 +497,15 @@ class ReplicatedServers:
                     self._apart(partial(self._call, speaker, new[0].moves), server)
 
     def _parted(self, me: Address, peer: Address) -> None:
-        """The way to another server has ended, as its process has, or only the way."""
+        """Reconnect to the coordinator after the connection to it has ended."""
         if me in self._speakers and peer == self._servers[0]:
             self._apart(partial(self._seek, self._speakers[me], self._standing[0].moves), me)
 
     def _seek(self, speaker: PrimaryEndpoint, moves: int) -> None:
-        """Call the coordinator where it was, until somebody says that it has moved.
+        """Call the coordinator at its old address until the launcher reports a move.
 
-        It may be this host that is cut off, and another process may speak for the server by now: then the second copy
-        confirms nothing, and the call would take the way from who speaks.
+        This host may be the one that is cut off, and another process may be the primary by now. Then the standby
+        confirms nothing. A call would take the connection away from the new primary, so the standby is asked first.
         """
         self._missed(speaker.lead.me)
         until = time.monotonic() + self._grace_s
@@ -486,12 +517,12 @@ class ReplicatedServers:
                     self._call(speaker, moves)
                     return
             if time.monotonic() > until:
-                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and nobody knows of its end")
+                self._despair(f"{speaker.lead.me} has lost {self._servers[0]}, and no end of it was reported")
 
     def _admit(self, peer: Peer, there_already: bool) -> None:
-        """Who calls as a server that speaks here was that, and has not heard of it."""
+        """Refuse a former primary that does not know yet that it was replaced."""
         if peer.address in self._speakers:
-            raise Refused("FENCED", f"{peer.address} speaks in another process")
+            raise Refused("FENCED", f"{peer.address} has moved to another process")
 
     def _call(self, speaker: PrimaryEndpoint, moves: int) -> None:
         coordinator = self._servers[0]
@@ -499,7 +530,7 @@ class ReplicatedServers:
         speaker.do(lambda lead: lead.reconnected(coordinator))
 
     def _follow(self, speaker: PrimaryEndpoint, where: ReplicaSet) -> None:
-        """Find the second copy, and have it follow."""
+        """Connect to the standby and send it the state."""
         if where.shadow < 0:
             return
         me = speaker.lead.me
@@ -507,7 +538,7 @@ class ReplicatedServers:
         speaker.join(where.shadows)
 
     def _apart(self, do: Callable[[], None], server: Address) -> None:
-        """On a thread of its own: it waits for another process, which may die meanwhile."""
+        """Run `do` on a thread of its own, because it waits for a process that may die."""
 
         def live() -> None:
             with suppress(TransportError, TimeoutError):
@@ -515,10 +546,10 @@ class ReplicatedServers:
 
         threading.Thread(target=live, name=f"of {server}", daemon=True).start()
 
-    # --- the end -------------------------------------------------------------------------------------------------
+    # --- end -----------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Return when the job has no more use for this process."""
+        """Wait until the job no longer needs this process."""
         poll_s = self._place.job.cluster.poll_time / 1000
         dismissed: set[Address] = set()
         with self._change:

@@ -1,11 +1,16 @@
-"""Which process holds which copy of which server, when every server has two (`cluster.replicas`).
+"""Placement of the two copies of every server on processes (`cluster.replicas`).
 
-Rule: pure. A seat is a place for one server process; the process in it may be another after a death. Server i begins in
-seat i, its second copy in the next seat, or the next one on another host where a host's loss must not take both. Copies
-move only where a process has died: the second copy speaks from then on, and the fresh process in the dead one's seat
-follows whoever has no second copy. So of the two copies of a server the one that listens is never in an older process
-than the one that speaks, and they stay as far apart as they were. Where a host is lost its seats are all lost before
-the first is filled: nothing may be handed from one dead process to another. A seat may be filled on another host.
+This module is pure. A slot is a position for one server process. After a death another process fills the slot. The
+primary of server i starts in slot i, its standby in the next slot, or in the next slot on another host if the copies
+must survive the loss of a host.
+
+- Copies move only when a process has died. The standby becomes the primary, and the new process in the slot becomes the
+  standby of every server without one.
+- So the standby of a server is never in an older process than the primary, and the copies stay as far apart as they
+  were.
+- When a host is lost, all its slots are lost before the first is filled, so no copy moves from one dead process to
+  another.
+- A slot may be filled on another host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +23,11 @@ from topotrain.config.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """One server: the seats of its copies (shadow -1: there is none), how often the speaking one has moved, and how
-    many listening ones there have been."""
+    """The copies of one server.
+
+    `lead` and `shadow` are the slots of the primary and the standby (-1: no standby). `moves` counts moves of the
+    primary, `shadows` the standbys so far.
+    """
 
     lead: int
     shadow: int
@@ -28,13 +36,13 @@ class ReplicaSet:
 
 
 class ReplicaPlacement:
-    """All servers of a job.
+    """The copies of all servers of a job.
 
     Args:
-        domains: the failure domain of each seat; the copies of a server never share one.
+        domains: the failure domain of each slot. The copies of a server never share one.
 
     Raises:
-        ValueError: there is one domain only.
+        ValueError: there is only one domain.
     """
 
     def __init__(self, domains: Sequence[int]) -> None:
@@ -53,21 +61,25 @@ class ReplicaPlacement:
         return self._domains[one] != self._domains[other]
 
     def covered(self, server: int, shadows: int) -> None:
-        """A server's so-manieth second copy has everything from now on."""
+        """Note that standby number `shadows` of a server has its whole state."""
         if self.standing[server].shadows == shadows:
             self._covered.add(server)
 
     def uncovered(self, server: int, shadows: int) -> None:
-        """That one is of no use."""
+        """Note that standby number `shadows` of a server cannot replace the primary."""
         if self.standing[server].shadows == shadows:
             self._covered.discard(server)
 
     def heirs(self, seat: int) -> set[int]:
-        """The seats of the second copies of what speaks in this one."""
+        """Return the slots of the standbys of all primaries in this slot."""
         return {where.shadow for where in self.standing.values() if where.lead == seat and where.shadow >= 0}
 
     def lost(self, seat: int) -> bool:
-        """The process of a seat has died. False: with it the last copy of some server."""
+        """Handle the death of a slot's process.
+
+        Returns False if the last copy of a server died with it.
+        """
+        # All servers are checked before any copy is moved.
         for server, where in self.standing.items():
             if where.lead == seat and not (where.shadow >= 0 and where.shadow != seat and server in self._covered):
                 return False
@@ -81,11 +93,14 @@ class ReplicaPlacement:
         return True
 
     def wanting(self, domain: int) -> int:
-        """How many servers have no second copy and could have one in a process that stands there."""
+        """Count servers without a standby that could have one in this failure domain."""
         return sum(w.shadow < 0 and self._domains[w.lead] != domain for w in self.standing.values())
 
     def filled(self, seat: int, domain: int | None = None) -> None:
-        """A fresh process takes a seat: it follows whoever has no second copy. domain: where it stands."""
+        """Fill a slot with a new process, which gets the missing standbys.
+
+        `domain` is its failure domain, if that has changed.
+        """
         if domain is not None:
             self._domains[seat] = domain
         for server, where in self.standing.items():
@@ -93,27 +108,30 @@ class ReplicaPlacement:
                 self.standing[server] = replace(where, shadow=seat, shadows=where.shadows + 1)
 
     def leads(self) -> set[int]:
-        """The seats in which some server speaks."""
+        """Return the slots with a primary."""
         return {where.lead for where in self.standing.values()}
 
     def to_data(self) -> list[list[int]]:
-        """As JSON has it."""
+        """Return the JSON form of the placement."""
         return [[w.lead, w.shadow, w.moves, w.shadows] for _, w in sorted(self.standing.items())]
 
 
 def standings(data: Any) -> Mapping[int, ReplicaSet]:
-    """The inverse of `ReplicaPlacement.to_data`."""
+    """Read the form of `ReplicaPlacement.to_data`."""
     return {index: ReplicaSet(*map(int, row)) for index, row in enumerate(data)}
 
 
 def domains(topology: Topology) -> tuple[int, ...]:
-    """The failure domain of each seat: its host, or itself (`failure_domain`)."""
+    """Return the failure domain of each slot: its host, or the slot itself.
+
+    `cluster.failure_domain` decides.
+    """
     servers = topology.servers(0)
     return tuple(map(topology.host_of, servers)) if _by_host(topology) else tuple(range(len(servers)))
 
 
 def domain_in(topology: Topology, seat: int, rank: int) -> int:
-    """The failure domain of a seat whose process stands in that unit."""
+    """Return the failure domain of a slot with a process in unit `rank`."""
     return topology.hosts[rank] if _by_host(topology) and topology.hosts else seat
 
 
@@ -124,23 +142,30 @@ def _by_host(topology: Topology) -> bool:
 
 
 def check(job: Job, topology: Topology) -> None:
-    """Raise ConfigError where second copies of the servers are asked for and cannot be kept."""
+    """Refuse a job with replicas that cannot be kept.
+
+    Raises:
+        ConfigError: a field of the job does not fit `cluster.replicas`.
+    """
     cluster = job.cluster
     if cluster.replicas < 2:
         return
     for fits, accepted in (
-        (job.on_failure is OnFailure.kContinue, "needs on_failure: kContinue, or a death ends the job"),
-        (cluster.road is Road.kTcp, "needs road: kTcp: what lies in shared memory has no second copy"),
+        (job.on_failure is OnFailure.kContinue, "needs on_failure: kContinue, since otherwise a death ends the job"),
+        (cluster.road is Road.kTcp, "needs road: kTcp, since values in shared memory have no second copy"),
         (cluster.nserver_groups == 1, "needs nserver_groups: 1"),
-        (topology.shards > 1, "needs nservers_per_group of at least 2: a server's second copy is in another's process"),
+        (
+            topology.shards > 1,
+            "needs nservers_per_group of at least 2: second copies are in processes of other servers",
+        ),
         (cluster.nservers_per_procs == 1, "needs nservers_per_procs: 1, so that each server has its own process"),
-        (not topology.collective, "needs a job whose servers add up the gradients: algorithm kAuto, no engine"),
+        (not topology.collective, "needs servers that add up the gradients: algorithm kAuto, no engine"),
         (cluster.compression is Compression.kNone, "needs compression: kNone"),
-        (cluster.link is None, "takes no link"),
+        (cluster.link is None, "needs a cluster without link"),
         (cluster.backup == 0, "needs backup: 0"),
     ):
         if not fits:
             raise ConfigError("cluster.replicas", cluster.replicas, accepted)
     if len(set(domains(topology))) < 2:
-        accepted = "needs servers on two hosts or more, here all stand on one; kProcess would do with two processes"
+        accepted = "needs servers on two hosts or more, but all are on one; kProcess needs only two processes"
         raise ConfigError("cluster.failure_domain", cluster.failure_domain.value, accepted)

@@ -1,17 +1,16 @@
-"""Two copies of a server: what one is told, the other is told, in the same order, before anybody hears the answer.
+"""State-machine replication of a server: a primary and its standby.
 
-A server is a deterministic function of what it is told. So its second copy, a `Standby` in another process, is told
-every event by the first, the `Primary`, and has in the end the same values, bit for bit, and has said the same
-(state-machine replication: Schneider, 1990). What the first one answers leaves its process when the second has
-confirmed the event that it answers (output commit: Elnozahy et al., 2002): nothing that anybody has ever been told is
-lost with one process.
+A server is a deterministic function of its events. The `Primary` forwards every event to the `Standby` in another
+process, in the same order. So the standby has the same values, bit for bit, and the same outgoing messages (Schneider,
+1990). A reply of the primary is sent only after the standby has confirmed the event (output commit: Elnozahy et al.,
+2002). So nothing that was ever sent is lost with one process.
 
-From time to time both say what they have become (`replica_checksum`). Where that differs, nobody can tell which one is
-right: the job goes on with the one that has spoken, and the other one is made anew.
+From time to time the copies compare checksums (`replica_checksum`). If they differ, it cannot be known which copy is
+right. The job continues with the primary, and the standby is made anew.
 
-Between two residents every message is counted on a `ReliableChannel`, at both ends and in both copies, and kept until
-the other side has it for good. When the way is made anew, to the same server in another process, both say how many they
-have heard, and what is missing is said again: each message is acted upon once, and nobody starts again.
+Messages between two endpoints are counted on a `ReliableChannel`, at both ends and in both copies, and kept until the
+other side has them durably. After a reconnect, possibly to another process of the server, both sides send the number of
+messages received, and missing messages are sent again. So each message is handled once, and no process has to restart.
 """
 
 from collections import deque
@@ -28,10 +27,10 @@ from topotrain.extensions.replication.replica_checksum import mark
 
 Out = list[tuple[Address, m.Message]]
 Make = Callable[[Callable[[Address, m.Message], None]], Server]
-"""Makes a server which tells every answer to what it is given."""
+"""Makes a server that passes every outgoing message to the function it is given."""
 
 WORD, LOST, TAKEN, ORPHANED = 0, 1, 2, 3
-"""Forward.event: a message came; a worker's process is gone; a peer has heard so many; the server's host is another."""
+"""ReplicatedEvent.event: a message, the end of a worker's process, an ack of a peer, a new primary."""
 
 UNCOUNTED = (
     m.ResumeConnection,
@@ -43,19 +42,21 @@ UNCOUNTED = (
     m.ReplicaChecksum,
 )
 PART = 16 << 20
-"""Bytes of a part of a likeness, but for the last."""
+"""Bytes of each part of a state transfer. The last may have fewer."""
 OFTEN = 16
-"""After so many messages of another server it is told that they are here for good."""
+"""Number of messages of a peer after which an ack is sent."""
 _STAYS = (m.Push, m.GradientOverride, m.Init)
-"""Whose bodies lie in memory that nobody writes before their sender has been answered."""
+"""Messages with bodies in memory that is not written before their sender gets a reply."""
 
 
 @dataclass(slots=True)
 class ReliableChannel:
-    """One way between two residents, however often it is made anew, as one end sees it.
+    """One end of a connection between two endpoints, across reconnects.
 
-    said, heard: messages, ever. kept: the last ones that were said, which the other side may not have for good. life:
-    how often the group of a worker at the other end had been started again.
+    Attributes:
+        said, heard: numbers of messages sent and received so far.
+        kept: the last messages sent, which the other side may not have durably.
+        life: the number of restarts of the group, if the other end is a worker.
     """
 
     said: int = 0
@@ -64,20 +65,24 @@ class ReliableChannel:
     life: int = 0
 
     def say(self, message: m.Message) -> None:
-        """One more is said."""
+        """Count and keep a message that is sent."""
         self.kept.append(message)
         self.said += 1
 
     def taken(self, count: int) -> None:
-        """The other side has so many. Raises ProtocolError for more than were said."""
+        """Drop messages that the other side has confirmed; it has `count` messages.
+
+        Raises:
+            ProtocolError: `count` is larger than the number of messages sent.
+        """
         if count > self.said:
-            raise m.ProtocolError(f"{count} messages were heard, and {self.said} said")
+            raise m.ProtocolError(f"{count} messages were confirmed, but {self.said} sent")
         while self.said - len(self.kept) < count:
             self.kept.popleft()
 
 
 class ReplicatedServer:
-    """One copy of a server, with all that counts as its state: the server, its lines, and how many events it has had.
+    """One copy of a server with its whole state: server, channels and event count.
 
     Args:
         make: see Make.
@@ -91,10 +96,10 @@ class ReplicatedServer:
         self._before = 0  # the version of the values, one event ago
 
     def take(self, event: int, who: Address, count: int = 0, message: m.Message | None = None) -> Out:
-        """The next event; returns what is to be said, which is counted already.
+        """Handle the next event and return the messages to send, which are counted.
 
         Raises:
-            ProtocolError: as `Server.handle`; what there is to say is then the next event's.
+            ProtocolError: as `Server.handle`. Messages are then returned with the next event.
         """
         self.events += 1
         self._before = self.server.version
@@ -115,24 +120,27 @@ class ReplicatedServer:
         if who != self.server.me:
             line = self.lines.setdefault(who, ReliableChannel())
             line.heard += 1
-            if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # what a process that stands in says first
+            if isinstance(message, m.WorkerRejoined) and line.heard == 1:  # first message of a restarted worker
                 line.life = message.incarnation
         self.server.handle(who, message)
         if isinstance(message, m.GroupLeft) or (isinstance(message, m.StepDecision) and message.change == AWAY):
             for worker in [worker for worker in self.lines if self.server.misses(worker)]:
-                del self.lines[worker]  # nobody will come for what is left there
+                del self.lines[worker]  # the worker will not reconnect
 
     def mark(self) -> int | None:
-        """What the copies are to compare behind the last event; None: nothing."""
+        """Return the checksum to compare after the last event, or None."""
         return mark(self.server, self._before)
 
     def said(self) -> Out:
-        """What has been said since the last event."""
+        """Return the messages to send since the last event."""
         out, self._out = self._out, []
         return [(to, message) for to, message in out if self._counted(to, message)]
 
     def _counted(self, to: Address, message: m.Message) -> bool:
-        """False: it was meant for a worker that is gone, and whose place nobody has taken who has said anything yet."""
+        """Count a message.
+
+        Returns False for a message to a worker that is gone, if its replacement has sent nothing yet.
+        """
         if to.role is Role.SERVER:
             self.lines.setdefault(to, ReliableChannel())
         line = self.lines.get(to)
@@ -142,25 +150,25 @@ class ReplicatedServer:
 
 
 class Primary:
-    """The copy that speaks.
+    """The copy that sends replies.
 
     Args:
-        copy: what it goes on from.
-        portray: the bytes (1-D uint8) of all that a copy is; None where it cannot be told now.
+        copy: the state from which it continues.
+        portray: returns the whole state of a copy as bytes (1-D uint8), or None if that is not possible now.
     """
 
     def __init__(self, copy: ReplicatedServer, portray: Callable[[ReplicatedServer], torch.Tensor | None]) -> None:
         self.copy, self._portray = copy, portray
         self.me = copy.server.me
         self.shadow = Address(Role.SHADOW, self.me.group, self.me.index)
-        self.up: set[Address] = set()  # who has a way here
+        self.up: set[Address] = set()  # peers with a connection
         self.covered = False
-        """Whether the second copy has everything that was ever answered."""
+        """Whether the standby has every event with a reply."""
         self.joined = False
         self.fault: m.ProtocolError | None = None
-        """What was wrong with the last message that was heard."""
+        """The error of the last message, if it was refused."""
         self.differs = 0
-        """So often a second copy was found to be another one than this; each time it is made anew."""
+        """The number of standbys that differed from this copy. Each was replaced."""
         self._marks: dict[int, int] = {}
         self._wanted = False
         self._covered_at = 0
@@ -168,10 +176,10 @@ class Primary:
         self._held: deque[tuple[int, Address, m.Message]] = deque()
         self._told: dict[Address, int] = {}
 
-    # --- what happens --------------------------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------------------------
 
     def hear(self, sender: Address, message: m.Message) -> Out:
-        """A message has come; `fault` says whether its sender must not have said it."""
+        """Handle a message. `fault` has the error if it was refused."""
         self.fault = None
         if sender == self.shadow:
             return self._echoed(message)
@@ -187,48 +195,54 @@ class Primary:
         return out
 
     def lost(self, worker: Address) -> Out:
-        """A worker's process is gone; what waits to be said to it is not for the one that takes its place."""
+        """Handle the end of a worker's process.
+
+        Messages that wait for it are dropped. They are not for the process that replaces it.
+        """
         self.up.discard(worker)
         self._told.pop(worker, None)
         self._held = deque(held for held in self._held if held[1] != worker)
         return self._event(LOST, worker)
 
     def parted(self, server: Address) -> None:
-        """The way to another server has ended; what is said to it is kept until there is another."""
+        """Note the end of a connection to another server. Messages to it are kept."""
         self.up.discard(server)
 
     def connected(self, server: Address) -> Out:
-        """There is a way to another server, on which nothing was ever said."""
+        """Note the first connection to another server."""
         self.up.add(server)
         return []
 
     def reconnected(self, server: Address) -> Out:
-        """There is a new way to another server, which has a new process."""
+        """Resume on a new connection to another server."""
         self.up.discard(server)
         return [(server, m.ResumeConnection(self._heard(server)))]
 
     def probe(self) -> Out:
-        """An event in which nothing happens, to be confirmed."""
+        """Make an event without effect, so that the standby confirms it."""
         return self._event(TAKEN, self.me)
 
     def confirmed(self, index: int) -> bool:
-        """Whether the second copy, if there is one, has taken that event from here, and so did not speak itself."""
+        """Return whether the standby has confirmed this event.
+
+        If it has, it has not become the primary itself. Without a standby the result is True.
+        """
         return not self.joined or self._confirmed >= index
 
     def orphaned(self) -> Out:
-        """This copy speaks from now on, in place of one whose process is gone."""
+        """Note that this copy is the primary now. The process of the former one is gone."""
         return self._event(ORPHANED, self.me)
 
-    # --- the second copy -----------------------------------------------------------------------------------------
+    # --- the standby ---------------------------------------------------------------------------------------------
 
     def join(self) -> Out:
-        """There is a way to a fresh shadow: it is told everything as soon as that can be told."""
+        """Send the state to a new standby, as soon as the state can be told."""
         self.covered = self.joined = False
         self._wanted = True
         return self._join_if_quiet()
 
     def alone(self) -> Out:
-        """The second copy's process is gone, as those know who see all processes: nobody is waited for any more."""
+        """Stop waiting for the standby. The launcher has reported the end of its process."""
         self.covered = self.joined = self._wanted = False
         return self._release(self.copy.events)
 
@@ -246,7 +260,10 @@ class Primary:
         ]
 
     def _echoed(self, message: m.Message) -> Out:
-        """What the second copy says. What it has said before it was made anew counts no more."""
+        """Handle a message of the standby.
+
+        Confirmations from before its last state transfer are ignored.
+        """
         if isinstance(message, m.ReplicaChecksum):
             found = self._marks.pop(message.index, None)
             if found in (None, message.mark) or not self.covered:
@@ -254,7 +271,7 @@ class Primary:
             self.differs += 1
             return self.alone() + self.join()
         if not isinstance(message, m.ReplicaAck):
-            raise m.ProtocolError(f"{self.shadow} says {type(message).__name__}")
+            raise m.ProtocolError(f"{self.shadow} sent {type(message).__name__}, which a second copy never sends")
         if message.whole and message.index == self._covered_at:
             self.covered = self.joined
         return self._release(message.index) if self.covered else []
@@ -287,20 +304,21 @@ class Primary:
         kind, meta = m.encode(message) if message is not None else (0, b"")
         body = None if message is None else message.body
         if body is not None and not isinstance(message, _STAYS):
-            body = body.clone()
+            body = body.clone()  # its memory may be overwritten before it is sent
         return m.ReplicatedEvent(
             event, self.copy.events + 1, int(who.role), who.group, who.index, count, kind, meta, body=body
         )
 
     def _put(self, said: Out) -> Out:
-        """Say it, as soon as nobody can lose any more what it answers."""
+        """Send messages, or hold them until the standby has confirmed their event."""
         if self.joined:
+            # Output commit: a reply leaves only after the standby has its event.
             self._held.extend((self.copy.events, to, message) for to, message in said)
             return []
         return [(to, message) for to, message in said if to in self.up or to not in self.copy.lines]
 
     def _tell(self, peer: Address) -> Out:
-        """Tell it how many of its messages are here for good, once they are."""
+        """Ack the messages of a peer, once the standby has them."""
         self._told[peer] = heard = self._heard(peer)
         return self._put([(peer, m.Ack(heard))])
 
@@ -309,22 +327,29 @@ class Primary:
         return 0 if line is None else line.heard
 
     def _greet(self, sender: Address) -> Out:
-        """A first word on a way: of a process that has had none here, or none has had."""
+        """Handle the first message on a connection.
+
+        It comes from a process that had no connection here before, or after the other side has restarted.
+        """
         if sender in self.up or sender == self.me:
             return []
         out: Out = []
-        if sender.role is Role.WORKER and sender in self.copy.lines:  # whoever had its place is gone
+        if sender.role is Role.WORKER and sender in self.copy.lines:  # the worker's former process is gone
             out = self.lost(sender)
         self.up.add(sender)
         return out + self._again(sender)
 
     def _resumed(self, sender: Address, message: m.ResumeConnection) -> Out:
-        """A peer has made its way here anew. Raises ProtocolError for one that had none."""
+        """Handle the reconnect of a peer.
+
+        Raises:
+            ProtocolError: the peer had no connection before.
+        """
         line, out = self.copy.lines.get(sender), Out()
-        if line is not None and line.life < message.life:  # what it had begun to say has died with the other copy
+        if line is not None and line.life < message.life:  # messages of its earlier attempt were lost with the primary
             line, out = None, self.lost(sender)
         if (line is None and message.heard) or (line is not None and line.life > message.life):
-            raise m.ProtocolError(f"{sender} goes on where it has never been")
+            raise m.ProtocolError(f"{sender} resumes a connection that it never had")
         out += self._event(TAKEN, sender, message.heard)
         self.up.add(sender)
         if not message.answer:
@@ -332,7 +357,7 @@ class Primary:
         return out + self._again(sender)
 
     def _again(self, peer: Address) -> Out:
-        """All that a peer has not heard, but for what has to wait."""
+        """Return all messages that a peer has not received, without those still held."""
         line = self.copy.lines.get(peer)
         if line is None:
             return []
@@ -342,7 +367,7 @@ class Primary:
 
     @property
     def clear(self) -> bool:
-        """Everything was said that has an address, and heard by those who still listen."""
+        """Whether all messages were sent, and received by all connected workers."""
         lines = self.copy.lines.items()
         return not self._held and not any(
             peer in self.up or line.kept for peer, line in lines if peer.role is Role.WORKER
@@ -350,11 +375,11 @@ class Primary:
 
 
 class Standby:
-    """The copy that listens.
+    """The copy that follows the primary.
 
     Args:
         make: see Make.
-        restore: makes a fresh copy the one of these bytes (1-D uint8).
+        restore: gives a new copy the state in these bytes (1-D uint8).
     """
 
     def __init__(self, make: Make, restore: Callable[[ReplicatedServer, torch.Tensor], None]) -> None:
@@ -362,27 +387,35 @@ class Standby:
         self._parts: list[torch.Tensor] = []
         self.copy: ReplicatedServer | None = None
         self.over = False
-        """There is nothing left to do."""
+        """Whether the primary has released this standby."""
 
     def place(self, message: m.Message) -> torch.Tensor | None:
-        """Where a body is to be received. Raises ProtocolError."""
+        """Return memory for the body of a message.
+
+        Raises:
+            ProtocolError: the part of a state transfer is out of order or too large.
+        """
         if isinstance(message, m.StateTransfer):
             left = message.nbytes - message.part * PART
             if left <= 0 or message.part != len(self._parts):
-                raise m.ProtocolError(f"part {message.part} of a likeness of {message.nbytes} bytes")
+                raise m.ProtocolError(f"part {message.part} of a state transfer of {message.nbytes} bytes")
             if not message.part:
-                self.copy = None  # it is made anew, for it was not what it should be
+                self.copy = None  # replaced by a new copy, because it differed from the primary
             return torch.empty(min(PART, left), dtype=torch.uint8)
         if isinstance(message, m.ReplicatedEvent) and self.copy is not None:
             return self.copy.server.place(_who(message), m.decode(message.kind, message.meta), False)
         return None
 
     def receipt(self, message: m.Message) -> m.ReplicaAck | None:
-        """What may be answered before the message is acted upon."""
+        """Return the ack that may be sent before the message is handled."""
         return m.ReplicaAck(message.index) if isinstance(message, m.ReplicatedEvent) and self.copy is not None else None
 
     def hear(self, message: m.Message) -> m.ReplicaAck | m.ReplicaChecksum | None:
-        """Take what the lead says; returns what is to be answered. Raises ProtocolError."""
+        """Handle a message of the primary and return the reply, if any.
+
+        Raises:
+            ProtocolError: an event is missing, or a part is out of order.
+        """
         if isinstance(message, m.StateTransfer) and message.body is not None:
             return self._part(message, message.body)
         if isinstance(message, m.ReplicaReleased):
@@ -405,11 +438,11 @@ class Standby:
     def _follow(self, message: m.ReplicatedEvent) -> m.ReplicaChecksum | None:
         copy = self.copy
         if copy is None or message.index != copy.events + 1:
-            raise m.ProtocolError(f"event {message.index} does not follow")
+            raise m.ProtocolError(f"event {message.index} is not the next event")
         inner = m.decode(message.kind, message.meta, message.body) if message.kind else None
         try:
             copy.take(message.event, _who(message), message.count, inner)
-        except m.ProtocolError:  # the lead has turned its sender away, and said the same
+        except m.ProtocolError:  # the primary has refused the message in the same manner
             copy.said()
         found = copy.mark()
         return None if found is None else m.ReplicaChecksum(message.index, found)

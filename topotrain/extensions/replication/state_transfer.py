@@ -1,13 +1,13 @@
-"""All that one copy of a server is, as bytes, and a fresh copy made of them (see `state_machine`).
+"""The whole state of a server as bytes, and a new copy made from them.
 
-Rule: nothing that runs travels. What travels is data: numbers, texts, containers, tensors, messages, and the fields of
-the few classes that are named here. A fresh server is made as servers are made, then of the same model, and its fields
-are filled; what is no data there (functions, the layout, the map of slices) is its own already. A field of a kind that
-is not known here is an error where it is told, so that nobody can forget one.
+`state_machine` uses it. No code is transferred. The bytes hold data: numbers, texts, containers, tensors, messages, and
+the fields of the classes that are listed here. A new server is made as usual, then gets the same model, and its fields
+are filled. Parts that are not data (functions, the layout, the map of slices) are its own. A field of an unknown type
+is an error when the state is written, so no field can be forgotten.
 
-It is told at any moment between two messages, also in the middle of a step: where groups go their own ways there may
-never be another. So what lies in the server's buffers is told as far as somebody may still ask for it: what a gradient
-under way, or a message that may be said again, is a view of.
+The state can be taken between any two messages, also within a step, because with several groups there may never be a
+moment between steps. So the server's buffers are sent as far as they can still be needed: by a gradient that is being
+received, or by a message that may be sent again and is a view of a buffer.
 """
 
 import json
@@ -60,7 +60,7 @@ _NEVER: tuple[type, ...] = (
     TableServer,
     torch.dtype,
 )
-"""Of what a fresh server has its own."""
+"""Types of fields that a new server already has."""
 
 _DATA: tuple[type, ...] = (
     ReliableChannel,
@@ -78,7 +78,7 @@ _DATA: tuple[type, ...] = (
     worker_state_store.PartialState,
     snapshot_coordinator._UnderWay,
 )
-"""Classes whose objects come and go: a fresh one is made of their fields."""
+"""Classes of objects with a short lifetime: a new object is made from the fields."""
 
 _PARTS: tuple[type, ...] = (
     Server,
@@ -104,7 +104,7 @@ _PARTS: tuple[type, ...] = (
     snapshot_coordinator.TextParts,
     DataPosition,
 )
-"""Classes of which every server has its objects from the start: their fields are filled."""
+"""Classes of objects that every server has from the start: their fields are filled."""
 
 _KNOWN = {cls.__name__: cls for cls in (*_DATA, *_PARTS)}
 
@@ -115,20 +115,24 @@ _OWN: Mapping[str, frozenset[str]] = {
     "ServerSnapshots": frozenset({"_freezer", "_frozen"}),
     "ElasticGroups": frozenset({"_home"}),
 }
-"""Fields that a fresh one has, or makes, for itself."""
+"""Fields that a new object already has, or makes itself."""
 
 
 def quiet(server: Server) -> bool:
-    """Whether a server can be told now: no snapshot, no state of an optimizer and no unheard word is under way."""
+    """Return whether the state can be taken now.
+
+    It cannot during a snapshot, while optimizer state is loaded, or before an early message was handled.
+    """
     if server._inside or server._opening.early or server.snapshots._frozen or server._tables.used:
         return False
     return server._model is None or not server._model.state._loading
 
 
 def portray(copy: ReplicatedServer) -> torch.Tensor | None:
-    """The bytes of a copy, 1-D uint8; None: not at this moment.
+    """Return the state of a copy as bytes (1-D uint8), or None if not possible now.
 
-    Raises TypeError for a field of a class that is not listed here.
+    Raises:
+        TypeError: a field has a class that is not listed here.
     """
     if not quiet(copy.server):
         return None
@@ -137,7 +141,11 @@ def portray(copy: ReplicatedServer) -> torch.Tensor | None:
 
 
 def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
-    """Make a fresh copy the one of these bytes. Raises ProtocolError for bytes that `portray` has not made."""
+    """Give a new copy the state in these bytes.
+
+    Raises:
+        ProtocolError: `portray` has not made the bytes.
+    """
     try:
         text, tensors = _opened(data)
         tree = json.loads(text)
@@ -149,15 +157,15 @@ def restore(copy: ReplicatedServer, data: torch.Tensor) -> None:
         reader.model(tree)
         copy.lines = reader.read(tree["lines"], {})
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RuntimeError) as error:
-        raise m.ProtocolError(f"no likeness of a server: {error!r}") from error
+        raise m.ProtocolError(f"not the state of a server: {error!r}") from error
 
 
 def _mold(server: Server, text: str) -> None:
-    """Make its model, as `Server._open` does when a worker has described it."""
+    """Make the server's model, as `Server._open` does when a worker has described it."""
     server._model = server._opening.mold(parse_schema(text))
 
 
-# --- telling -----------------------------------------------------------------------------------------------------
+# --- writing -----------------------------------------------------------------------------------------------------
 
 
 class _Teller:
@@ -186,9 +194,9 @@ class _Teller:
         if _KNOWN.get(kind.__name__) is kind:
             own = _OWN.get(kind.__name__, ())
             return {"o": [kind.__name__, {n: self.tell(v) for n, v in _fields(value) if n not in own}]}
-        if isinstance(value, Server):  # of a kind that has more fields
-            raise TypeError(f"{kind.__name__} is no server with a second copy")
-        raise TypeError(f"a server holds a {kind.__name__}, which nobody can tell")
+        if isinstance(value, Server):  # a subclass may have more fields
+            raise TypeError(f"{kind.__name__} cannot have a second copy, only Server can")
+        raise TypeError(f"a server holds a {kind.__name__}, which a state transfer does not support")
 
     def _container(self, kind: type, value: Any) -> Any:
         if kind is bytes:
@@ -208,7 +216,7 @@ class _Teller:
         return {"x": [len(self._tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]}
 
     def model(self) -> dict[str, Any]:
-        """The model: what is shown of it to nobody, too."""
+        """Return the model, with the parts of it that no worker sees."""
         model = self._model
         if model is None or self._views is None:
             return {"schema": "", "values": [], "updates": []}
@@ -225,7 +233,10 @@ class _Teller:
 
     @staticmethod
     def _want(views: BufferViews, group: int, staging: GradientStaging) -> None:
-        """What the server looks at by its name: the sums of a step that is under way, what a group was shown last."""
+        """Record buffers that the server uses by name.
+
+        These are the sums of a step in progress, and the values that a group was sent last.
+        """
         if staging._reductions or staging.commits or staging.staged:
             views.want(f"mean {group}")
             views.want(f"total {group}")
@@ -240,7 +251,7 @@ class _Teller:
         return self.tell(_dense(value) if isinstance(value, torch.Tensor) else value)
 
     def bytes(self, tree: Mapping[str, Any]) -> torch.Tensor:
-        """The whole: length, text, tensors."""
+        """Return length, text and tensors as one tensor."""
         sizes = [_padded(tensor.nbytes) for tensor in self._tensors]
         text = json.dumps({**tree, "sizes": sizes}, separators=(",", ":")).encode()
         start = _padded(_LENGTH.size + len(text))
@@ -273,7 +284,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """Its elements as they lie in memory."""
+    """Return the elements in the order of memory."""
     return value if value.dim() == 0 or value.is_contiguous() else value.as_strided((value.numel(),), (1,))
 
 
@@ -299,17 +310,20 @@ class _Reader:
         self._starts = list(accumulate(sizes, initial=0))
 
     def fill(self, value: object, tree: Any) -> None:
-        """Fill the fields of an object that is there."""
+        """Fill the fields of an existing object."""
         name, fields = tree["o"]
         if type(value) is not _KNOWN[name]:
-            raise TypeError(f"a {name} where a {type(value).__name__} stands")
+            raise TypeError(f"a {name} in place of a {type(value).__name__}")
         for field, told in fields.items():
             read = self.read(told, getattr(value, field))
             if read is not getattr(value, field):
                 setattr(value, field, read)
 
     def read(self, tree: Any, now: Any = None) -> Any:
-        """What is told; `now`: what stands there, which is filled and stays where it can be."""
+        """Return the value of `tree`.
+
+        The present value `now` is filled in place if possible.
+        """
         if not isinstance(tree, dict):
             return tree
         ((letter, told),) = tree.items()
@@ -339,7 +353,7 @@ class _Reader:
             return BufferRange(*told).of(self._model.flats)
         if letter == "x":
             return self._tensor(*told)
-        raise ValueError(f"what is {letter!r}?")
+        raise ValueError(f"{letter!r} is not a kind of value")
 
     def _dict(self, told: Any, now: Any) -> dict[Any, Any]:
         known: dict[Any, Any] = now if isinstance(now, dict) else {}
@@ -354,7 +368,7 @@ class _Reader:
         cls = _KNOWN[tree["o"][0]]
         if type(now) is not cls or cls in _DATA:
             if cls not in _DATA:
-                raise TypeError(f"a {cls.__name__} where none stands")
+                raise TypeError(f"a {cls.__name__} in place of another object")
             now = object.__new__(cls)
             for name, told in tree["o"][1].items():
                 object.__setattr__(now, name, self.read(told))
@@ -369,7 +383,7 @@ class _Reader:
         return self._data[start : start + nbytes].clone().view(kind).reshape(shape)
 
     def model(self, tree: Any) -> None:
-        """Values, optimizer state, and what stands beside them."""
+        """Restore values, optimizer state, and the data beside them."""
         model = self._model
         if model is None:
             return
@@ -387,7 +401,7 @@ class _Reader:
         model.hyper._good = tuple(self.read(tree["hyper"]))
 
     def _shaped(self, unit: UpdateUnit, key: int, value: Any) -> Any:
-        """A whole tensor's state has the tensor's own place in memory."""
+        """Return state of a whole tensor with the memory order of that tensor."""
         assert self._model is not None
         described = self._model.map.parameters[self._model.map.segments[key].parameter]
         if isinstance(value, torch.Tensor) and value.dim() == 1 and tuple(value.shape) != described.shape:

@@ -1,1 +1,1 @@
-"""Embedding tables on the servers, of which only touched rows travel."""
+"""Embedding tables on the servers, of which only touched rows are sent."""

@@ -1,7 +1,7 @@
-"""When a push counts: with its step, with everybody's push of the same number, or at once.
+"""Modes of table pushes: with their step, together with all workers, or at once.
 
-Rule: every shard decides alike, because every worker tells every shard of each of its pushes, also where it has no rows
-for it. What has come of a push is kept until it is complete; rows change nowhere but in `TableShard.apply`.
+All shards decide alike, because every worker sends each of its pushes to every shard, also without rows for it. The
+parts of a push are kept until it is complete. Rows change only in `TableShard.apply`.
 """
 
 from bisect import insort
@@ -22,18 +22,21 @@ from topotrain.extensions.tables.row_optimizers import Clip, RowOptimizer, Spars
 from topotrain.extensions.tables.row_storage import RowStorage
 from topotrain.extensions.tables.table_spec import Ids, TableSpec
 
-_MOST_OPEN = 64  # pushes of one worker that are not complete, or whose step is not over
-_MOST_RULES = 1 << 12  # that a group has said for turns to come
+_MOST_OPEN = 64  # pushes of one worker that are not complete, or belong to a step that is not over
+_MOST_RULES = 1 << 12  # optimizer settings that a group has sent for future turns
 
 
 @dataclass(slots=True)
 class PendingPush:
-    """What has come of one worker's push, or of its pushes of one step: parts of (rows' numbers, rows)."""
+    """Parts received of a worker's push, or of its pushes in one step: (ids, rows)."""
 
     parts: list[tuple[Ids, torch.Tensor]] = field(default_factory=list)
 
     def joined(self, width: int, dtype: torch.dtype) -> tuple[Ids, torch.Tensor]:
-        """All of it, each row once, ascending: rows of a number that came twice are added."""
+        """Return the whole push, each row once, ascending.
+
+        Rows that occur more than once are added.
+        """
         if not self.parts:
             return np.empty(0, dtype=np.int64), torch.empty(0, width, dtype=dtype)
         ids = np.concatenate([part for part, _ in self.parts])
@@ -45,15 +48,16 @@ class PendingPush:
 
 
 class TableShard:
-    """One shard of a table, whatever its mode.
+    """One shard of a table. Subclasses implement the modes.
 
     Args:
         spec: the table.
-        shard, shards: which of how many.
-        workers: all of the job, in rank order.
+        shard, shards: the index of the shard, and the number of shards.
+        workers: all workers of the job, in rank order.
         import_module: the job's `import`.
         clip: bounds of every element of a gradient of a step.
-        most: so many changes in a row that are not finite are an error, and fewer are left out; 0: all are applied.
+        most: this number of consecutive changes that are not finite is an error, and fewer are left out. 0: all are
+            applied.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class TableShard:
     ) -> None:
         self.spec = spec
         self.restored = False
-        """Its rows are those of a snapshot."""
+        """Whether its rows were restored from a snapshot."""
         self._most, self._left_out = most, 0
         self.rows = RowStorage(spec, shard, shards)
         self._workers = workers
@@ -76,17 +80,22 @@ class TableShard:
         self._pushes: dict[tuple[Address, int], PendingPush] = {}
         self._rules: dict[
             int, list[tuple[int, str]]
-        ] = {}  # group -> (turn, optimizer), the present one and those to come
+        ] = {}  # group -> (turn, optimizer), the present one and future ones
         self._rule: RowOptimizer | None = None
         self._text = ""
         self._take_rule(spec.optimizer)
 
-    # --- what workers say ----------------------------------------------------------------------------------------
+    # --- messages of workers -------------------------------------------------------------------------------------
 
     def push(self, sender: Address, turn: int, last: bool, ids: Ids, rows: torch.Tensor | None) -> None:
-        """Take a part of a push. Raises LookupError for rows that must be given first, ConfigError from the rule."""
+        """Take a part of a push.
+
+        Raises:
+            LookupError: a row must be given a value first.
+            ConfigError: the optimizer refuses the push.
+        """
         if (sender, turn) not in self._pushes and sum(who == sender for who, _ in self._pushes) >= _MOST_OPEN:
-            raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r}, and ends none")
+            raise ProtocolError(f"{sender} begins push {turn} of table {self.spec.name!r} before it ends others")
         push = self._pushes.setdefault((sender, turn), PendingPush())
         if rows is not None:
             push.parts.append((ids, rows))
@@ -94,45 +103,55 @@ class TableShard:
             self._complete(sender, turn)
 
     def set_rule(self, sender: Address, since: int, text: str) -> None:
-        """From this turn on pushes are applied by this optimizer. Raises ConfigError."""
+        """Set the optimizer of pushes from turn `since` on.
+
+        Raises:
+            ConfigError: the table cannot have this optimizer.
+        """
         check_rule(self.spec, text, self._import)
         if len(self._rules.get(self._group(sender), ())) >= _MOST_RULES:
-            raise ProtocolError(f"{sender} says again and again by which rule table {self.spec.name!r} is to be pushed")
+            raise ProtocolError(f"{sender} sets the optimizer of table {self.spec.name!r} for too many future turns")
         insort(self._rules.setdefault(self._group(sender), []), (self._since(since), text), key=itemgetter(0))
 
     def may_read(self, sender: Address, seen: int) -> bool:
-        """Whether so many turns of the sender are applied."""
+        """Return whether `seen` turns of the sender are applied."""
         return True
 
     def ended(self, sender: Address) -> str:
-        """A worker pushes nothing more; returns, in words, who waits for it in vain, or ""."""
+        """Handle a worker that will not push any more.
+
+        Returns, in words, which worker waits for it in vain, or "".
+        """
         return ""
 
     # --- snapshots (`table_snapshot`) ---------------------------------------------------------------------------------
 
     @property
     def unkept(self) -> str:
-        """Why no snapshot can have it; empty: one can."""
+        """Why a snapshot cannot contain the table, or ""."""
         return f"pushes of table {self.spec.name!r} belong to no step of the model"
 
     @property
     def optimizer(self) -> str:
-        """What moved the rows last, as `TableSpec.optimizer` has it."""
+        """The optimizer of the last update, in the form of `TableSpec.optimizer`."""
         return self._text
 
     @property
     def pushes(self) -> int:
-        """So many the optimizer of a sparse table has applied."""
+        """Number of pushes that the optimizer of a sparse table has applied."""
         return self._rule.pushes if isinstance(self._rule, SparseOptimizer) else 0
 
     def go_on(self, optimizer: str, pushes: int) -> None:
-        """The rows and their state are those of a snapshot. Raises ConfigError where another optimizer moved them.
+        """Continue from the rows and state of a snapshot.
 
-        Its settings are the script's, as with the model's own optimizer.
+        Settings of the optimizer are those of the script, as for the model's own optimizer.
+
+        Raises:
+            ConfigError: the snapshot is of another optimizer.
         """
         then, now = (OptimizerSpec.from_text(text).name for text in (optimizer, self._text))
         if then != now or not isinstance(self._rule, SparseOptimizer):
-            raise ConfigError("resume", f"table {self.spec.name}", f"is moved by {now} now, and was by {then}")
+            raise ConfigError("resume", f"table {self.spec.name}", f"is updated by {now} now, but was by {then}")
         self._rule.pushes, self.restored = pushes, True
 
     # --- for the modes -------------------------------------------------------------------------------------------
@@ -147,7 +166,7 @@ class TableShard:
         return turn
 
     def _take_rules(self, group: int, turn: int) -> None:
-        """The optimizer of a turn is the last one that was said for it, or for one before."""
+        """Take the optimizer of a turn: the last one set for it or for an earlier turn."""
         said = self._rules.get(group, [])
         while len(said) > 1 and said[1][0] <= turn:
             del said[0]
@@ -162,7 +181,14 @@ class TableShard:
         return self._pushes.pop((sender, turn), PendingPush()).joined(self.spec.width, self.spec.torch_dtype)
 
     def apply(self, ids: Ids, rows: torch.Tensor, adds: bool) -> None:
-        """The one place where rows change. adds: what happens where there is no optimizer. Raises LookupError."""
+        """Change rows. No other code changes them.
+
+        Args:
+            adds: without an optimizer, add the rows instead of assigning them.
+
+        Raises:
+            LookupError: a row must be given a value first, or too many pushes were not finite.
+        """
         if self._most and not all_finite(rows.reshape(-1)):
             self._left_out += 1
             if self._left_out >= self._most:
@@ -178,15 +204,15 @@ class TableShard:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state."""
+        """Bytes of the optimizer's state."""
         return 0 if self._rule is None else self._rule.state_bytes
 
 
 class AsyncTable(TableShard):
-    """Each push is applied when it is complete."""
+    """Applies each push when it is complete."""
 
     def _since(self, turn: int) -> int:
-        return 0  # turns of different workers have no order; the last word counts
+        return 0  # turns of different workers have no order, so the last setting counts
 
     def _complete(self, sender: Address, turn: int) -> None:
         self._take_rules(0, 0)
@@ -194,7 +220,7 @@ class AsyncTable(TableShard):
 
 
 class SyncTable(TableShard):
-    """The n-th pushes of all workers are added up in rank order, and applied once."""
+    """Adds up the n-th pushes of all workers in rank order, and applies the sum once."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
@@ -204,7 +230,7 @@ class SyncTable(TableShard):
         self._counts: dict[Address, int] = dict.fromkeys(self._workers, 0)
 
     def may_read(self, sender: Address, seen: int) -> bool:
-        """Whether so many pushes of everybody are applied."""
+        """Return whether `seen` pushes of all workers are applied."""
         return self._applied >= seen
 
     def _complete(self, sender: Address, turn: int) -> None:
@@ -231,12 +257,15 @@ class SyncTable(TableShard):
         return union, total
 
     def ended(self, sender: Address) -> str:
-        """A worker pushes nothing more: those who push more than it did would wait for ever."""
+        """Handle a worker that will not push any more.
+
+        Workers that push more often than it did would wait forever.
+        """
         self._ended[sender] = self._counts[sender]
         return self.waits_in_vain()
 
     def waits_in_vain(self) -> str:
-        """In words, who waits for a worker that has ended, or ""."""
+        """Return, in words, which worker waits for a worker that has ended, or ""."""
         for worker, pushes in self._ended.items():
             for other, count in self._counts.items():
                 if count > pushes:
@@ -248,7 +277,7 @@ class SyncTable(TableShard):
 
 
 class StepTable(TableShard):
-    """Pushes belong to a step of the worker group and are applied, or dropped, with it."""
+    """Applies or drops pushes together with their step of the worker group."""
 
     @property
     def unkept(self) -> str:
@@ -259,14 +288,14 @@ class StepTable(TableShard):
         return sender.group
 
     def _complete(self, sender: Address, turn: int) -> None:
-        """A step may have several pushes; the step's own end says that all are here."""
+        """Do nothing: a step may have several pushes, and its commit completes them."""
 
     def mean(
         self, group: int, step: int, commits: Mapping[int, Commit], tree: Tree, divide: bool
     ) -> tuple[Ids, torch.Tensor] | None:
-        """The group's mean (or sum) of a step, as dense gradients have it: a row that a worker lacks counts as zero.
+        """Return the group's mean (or sum) of a step, or None without any push.
 
-        None: no worker has pushed.
+        It is computed as for dense gradients: a row that a worker has not pushed counts as zero.
         """
         pushed = {
             key[0].index: self._joined(*key) for key in list(self._pushes) if key[0].group == group and key[1] == step
@@ -290,13 +319,13 @@ class StepTable(TableShard):
         return spread.index_copy_(0, torch.from_numpy(np.searchsorted(union, ids)), rows).view(-1)
 
     def apply_step(self, group: int, step: int, found: tuple[Ids, torch.Tensor], factor: float) -> None:
-        """The step counts: its gradient times `factor` goes to the rows."""
+        """Apply a step: its gradient times `factor`."""
         self._take_rules(group, step)
         ids, rows = found
         self.apply(ids, rows if factor == 1.0 else rows * factor, adds=True)
 
     def drop(self, group: int, step: int) -> None:
-        """The step is over."""
+        """Drop the pushes of a step that is over."""
         for key in [key for key in self._pushes if key[0].group == group and key[1] <= step]:
             del self._pushes[key]
 

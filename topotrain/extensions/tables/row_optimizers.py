@@ -1,7 +1,8 @@
-"""How a push changes rows: torch's own rules for sparse gradients, and for whole keys any element-wise optimizer.
+"""Optimizers of table rows: sparse ones by torch's rules, and dense ones.
 
-Rule: a sparse update is, bit for bit, what torch does with a coalesced sparse gradient, on the rows alone. The count of
-steps is the table's, as in torch: it grows with every push, also with one that has no rows on this shard.
+A sparse update gives, bit for bit, the result of torch for a coalesced sparse gradient, on the rows alone. The step
+count belongs to the table, as in torch: it grows with every push, also with a push that has no rows on this shard.
+Dense tables can have any element-wise optimizer.
 """
 
 import json
@@ -30,10 +31,15 @@ Clip = tuple[float, float] | None
 
 
 def rule_text(optimizer: Optimizer, group: int = 0, cls: type | None = None) -> str:
-    """What `TableSpec.optimizer` is, of a torch optimizer's parameter group. Raises ConfigError.
+    """Return the text for `TableSpec.optimizer` of a parameter group of an optimizer.
 
-    A class of the user's own is named by its module, which must be the job's `import`. cls: the optimizer's own class,
-    where `optimizer.adopt` has given it another.
+    A user's own class is named by its module, which must be the job's `import`.
+
+    Args:
+        cls: the original class of the optimizer, if `optimizer.adopt` has changed it.
+
+    Raises:
+        ConfigError: servers cannot run the optimizer.
     """
     cls = cls or type(optimizer)
     name = cls.__qualname__
@@ -48,23 +54,39 @@ class RowOptimizer(Protocol):
     """Applies pushes to rows."""
 
     def set(self, text: str) -> bool:
-        """Take new settings; False if the text is of another optimizer. Raises ConfigError."""
+        """Take new settings. Returns False if the text is of another optimizer.
+
+        Raises:
+            ConfigError: the settings are not valid.
+        """
         ...
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """One push: each slot is named once, `rows` are (slots, width) and may be changed. Raises ConfigError."""
+        """Apply one push.
+
+        Args:
+            slots: each slot occurs once.
+            rows: (slots, width). They may be changed.
+
+        Raises:
+            ConfigError: the push does not fit the table.
+        """
         ...
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state."""
+        """Bytes of the optimizer's state."""
         ...
 
 
 def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> RowOptimizer:
-    """The rule of a table; what state the rows have is forgotten. clip: bounds of every element of a gradient.
+    """Make the optimizer of a table. Existing state of its rows is dropped.
 
-    Raises ConfigError for an optimizer that cannot be used.
+    Args:
+        clip: bounds of every element of a gradient.
+
+    Raises:
+        ConfigError: the table cannot have this optimizer.
     """
     rows.drop_columns()
     if rows.spec.dense:
@@ -78,7 +100,11 @@ def make_rule(rows: RowStorage, text: str, import_module: str = "", clip: Clip =
 
 
 def check_rule(spec: TableSpec, text: str, import_module: str = "") -> None:
-    """Raises ConfigError for an optimizer that the table cannot have."""
+    """Check that the table can have this optimizer.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     small = TableSpec(spec.name, 1, 1, spec.dtype, "async", init="zeros", dense=spec.dense)
     make_rule(RowStorage(small, 0, 1), text, import_module)
 
@@ -119,29 +145,33 @@ def _sparse_adam(rows: RowStorage, slots: torch.Tensor, grad: torch.Tensor, sett
 
 
 _UPDATES: Mapping[str, Update] = {"SGD": _sgd, "Adagrad": _adagrad, "SparseAdam": _sparse_adam}
-_MUST_BE_ZERO = ("momentum", "weight_decay")  # they change rows that have no gradient
+_MUST_BE_ZERO = ("momentum", "weight_decay")  # these would change rows without a gradient
 
 
 class SparseOptimizer:
-    """SGD, Adagrad (Duchi, Hazan and Singer, 2011) or SparseAdam on the rows that a push names.
+    """SGD, Adagrad (Duchi, Hazan and Singer, 2011) or SparseAdam on the pushed rows.
 
     Args:
-        rows: whose.
+        rows: the rows of the shard.
         text: the optimizer.
         clip: bounds of every element of a gradient.
 
     Raises:
-        ConfigError: another optimizer, or settings by which rows without a gradient would change.
+        ConfigError: another optimizer, or settings that would change rows without a gradient.
     """
 
     def __init__(self, rows: RowStorage, text: str, clip: Clip = None) -> None:
         self._rows, self._clip = rows, clip
         self._name, self._settings = _sparse_settings(text)
         self.pushes = 0
-        """So many it has applied."""
+        """Number of pushes applied."""
 
     def set(self, text: str) -> bool:
-        """Take new settings; False if the text is of another optimizer. Raises ConfigError."""
+        """Take new settings. Returns False if the text is of another optimizer.
+
+        Raises:
+            ConfigError: the settings are not valid.
+        """
         name, settings = _sparse_settings(text)
         if name != self._name:
             return False
@@ -149,7 +179,7 @@ class SparseOptimizer:
         return True
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """One push."""
+        """Apply one push."""
         self.pushes += 1
         if not len(slots):
             return
@@ -159,7 +189,7 @@ class SparseOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state."""
+        """Bytes of the optimizer's state."""
         return self._rows.state_bytes
 
 
@@ -170,7 +200,7 @@ def _sparse_settings(text: str) -> tuple[str, Settings]:
         raise UnsupportedOptimizer(
             "table.optimizer",
             spec.name,
-            f"torch has no rule of it for sparse gradients; must be one of {', '.join(_UPDATES)}",
+            f"does not take sparse gradients in torch; must be one of {', '.join(_UPDATES)}",
         )
     settings = _one_group(spec)
     for key in _MUST_BE_ZERO:
@@ -193,7 +223,10 @@ def _one_group(spec: OptimizerSpec) -> Settings:
 
 
 class DenseOptimizer:
-    """Any optimizer of `SliceUpdate` on all the values of a shard at once; arguments as for `SparseOptimizer`."""
+    """Any optimizer of `SliceUpdate` on all values of a shard at once.
+
+    Arguments are those of `SparseOptimizer`.
+    """
 
     def __init__(self, rows: RowStorage, text: str, import_module: str = "", clip: Clip = None) -> None:
         spec = OptimizerSpec.from_text(text)
@@ -210,7 +243,11 @@ class DenseOptimizer:
         self._hyper = _hyper(spec)
 
     def set(self, text: str) -> bool:
-        """Take new settings; False if the text is of another optimizer. Raises ConfigError."""
+        """Take new settings. Returns False if the text is of another optimizer.
+
+        Raises:
+            ConfigError: the settings are not valid.
+        """
         spec = OptimizerSpec.from_text(text)
         if spec.name != self._name:
             return False
@@ -220,7 +257,7 @@ class DenseOptimizer:
         return True
 
     def apply(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """One push, which has all rows of the shard, in order."""
+        """Apply one push, which must have all rows of the shard in order."""
         if len(slots) != self._rows.count:
             raise ConfigError(
                 "push", f"{len(slots)} rows", f"must be all {self._rows.count} that the shard has of a dense table"
@@ -230,7 +267,7 @@ class DenseOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the optimizer's state."""
+        """Bytes of the optimizer's state."""
         return sum(item.nbytes for _, _, item in self._update.state() if isinstance(item, torch.Tensor))
 
 

@@ -1,8 +1,8 @@
-"""One shard's rows of a table: where each row is, and columns of memory that grow.
+"""Storage of one shard's rows: an index of rows, and columns of memory that grow.
 
-Rule: a row has a slot, given out in the order of first touch. Values and each kind of optimizer state are columns:
-lists of blocks, (slots, width) each; a new block is as large as all before it, up to BLOCK_BYTES, so nothing is ever
-moved and little is ever empty. No loop runs over rows.
+Rows get slots in the order of their first use. Values and each kind of optimizer state are columns. A column is a list
+of blocks of (slots, width) elements. A new block is as large as all blocks before it, up to BLOCK_BYTES. So rows are
+never moved and little memory is unused. No loop runs over single rows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,10 @@ _FREE = -1
 
 
 class RowIndex:
-    """Row -> slot: open addressing with linear probing, for many rows at a time; at most two thirds are in use."""
+    """Row -> slot, by open addressing with linear probing, for many rows at a time.
+
+    At most two thirds of the table are in use.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -33,24 +36,24 @@ class RowIndex:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the index."""
+        """Bytes of the index."""
         return self._keys.nbytes + self._slots.nbytes + self._by_slot.nbytes
 
     def ids(self) -> Ids:
-        """All rows, by slot; not to be written to."""
-        if len(self._by_slot) < self.count:  # rows keep their slots, and a table that is listed grows no more
+        """Return all rows by slot. The array must not be written."""
+        if len(self._by_slot) < self.count:  # cached, since rows keep their slots
             used = self._keys != _FREE
             self._by_slot = np.empty(self.count, dtype=np.int64)
             self._by_slot[self._slots[used]] = self._keys[used]
         return self._by_slot
 
     def _first(self, ids: Ids) -> npt.NDArray[np.int64]:
-        # Rows of a shard are all alike modulo the number of shards: the low bits alone would collide.
+        # All rows of a shard are equal modulo the number of shards, so the low bits alone would collide.
         mixed = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         return ((mixed >> np.uint64(20)) & np.uint64(len(self._keys) - 1)).astype(np.int64)
 
     def find(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The slot of each row, -1 for those that have none."""
+        """Return the slot of each row, -1 for rows without one."""
         at, slots, open_ = self._first(ids), np.full(len(ids), -1, dtype=np.int64), np.arange(len(ids))
         while open_.size:
             keys = self._keys[at[open_]]
@@ -61,7 +64,7 @@ class RowIndex:
         return slots
 
     def add(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """Give slots to rows that have none (each named once)."""
+        """Give slots to rows without one. Each row must occur once."""
         slots = np.arange(self.count, self.count + len(ids), dtype=np.int64)
         if 3 * (self.count + len(ids)) > 2 * len(self._keys):
             known = self.ids()
@@ -76,7 +79,7 @@ class RowIndex:
         while open_.size:
             places = at[open_]
             free = self._keys[places] == _FREE
-            self._keys[places[free]] = ids[open_[free]]  # of several rows at one place, one stays
+            self._keys[places[free]] = ids[open_[free]]  # of several rows for one position, one wins
             won = self._keys[places] == ids[open_]
             self._slots[places[won]] = slots[open_[won]]
             open_ = open_[~won]
@@ -88,7 +91,7 @@ class RowStorage:
 
     Args:
         spec: the table.
-        shard, shards: which of how many.
+        shard, shards: the index of the shard, and the number of shards.
     """
 
     def __init__(self, spec: TableSpec, shard: int, shards: int) -> None:
@@ -106,12 +109,16 @@ class RowStorage:
             ids = np.arange(here, dtype=np.int64) * shards + self._residue
             self._columns[VALUES][0].copy_(initial_rows(spec, ids))
 
-    # --- which row is where --------------------------------------------------------------------------------------
+    # --- rows ----------------------------------------------------------------------------------------------------
 
     def check(self, ids: Ids, unique: bool) -> None:
-        """Raises ProtocolError for rows that the table does not have, or this shard does not hold.
+        """Refuse rows that the table does not have or this shard does not hold.
 
-        unique: and for those that do not ascend.
+        Args:
+            unique: also refuse rows that do not ascend.
+
+        Raises:
+            ProtocolError: a row is refused.
         """
         name, rows = self.spec.name, self.spec.rows
         if not len(ids):
@@ -121,23 +128,27 @@ class RowStorage:
             raise ProtocolError(f"row {wrong} of table {name!r}, which has {rows if rows >= 0 else 'rows from 0 on'}")
         if (ids % self._shards != self._residue).any():
             wrong = int(ids[ids % self._shards != self._residue][0])
-            raise ProtocolError(f"row {wrong} of table {name!r} lives on another shard")
+            raise ProtocolError(f"row {wrong} of table {name!r} is on another shard")
         if unique and (np.diff(ids) <= 0).any():
             raise ProtocolError(f"rows of table {name!r} that do not ascend")
 
     @property
     def count(self) -> int:
-        """Rows that are here."""
+        """Number of rows on this shard."""
         return (self._limit or 0) if self._index is None else self._index.count
 
     def ids(self) -> Ids:
-        """The rows that are here, in no order."""
+        """Return the rows on this shard, in no order."""
         if self._index is None:
             return np.arange(self.count, dtype=np.int64) * self._shards + self._residue
         return self._index.ids()
 
     def slots(self, ids: Ids) -> torch.Tensor:
-        """Where these rows are; made where they are not yet. Raises LookupError for one that had to be given first."""
+        """Return the slots of rows. New rows are made.
+
+        Raises:
+            LookupError: a row has no value yet, and the table's rows must be given first.
+        """
         if self._index is None:
             slots = torch.from_numpy(ids // self._shards)
             if self._given is not None and not bool(self._given[slots].all()):
@@ -162,7 +173,7 @@ class RowStorage:
         return torch.from_numpy(slots)
 
     def give(self, ids: Ids, rows: torch.Tensor) -> None:
-        """These rows are so from now on."""
+        """Set rows to these values."""
         if self._index is None:
             slots = torch.from_numpy(ids // self._shards)
             if self._given is not None:
@@ -191,32 +202,32 @@ class RowStorage:
         return torch.full((slots, self.spec.width), self._fills[name], dtype=self.spec.torch_dtype)
 
     def column(self, name: str, fill: float) -> None:
-        """Every row has such a state, too; what is there already begins with `fill`."""
+        """Add a column of state, if it is missing. Existing rows start with `fill`."""
         if name not in self._columns:
             self._fills[name] = fill
             sizes = np.diff([0, *self._ends]).tolist()
             self._columns[name] = [self._block(name, size) for size in sizes]
 
     def drop_columns(self) -> None:
-        """Forget all state."""
+        """Drop all state."""
         self._columns = {VALUES: self._columns[VALUES]}
 
     def columns(self) -> Mapping[str, float]:
-        """What there is of each row, by name, and what it begins with."""
+        """Return the columns by name, with their initial values."""
         return {name: self._fills[name] for name in self._columns}
 
     def blocks(self, name: str) -> Iterator[tuple[torch.Tensor, int]]:
-        """A column's memory, (slots, width) each, and how many slots from the first on have rows."""
+        """Yield a column's blocks, (slots, width) each, and the number of slots in use."""
         for first, block in zip([0, *self._ends], self._columns[name], strict=False):
             yield block, max(0, min(len(block), self.count - first))
 
     def block(self) -> torch.Tensor | None:
-        """All values of a dense table, 1-D: the memory itself."""
+        """Return all values of a dense table, 1-D, as a view of the memory."""
         blocks = self._columns[VALUES]
         return blocks[0].view(-1) if blocks else None
 
     def gather(self, slots: torch.Tensor, name: str = VALUES) -> torch.Tensor:
-        """A copy of these rows, (slots, width)."""
+        """Return a copy of rows, (slots, width)."""
         blocks = self._columns[name]
         if len(blocks) == 1:
             return blocks[0].index_select(0, slots)
@@ -226,7 +237,7 @@ class RowStorage:
         return rows
 
     def scatter(self, slots: torch.Tensor, rows: torch.Tensor, name: str = VALUES) -> None:
-        """Write these rows; each slot is named once."""
+        """Write rows. Each slot must occur once."""
         blocks = self._columns[name]
         if len(blocks) == 1:
             blocks[0].index_copy_(0, slots, rows)
@@ -235,7 +246,7 @@ class RowStorage:
             blocks[number].index_copy_(0, inside, rows[which])
 
     def _split(self, slots: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(block, which of the slots are in it, where in it)."""
+        """Yield (block, positions of its slots in `slots`, slots within the block)."""
         home = torch.bucketize(slots, torch.tensor(self._ends), right=True)
         for number in np.unique(home.numpy()).tolist():
             which = (home == number).nonzero().view(-1)
@@ -245,16 +256,16 @@ class RowStorage:
 
     @property
     def value_bytes(self) -> int:
-        """Memory of the values, the empty part of the last block included."""
+        """Bytes of the values, with the unused part of the last block."""
         return sum(block.nbytes for block in self._columns[VALUES])
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the columns of state."""
+        """Bytes of the columns of state."""
         return sum(b.nbytes for name, blocks in self._columns.items() if name != VALUES for b in blocks)
 
     @property
     def index_bytes(self) -> int:
-        """Memory that says which row is where."""
+        """Bytes of the index of rows."""
         given = 0 if self._given is None else self._given.nbytes
         return given + (0 if self._index is None else self._index.nbytes)

@@ -1,10 +1,10 @@
-"""Where the rows of tables stand in a snapshot: each server has a file of its own, since only it knows its rows.
+"""Layout of table rows in a snapshot: one file per server with its own rows.
 
     WORKSPACE/manifests/000012/tables-0.safetensors   of server 0: "TABLE/ids", "TABLE/values", and a tensor for each
                                ...                    kind of the optimizer's state of rows: "TABLE/exp_avg"
 
-Rule: pure, and without torch. A file's layout follows from the descriptions of its tables alone, which stand in the
-manifest; so whoever reads knows what header he has to find, as with the other files (`safetensors_layout`).
+This module is pure and does not import torch. The layout of a file follows from the descriptions of its tables, which
+are in the manifest. So a reader knows the header that it must find, as with the other files (`safetensors_layout`).
 """
 
 import json
@@ -23,12 +23,12 @@ class StoredTable:
     """One server's part of a table.
 
     Attributes:
-        spec: the table, as `tables.TableSpec.to_text` has it.
-        optimizer: what moved the rows last, as there.
-        pushes: so many it has counted.
-        rows: that are here.
-        columns: what is kept of each row besides its id, by name: "values", and the optimizer's state. With it what a
-            row has there that a server without this column holds.
+        spec: the table, as `tables.TableSpec.to_text` writes it.
+        optimizer: the optimizer of the last update, in the same form as in the spec.
+        pushes: the number of pushes that it has applied.
+        rows: the number of rows in this part.
+        columns: the data of each row besides its id, by name: "values", and the optimizer's state. The number is the
+            value of a row on a server without this column.
     """
 
     spec: str
@@ -38,7 +38,7 @@ class StoredTable:
     columns: Mapping[str, float]
 
     def field(self, name: str) -> Any:
-        """A field of the description."""
+        """Return a field of the description."""
         return json.loads(self.spec)[name]
 
     @property
@@ -47,12 +47,16 @@ class StoredTable:
         return str(self.field("name"))
 
     def to_data(self) -> list[Any]:
-        """Plain data, for the manifest."""
+        """Return plain data for the manifest."""
         return [self.spec, self.optimizer, self.pushes, self.rows, sorted(self.columns.items())]
 
     @staticmethod
     def from_data(data: Any) -> "StoredTable":
-        """Raises ValueError for what `to_data` cannot have made."""
+        """Read the form of `to_data`.
+
+        Raises:
+            ValueError: `to_data` cannot have written this.
+        """
         try:
             spec, optimizer, pushes, rows, columns = data
             made = StoredTable(
@@ -60,24 +64,28 @@ class StoredTable:
             )
             fine = made.field("width") >= 1 and type(made.field("dtype")) is str and made.name != ""
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"no table: {error!r}"[:120]) from error
+            raise ValueError(f"not a table: {error!r}"[:120]) from error
         if not fine or not 0 <= made.rows < _MOST_ROWS or made.pushes < 0 or IDS in made.columns:
-            raise ValueError(f"no table {made.name[:80]!r}")
+            raise ValueError(f"not a valid table: {made.name[:80]!r}")
         return made
 
 
 def file_of(shard: int) -> str:
-    """The name of a server's file."""
+    """Return the name of a server's file."""
     return f"tables-{shard}.safetensors"
 
 
 def entry_of(table: str, column: str) -> str:
-    """What a tensor is called in the file; columns have no "/" in their names."""
+    """Return the name of a tensor in the file. Names of columns have no "/"."""
     return f"{table}/{column}"
 
 
 def tables_file(kept: Iterable[StoredTable]) -> FlatFile:
-    """Where one server's tables stand. Raises ValueError as `lay_out`."""
+    """Return the layout of one server's file.
+
+    Raises:
+        ValueError: as `lay_out`.
+    """
     told = []
     for table in kept:
         width, dtype = int(table.field("width")), str(table.field("dtype"))

@@ -1,1 +1,1 @@
-"""How a script says that a model is to be split, and what it gets back."""
+"""How a script asks for a split model, and the objects that it gets back."""

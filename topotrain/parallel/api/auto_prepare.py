@@ -1,6 +1,6 @@
-"""`placement: kAuto` in a job, and whether what its processes will hold fits.
+"""Automatic placement (`placement: kAuto`), and the check of a job's memory.
 
-What the forward is called with comes from the loader, the rest from the job alone.
+The arguments of the forward come from the loader. Everything else comes from the job.
 """
 
 import inspect
@@ -37,10 +37,13 @@ _INDEX = re.compile(r"worker \d+/(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """A model that is to be split, and how: what a placement and its memory are found from.
+    """A model to split, with all that a placement and its memory are computed from.
 
-    captured: of `model`. found: what the conf and the script say, by `assign.assignments`. call: of the forward; None:
-    shapes are not known. state_factor: elements of optimizer state per element of a parameter.
+    Attributes:
+        captured: the captured forward of `model`.
+        found: the assignments of the job file and the script, by `assign_modules.assignments`.
+        call: the call of the forward. None: its shapes are not known.
+        state_factor: elements of optimizer state per element of a parameter.
     """
 
     job: Job
@@ -53,14 +56,16 @@ class PlacementRequest:
 
 
 def place_modules(asked: PlacementRequest, loader: Any) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
-    """`placement: kAuto` in a job: where modules go that nobody has placed, the same on all workers of a group.
+    """Place the modules that neither the job file nor the script has placed.
+
+    All workers of a group get the same result.
 
     Args:
-        asked: the model; its call comes from the loader.
-        loader: the script's, before it is divided.
+        asked: the model. Its call is taken from the loader.
+        loader: the loader of the script, before it is divided among the workers.
 
     Raises:
-        ConfigError: shapes are not known, or nothing fits.
+        ConfigError: shapes are not known, or no placement fits.
     """
     given = inputs_of(asked.model, loader, asked.job.schedule is Schedule.k1F1B)
     return placed(replace(asked, call=call_of(asked.job, asked.model, given)), room())
@@ -69,11 +74,18 @@ def place_modules(asked: PlacementRequest, loader: Any) -> tuple[Mapping[str, As
 def placed(
     asked: PlacementRequest, here: MemoryLimits, times: Mapping[str, tuple[float, float]] | None = None
 ) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
-    """The same for a known call; `times` by module, where they were measured.
+    """Place modules for a call that is known.
 
-    The quickest placement first. Where it does not fit, its workers must give up what is too much, and the quickest of
-    the rest is taken, until one fits. What is in use does not count, and hosts are taken to be alike: all workers must
-    choose the same.
+    The fastest placement is tried first. If it does not fit, the memory limits of its workers are lowered by the
+    excess, and the fastest placement within the new limits is tried, until one fits. Memory that is in use is ignored
+    and all hosts are taken to be alike, because all workers must choose the same placement.
+
+    Args:
+        here: the memory limits of this host and its processes.
+        times: seconds of each module, forward and backward, where they were measured.
+
+    Raises:
+        ConfigError: no placement fits.
     """
     job, call, workers = asked.job, asked.call, asked.topology.workers_per_group
     assert call is not None
@@ -88,13 +100,13 @@ def placed(
                 *(limits, speeds_of(job.cluster), times, _COPIES, alive),
             )
         except ConfigError:
-            if first:  # which says more: no cut is small enough
+            if first:  # the first excess tells the user more than "no cut is small enough"
                 raise first[0].error() from None
             raise
         planned = needs_of(asked, found, bill_of(asked, found))
         over = [excess for host in sorted({need.host for need in planned}) for excess in excesses(planned, here, host)]
         if not over:
-            why = f"the quickest, {quickest}, would not: {first[0].who}: {first[0].words}" if first else ""
+            why = f"the fastest placement, {quickest}, does not: {first[0].who}: {first[0].words}" if first else ""
             return found, replace(chosen, tight=why)
         if not first:
             first, quickest = over, f"{chosen.way} of about {1000 * chosen.seconds:.3g} ms"
@@ -105,7 +117,10 @@ def placed(
 
 
 def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[MemoryExcess]) -> list[int]:
-    """Bytes that each worker may hold next time: those who have too much give it up, each its part."""
+    """Return the bytes that each worker may hold in the next try.
+
+    Workers that exceed a limit give up the excess, each in proportion to the bytes that it holds.
+    """
     found = list(limits)
     for excess in over:
         mine = sorted({int(index) for need in excess.needs for index in _INDEX.findall(need.who)})
@@ -117,7 +132,11 @@ def _tighter(limits: Sequence[int], chosen: ChosenPlacement, over: Sequence[Memo
 
 
 def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostReport:
-    """What the cut costs with these assignments. Raises ConfigError: it cannot be cut so."""
+    """Compute the cost of the split with these assignments.
+
+    Raises:
+        ConfigError: the model cannot be split with them.
+    """
     call, workers = asked.call, asked.topology.workers_per_group
     assert call is not None
     made = program(
@@ -131,7 +150,10 @@ def bill_of(asked: PlacementRequest, found: Mapping[str, Assignment]) -> CostRep
 def needs_of(
     asked: PlacementRequest, found: Mapping[str, Assignment], costs: CostReport | None
 ) -> tuple[ProcessNeed, ...]:
-    """What every process of the job will hold; without a bill activations and messages are not counted."""
+    """Compute the memory of every process of the job.
+
+    Without `costs`, activations and messages are not counted.
+    """
     division = divide(asked.model, found, asked.topology.workers_per_group)
     if costs is None:
         loaded = tuple(WorkerLoad(buffer_bytes(division, w)) for w in range(asked.topology.workers_per_group))
@@ -141,12 +163,15 @@ def needs_of(
 
 
 def schema_of(division: ParameterOwners) -> tuple[Parameter, ...]:
-    """One entry for each share of a parameter."""
+    """Return the schema: one entry for each share of a parameter."""
     return tuple(described(whole, share) for whole in division.parameters for share in whole.shares)
 
 
 def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
-    """A call for a group's batch, and each worker's part of it; a worker without samples repeats one."""
+    """Return a call for the batch of a group, with the samples of each worker.
+
+    A worker without samples repeats one sample, so its share counts as one.
+    """
     cluster, workers = job.cluster, job.cluster.nworkers_per_group
     batch = given.samples * (workers if job.per_worker_batch else 1)
     least = 2 if any(isinstance(module, _BATCH_NORM) for module in model.modules()) else 1
@@ -155,7 +180,7 @@ def call_of(job: Job, model: nn.Module, given: ExampleInputs) -> ModelCall:
 
 
 def speeds_of(cluster: Cluster) -> WorkerSpeeds:
-    """The usual speeds, with the link that the job pretends."""
+    """Return the default speeds, with the link that the job emulates."""
     link = cluster.link
     if link is None:
         return USUAL
@@ -164,25 +189,29 @@ def speeds_of(cluster: Cluster) -> WorkerSpeeds:
 
 
 def check_room(asked: PlacementRequest, loader: Any, host: int) -> None:
-    """Refuse, before anything is made, what the processes of this host cannot hold.
+    """Refuse a job if its processes on this host would not fit in memory.
+
+    The check runs before anything is allocated.
 
     Args:
-        asked: `found` is where everything goes. The call comes from the loader; where that does not tell, activations
-            are not counted.
-        loader: the script's, before it is divided.
-        host: this one's number in the topology.
+        asked: the model; `found` places every module. The call is taken from the loader. If the loader does not give
+            it, activations are not counted.
+        loader: the loader of the script, before it is divided among the workers.
+        host: the number of this host in the topology.
 
     Raises:
-        ConfigError: who would need how much, what there is, and what would help.
+        ConfigError: a process or the host has too little memory. The error names the process, its need and the limit,
+            and what would help.
     """
     planned = needs_of(asked, asked.found, _bill_if_known(asked, loader))
     check(planned, room(), host)
 
 
 def _bill_if_known(asked: PlacementRequest, loader: Any) -> CostReport | None:
-    """The bill, if the loader tells what the forward is called with.
+    """Return the costs if the loader gives the arguments of the forward, else None.
 
-    A stream is not asked, for what it gives is gone; and whatever is wrong here the first step tells better.
+    A stream is not read, because its samples could not be read again. Errors are ignored here: the first step reports
+    them better.
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None

@@ -1,9 +1,11 @@
-"""`with tt.device("/job:worker/task:1"):` and `tt.place`: where a script wants its modules.
+"""Device scopes of a script: `tt.device("/job:worker/task:1")` and `tt.place`.
 
-Rule: outside a job, and where a group has one worker, they note what they say and do nothing. On a worker of a larger
-group a layer that is made inside another worker's scope gives its memory back as soon as it is made: with a scope
-around each part, no worker ever holds more than its own part and one layer. Every worker draws the same random numbers
-for it first, so that all else gets the values that it has in an ordinary process.
+Outside a job, and in groups of one worker, scopes only check and record their names. On a worker of a larger group, a
+layer that is made inside the scope of another worker gives its memory back as soon as it is complete. With a scope
+around each part, no worker holds more than its own part and one layer.
+
+Every worker still draws the random numbers for the layers of other workers. So all layers get the same initial values
+as in one process.
 """
 
 import ctypes
@@ -26,7 +28,11 @@ _OWN_REFERENCES = 3  # of a parameter: the module's table, a local name, and the
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """What is made or computed inside belongs to this device. Raises ConfigError for a name that is none."""
+    """Assign modules that are made and values that are computed inside to a device.
+
+    Raises:
+        ConfigError: `name` is not the name of a device.
+    """
     _check_seen(name)
     me = _releases()
     with device_scopes.scope(name):
@@ -53,20 +59,25 @@ def _check_seen(name: str) -> None:
 
 
 def _releases() -> int | None:
-    """This worker's index, if what others hold can be given back before `tt.prepare` looks at the whole model."""
+    """Return the index of this worker, or None if layers must not be released early.
+
+    Memory of layers that belong to other workers can be given back before `tt.prepare` sees the whole model.
+    """
     here = process.current()
     if here is None or process.planning() or here.worker is not None:
         return None
     job, workers = here.place.job, here.place.topology.workers_per_group
-    decided_elsewhere = bool(job.partition) or job.placement is Placement.kAuto  # it may move what is made here
+    # `partition` blocks and kAuto may move a layer to another worker than its scope names.
+    decided_elsewhere = bool(job.partition) or job.placement is Placement.kAuto
     return None if workers == 1 or decided_elsewhere else here.me.index
 
 
 @contextmanager
 def _returned_at_once() -> Iterator[None]:
-    """Memory of layers that are given back goes to the system: in the C library's heap it would lie about in pieces.
+    """Make the C library return the memory of released layers to the system at once.
 
-    Its settings cannot be read, so afterwards they are those to which it tends by itself (see mallopt(3)).
+    By default the heap would keep it in fragments. The settings of malloc cannot be read. So the values set afterwards
+    are those to which malloc adapts by itself (see mallopt(3)).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -82,14 +93,18 @@ def _returned_at_once() -> Iterator[None]:
 
 
 class _Release:
-    """Gives back the memory of layers that are made, and another worker's."""
+    """Releases the memory of layers that were made in the scope of another worker."""
 
     def __init__(self, me: int) -> None:
         self._me = me
         self._made: dict[int, nn.Module] = {}
 
     def registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """A module gets a parameter: those before it that are not under construction any more are complete."""
+        """Release the layers that are complete, and note the layer of this parameter.
+
+        The hook runs when a module gets a parameter. Layers that were noted before and are no longer under construction
+        are complete then.
+        """
         building = _under_construction()
         for key in [key for key in self._made if key not in building and key != id(module)]:
             _give_back(self._made.pop(key))
@@ -98,7 +113,10 @@ class _Release:
             self._made[id(module)] = module
 
     def finished(self) -> None:
-        """The scope ends; what is still under construction around it stays until `tt.prepare`."""
+        """Release the remaining layers at the end of the scope.
+
+        Modules around the scope that are still under construction stay until `tt.prepare`.
+        """
         building = _under_construction()
         for key, module in self._made.items():
             if key not in building:
@@ -106,7 +124,7 @@ class _Release:
 
 
 def _under_construction() -> set[int]:
-    """The modules whose `__init__` is running."""
+    """Return the ids of the modules that are inside their `__init__` now."""
     found = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -119,10 +137,10 @@ def _under_construction() -> set[int]:
 def _give_back(module: nn.Module) -> None:
     for name in list(module._parameters):
         parameter = module._parameters[name]
-        # One that somebody else holds, too, may be tied to another module: `localise` sees to it.
+        # A parameter with further references may be tied to another module: `localise` handles it later.
         if parameter is None or parameter.is_meta or sys.getrefcount(parameter) > _OWN_REFERENCES:
             continue
         like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
         empty = nn.Parameter(like, parameter.requires_grad)
-        empty.__dict__.update(parameter.__dict__)  # what is noted on it
+        empty.__dict__.update(parameter.__dict__)  # keep attributes such as the device of its scope
         module._parameters[name] = empty

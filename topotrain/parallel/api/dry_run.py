@@ -1,4 +1,4 @@
-"""The model of a script, seen without training it: the script is run up to `tt.prepare`, and no further."""
+"""Inspect the model of a script: run the script up to `tt.prepare` and no further."""
 
 import contextlib
 import inspect
@@ -21,34 +21,41 @@ from topotrain.training.parameters.flat_parameters import describe_model
 
 @dataclass(frozen=True, slots=True)
 class PreparedArguments:
-    """What a script hands to `tt.prepare`."""
+    """The arguments that a script passes to `tt.prepare`."""
 
     model: Any
     optimizer: Any
     loader: Any
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """Those the servers would hold, apart from rows. Raises ConfigError."""
+        """Return the parameters that servers would hold, without tables of sparse rows.
+
+        Raises:
+            ConfigError: a parameter cannot be trained on servers.
+        """
         ours = isinstance(self.optimizer, torch.optim.Optimizer)
         sparse = find_sparse(self.model, self.optimizer) if ours else []
-        aside = [entry.weight for entry in sparse]  # servers hold these row by row
+        aside = [entry.weight for entry in sparse]  # servers hold these as tables of rows
         return describe_model(self.model, aside).parameters
 
     def momentum(self, updater: Updater | None) -> float:
-        """The optimizer's, or that of the block that makes one."""
+        """Return the momentum of the optimizer, or of the updater block without one."""
         if self.optimizer is None:
             return 0.0 if updater is None else updater.momentum
         return momentum_of(type(self.optimizer).__name__, self.optimizer.param_groups)
 
     def state_factor(self) -> float:
-        """The optimizer's state per element, in elements."""
+        """Return the elements of optimizer state per element of a parameter."""
         return state_factor(self.optimizer)
 
 
 def look(program: str, args: Sequence[str]) -> PreparedArguments:
-    """Run a script up to `tt.prepare`.
+    """Run a script up to `tt.prepare` and return the arguments of that call.
 
-    What the script prints goes to stderr. Raises ConfigError if it ends without calling `tt.prepare`.
+    Output of the script goes to stderr.
+
+    Raises:
+        ConfigError: the script ends without calling `tt.prepare`.
     """
     plan_only()
     sys.argv = [program, *args]
@@ -64,7 +71,10 @@ def look(program: str, args: Sequence[str]) -> PreparedArguments:
 
 
 def state_factor(optimizer: torch.optim.Optimizer | None) -> float:
-    """Elements of optimizer state per parameter element, found by one step of the same class on a small tensor."""
+    """Return the elements of optimizer state per element of a parameter.
+
+    The number is found by one step of the same optimizer class on a small tensor.
+    """
     if optimizer is None or isinstance(optimizer, torch.optim.SparseAdam):
         return 0.0
     probe = torch.nn.Parameter(torch.zeros(64))

@@ -1,7 +1,8 @@
-"""What a model's forward is called with, known before anything is trained: from the loader, or from what the user says.
+"""Example arguments of a model's forward, known before training starts.
 
-One sample goes through the loader's own collate function as often as a batch has samples. A forward's arguments are
-the first parts of a batch, as many as it needs; a batch with names gives those that the forward has, too.
+They come from the loader or from the command line. With a loader, one sample is repeated to the size of a batch and
+passed through the loader's collate function. The arguments of the forward are the first parts of the batch, as many as
+the forward needs. If a batch has names, the forward gets the parts with the names of its arguments.
 """
 
 import inspect
@@ -27,7 +28,10 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 @dataclass(frozen=True, slots=True)
 class ExampleInputs:
-    """A forward's arguments as examples for one batch of `samples`; `origin` is told to the user."""
+    """Example arguments of a forward for one batch of `samples` samples.
+
+    `origin` says in messages where they come from.
+    """
 
     samples: int
     args: tuple[Any, ...] = ()
@@ -35,16 +39,19 @@ class ExampleInputs:
     origin: str = ""
 
     def told(self) -> str:
-        """Shapes and dtypes in words."""
+        """Return shapes and dtypes in words."""
         parts = [_words(value) for value in self.args]
         parts += [f"{name}={_words(value)}" for name, value in self.kwargs.items()]
         return f"{', '.join(parts)} ({self.origin})"
 
 
 def parse_inputs(texts: Sequence[str]) -> ExampleInputs:
-    """Read "32x1x8x8", "32x64:int64", "mask=32x64:bool": the first number is that of samples, the same in all.
+    """Parse arguments such as "32x1x8x8", "32x64:int64" or "mask=32x64:bool".
 
-    Raises ConfigError.
+    The first size is the number of samples and must be the same in all.
+
+    Raises:
+        ConfigError: a text has another form, or the numbers of samples differ.
     """
     args: list[torch.Tensor] = []
     kwargs: dict[str, torch.Tensor] = {}
@@ -69,23 +76,23 @@ def parse_inputs(texts: Sequence[str]) -> ExampleInputs:
 
 
 def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> ExampleInputs:
-    """What the first batch of a loader makes of a model's forward.
+    """Return the arguments that the first batch of a loader gives to a forward.
 
     Args:
-        model: whose forward is asked for the names of its arguments.
+        model: its forward names the arguments.
         loader: a DataLoader.
-        everything: the forward takes all of a batch that it can, for it computes the loss.
+        everything: pass all parts of a batch that the forward takes, because it computes the loss.
 
     Raises:
-        ConfigError: it cannot be known; the text names the option that says it.
+        ConfigError: the arguments cannot be found. The error names the option that gives them.
     """
     if not isinstance(loader, DataLoader):
-        raise ConfigError("tt.prepare", type(loader).__name__, f"got no DataLoader, which would tell shapes: {SAY}")
+        raise ConfigError("tt.prepare", type(loader).__name__, f"got no DataLoader from which to take shapes: {SAY}")
     try:
-        with RngState(0):  # what the script draws afterwards is what it would have drawn
+        with RngState(0):  # the random numbers that the script draws later stay the same
             batch, count = _batch(loader)
     except Exception as error:  # whatever the script's own dataset raises
-        accepted = f"gave no sample ({type(error).__name__}: {error}): {SAY}"
+        accepted = f"raised {type(error).__name__} when a sample was read ({error}): {SAY}"
         raise ConfigError("loader.dataset", type(loader.dataset).__name__, accepted) from error
     args, kwargs = _arguments(model, batch, everything)
     if not any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values())):
@@ -94,7 +101,7 @@ def inputs_of(model: nn.Module, loader: Any, everything: bool = False) -> Exampl
 
 
 def _batch(loader: DataLoader[Any]) -> tuple[Any, int]:
-    """One sample, as often as a batch has samples, collated; and that number."""
+    """Return a batch made of one repeated sample, and its number of samples."""
     data = loader.dataset
     count = loader.batch_size
     if isinstance(data, IterableDataset):

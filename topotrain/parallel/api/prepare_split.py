@@ -1,8 +1,8 @@
-"""One model over the workers of a group: how `tt.prepare` cuts it, what `model(…)` then does, and the whole at the end.
+"""Split one model over the workers of a group in `tt.prepare`.
 
-Rule: the script keeps the objects that it has. Until the job ends `model.forward` runs this worker's steps of the cut
-graph (`split.run`), and what belongs to other workers is on the meta device. At the end, on worker (0,0), the model is
-whole again, with the final values and its own forward.
+The script keeps its objects. Until the job ends, `model.forward` runs the steps of this worker (`split_forward`), and
+tensors of other workers are on the meta device. At the end the model on worker (0,0) is whole again, with the final
+values and its own forward.
 """
 
 import math
@@ -35,14 +35,17 @@ from topotrain.training.parameters.flat_parameters import ModelParts, describe_m
 from topotrain.training.worker import Worker
 
 _ANY = 1 << 16
-"""More workers than a group has: where there is one only, a device may be called by any number."""
+"""More workers than any group has. In a group of one worker the script may name any worker."""
 
 
 def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) -> "SplitModel | None":
-    """Cut the model, if the job or the script says so; None: every worker holds all of it.
+    """Split the model if the job or the script asks for it.
+
+    Returns:
+        The split model, or None if every worker holds the whole model.
 
     Raises:
-        ConfigError: it cannot be cut in this way, or not in this job.
+        ConfigError: the model cannot be split like this, or not in this job.
     """
     job, workers = here.place.job, here.place.topology.workers_per_group
     said = None
@@ -51,10 +54,10 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
         if said is None:
             return None
     if "_orig_mod" in model._modules:
-        raise ConfigError("tt.prepare", "a compiled model", "one that is split must come before torch.compile")
+        raise ConfigError("tt.prepare", "a compiled model", "a split model must be prepared before torch.compile")
     captured = said or capture(model)
     if workers == 1:
-        assignments(model, job, _ANY, captured)  # what is wrong is said all the same
+        assignments(model, job, _ANY, captured)  # for its errors only
         localise(model, optimizer, divide(model, {}, 1), 0, job.seed)
         return None
     _check(job, model)
@@ -78,25 +81,28 @@ def split(here: Context, model: nn.Module, optimizer: Optimizer, loader: Any) ->
 
 
 def is_split(here: Context | None, model: nn.Module) -> bool:
-    """Whether `split` will cut the model."""
+    """Return whether `split` will split the model."""
     if here is None or here.place.topology.workers_per_group == 1:
         return False
     return here.place.job.splits or tagged(model) or says_where(model) is not None
 
 
 def tagged(model: nn.Module) -> bool:
-    """Whether the script has said of some part of the model which worker is to have it."""
+    """Return whether the script has assigned some part of the model to a worker."""
     tags = {thing.__dict__.get(device_scopes.PLACE) for thing in (*model.modules(), *model.parameters())}
     return any(device_scopes.parse(tag).task is not None for tag in tags if tag)
 
 
 def says_where(model: nn.Module) -> CapturedForward | None:
-    """The model's graph, if a forward names a worker with `tt.device`. Only code that speaks of it is traced."""
+    """Return the captured forward if it names a worker with `tt.device`, else None.
+
+    A forward is traced only if its code mentions `tt.device`.
+    """
     if not any(_speaks_of_device(kind) for kind in {type(module) for module in model.modules()}):
         return None
     try:
         captured = capture(model)
-    except ConfigError:  # `tt.device()` in a forward is not forbidden to a model that nobody splits
+    except ConfigError:  # a model that is not split may use `tt.device()` in a forward that cannot be captured
         return None
     names = {node.meta.get("device") for node in captured.graph.nodes}
     found = map(device_scopes.parse, filter(None, names))
@@ -115,7 +121,10 @@ def _speaks_of_device(kind: type[nn.Module]) -> bool:
 
 @contextmanager
 def _dice_kept(loader: Any) -> Iterator[None]:
-    """Who only looks at a loader leaves the order of its batches as it was."""
+    """Restore the random state of a loader and of torch after the block.
+
+    So looking at a batch does not change the order of the batches.
+    """
     sampler = getattr(loader, "sampler", None)
     own = [
         dice for thing in (loader, sampler) if isinstance(dice := getattr(thing, "generator", None), torch.Generator)
@@ -128,22 +137,22 @@ def _dice_kept(loader: Any) -> Iterator[None]:
 
 
 def _check(job: Job, model: nn.Module) -> None:
-    replace(job, placement=Placement.kAuto)  # refuses what it would refuse if the conf, and not the script, split
+    replace(job, placement=Placement.kAuto)  # runs the checks of jobs that split in the job file
     for name, module in model.named_modules():
         rows = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if rows or isinstance(module, Embedding):
-            accepted = "its rows travel one by one, which a split model does not do: use nn.Embedding(sparse=False)"
+            accepted = "sends single rows, which a split model does not support: use nn.Embedding(sparse=False)"
             raise ConfigError("model", name, accepted)
 
 
 class SplitModel:
-    """A model that this worker holds its part of.
+    """A split model, as one worker holds it.
 
     Args:
-        here: the worker's place.
-        model, optimizer: the script's, changed already.
-        captured, found: the model's graph, and where its modules are.
-        localised: what has been done to it.
+        here: the context of the worker.
+        model, optimizer: those of the script, already localized.
+        captured, found: the captured forward, and the assignments of its modules.
+        localised: the changes that were made to the model.
     """
 
     def __init__(
@@ -161,7 +170,7 @@ class SplitModel:
         self._localised = localised
         division = localised.division
         self.metadata = metadata_of({whole.names[0]: whole.names[1:] for whole in division.parameters})
-        """Of a file that has what `gather` returns."""
+        """Metadata for a file with the tensors that `gather` returns."""
         self._forward = SplitForward(model, here.place.job, captured, found, here.place.topology.workers_per_group)
         names = {module: name for name, module in model.named_modules()}
         self._hooks: list[RemovableHandle] = [
@@ -172,32 +181,38 @@ class SplitModel:
         model.forward = self._forward
 
     def follow(self, worker: Worker, passage: ActivationChannel) -> None:
-        """The worker has begun: from now on the model can be called."""
+        """Connect the model to the worker, which has started: it can be called now."""
         self._forward.start(worker, passage)
         self._optimizer.register_state_dict_pre_hook(_no_optimizer_state)
         self._optimizer.register_load_state_dict_pre_hook(_no_optimizer_state)
 
     def weight_said(self) -> None:
-        """The script says what the next backward counts. Raises RuntimeError if its forward has been done already."""
+        """Check a new weight of the next backward.
+
+        Raises:
+            RuntimeError: the forward of this step has already run.
+        """
         if self._forward.open:
             raise RuntimeError("tt.weight must come before the forward of a split model: it takes part in the backward")
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether this is the model."""
+        """Return whether `model` is the model that was split."""
         return model is self._model
 
     def gather(self, what: str) -> dict[str, torch.Tensor] | None:
-        """What the model holds now: all workers of the group call this, at the same point of the training.
+        """Collect the current parameters and buffers on worker 0 of the group.
+
+        All workers of the group call this at the same point of the training.
 
         Args:
-            what: in words, what they do.
+            what: the purpose in words, for error messages.
 
         Returns:
-            On worker 0 of the group parameters and buffers, whole, by their first names: contiguous, in one nameless
-            file of the workspace, since there may be no room for them in memory. None on the others.
+            On worker 0 whole contiguous tensors by their first names. They lie in one unlinked file of the workspace,
+                since they may not fit in memory. On other workers None.
 
         Raises:
-            ConfigError: another worker of the group goes on without it; the workspace has no room.
+            ConfigError: another worker of the group continues without this call, or the workspace has too little space.
         """
         parts, division = self.parts, self._localised.division
         held = entries(division.parameters, parts.tensors) + entries(division.buffers, parts.buffer_tensors)
@@ -219,14 +234,14 @@ class SplitModel:
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """All names of what `gather` returns under the first."""
+        """All names of each tensor that `gather` returns, by its first name."""
         division = self._localised.division
         return {whole.names[0]: whole.names for whole in (*division.parameters, *division.buffers)}
 
     def whole(self, worker: Worker) -> ModelParts:
-        """Worker (0,0), at the end: take the job's result; the model is whole again.
+        """Take the result of the job on worker (0,0) and make the model whole again.
 
-        What does not fit into memory is in nameless files of the workspace.
+        Tensors that do not fit in memory are in unlinked files of the workspace.
         """
         folder = self._here.workspace
         worker.take_final(folder)
@@ -246,7 +261,10 @@ class SplitModel:
 
 
 class _Elsewhere:
-    """Refuses a call of a module that is not here, or not all of it, unless it is the cut graph that calls."""
+    """Refuses calls of a module that this worker holds not at all or in part.
+
+    Calls by the split forward itself are allowed.
+    """
 
     def __init__(self, forward: SplitForward, name: str, where: str) -> None:
         self._forward, self._name, self._where = forward, name, where
@@ -263,5 +281,5 @@ def _no_state(*_: Any) -> NoReturn:
 
 
 def _no_optimizer_state(*_: Any) -> NoReturn:
-    accepted = "is of the parts of a split model, which no other optimizer has: it stays on the servers"
+    accepted = "belongs to the parts of a split model, so no other optimizer could load it: it stays on the servers"
     raise ConfigError("optimizer.state_dict()", None, accepted)

@@ -1,4 +1,4 @@
-"""What stands in the place of a split model's forward, in a job: its graphs, made when they are first needed."""
+"""The forward of a split model in a job."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,12 +20,15 @@ from topotrain.training.parameters.gradient_hooks import PushPath
 from topotrain.training.worker import Worker
 
 _DICE = STEPPED - 1
-"""`TensorKey.edge` of the state of torch's generator."""
+"""`TensorKey.edge` of messages with the state of torch's random generator."""
 
 
 class SplitForward:
-    """What stands in the place of `model.forward`. Graphs are cut when they are first needed: one for each kind of
-    arguments (dtypes, sizes apart from the samples, what is no tensor), and for each mode if the model looks at it."""
+    """Replaces `model.forward` in a job.
+
+    Programs are built on first use: one for each kind of arguments (dtypes, sizes apart from the samples, values that
+    are not tensors), and one for each mode if the forward depends on it.
+    """
 
     def __init__(
         self, model: nn.Module, job: Job, captured: CapturedForward, found: Mapping[str, Assignment], workers: int
@@ -36,11 +39,11 @@ class SplitForward:
         self._passage: ActivationChannel | None = None
         self._weight: Callable[[], float] = lambda: 1.0
         self._last: Runner | None = None
-        self.open = False  # a forward has been made whose backward has not begun
+        self.open = False  # a forward has run, and its backward has not begun
         self.inside = False
 
     def start(self, worker: Worker, passage: ActivationChannel) -> None:
-        """There is somebody to talk to."""
+        """Connect to the worker and to the other workers of the group."""
         self._passage, self._weight = passage, worker.weight
         self.meeting = _JobMeeting(passage, worker, self._begun)
         worker.counts = self._counts
@@ -48,13 +51,13 @@ class SplitForward:
         worker.before_commit.append(self._step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """This worker's part; the output for its samples."""
+        """Run the steps of this worker and return the output for its samples."""
         if self._passage is None:
             raise ConfigError("model", None, "is split: it can be called once tt.prepare has returned")
         self.inside = True
         try:
             runner = self._runner(self._passage, args, kwargs)
-            if torch.is_grad_enabled():  # else nothing is learned from it, and the step does not count it
+            if torch.is_grad_enabled():  # a forward without gradients does not count for the step
                 self._last, self.open = runner, True
             return runner(*args, **kwargs)
         finally:
@@ -99,10 +102,11 @@ class SplitForward:
 
 
 class _JobMeeting(WorkerSync):
-    """A meeting in a job: the worker hears of each backward, and all draw masks with the dice of worker 0.
+    """Synchronizes the forwards of a group in a job.
 
-    A worker would not notice a backward that reaches none of its parameters. And the dice of the workers do not stay
-    alike: in a job one of them draws the order of the batches, as the only process of an ordinary script does.
+    - The worker is notified of each backward, since it would not notice one that reaches none of its parameters.
+    - All workers draw dropout masks from the random state of worker 0. Their own states differ, because only one of
+      them draws the order of the batches, as the only process of an ordinary script does.
     """
 
     def __init__(self, passage: ActivationChannel, worker: Worker, begins: Callable[[], None]) -> None:
@@ -113,13 +117,16 @@ class _JobMeeting(WorkerSync):
         self.dice = torch.default_generator if passage.me == 0 else torch.Generator()
 
     def begun(self) -> None:
-        """A backward begins here."""
+        """Notify the worker that a backward begins here."""
         super().begun()
         self._begins()
         self._path.begin()
 
     def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
-        """As `WorkerSync.meet`; the dice come before worker 0's hello, so that nobody has to wait for them."""
+        """Exchange hellos as `WorkerSync.meet` does.
+
+        Worker 0 sends its random state before its hello, so that no worker has to wait for it.
+        """
         passage, key, draws = self.passage, TensorKey(self.forwards, 0, _DICE, False), mine.chance != 0
         for other in range(1, passage.size if draws and passage.me == 0 else 1):
             passage.send(other, key, self.dice.get_state())
@@ -130,19 +137,21 @@ class _JobMeeting(WorkerSync):
 
 
 def samples_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """The samples in a call's arguments: the length of the first tensor that has one.
+    """Return the number of samples in the arguments of a call.
+
+    It is the first size of the first tensor that has dimensions.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the arguments have no such tensor.
     """
     for leaf in tree_leaves((args, dict(kwargs))):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
-    raise ConfigError("model(…)", None, "a split model needs a tensor whose first dimension counts the samples")
+    raise ConfigError("model(…)", None, "a split model needs a tensor with the samples in its first dimension")
 
 
 def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: int) -> object:
-    """Calls of one kind have one graph."""
+    """Return the kind of a call; calls of one kind share one program."""
     leaves, form = tree_flatten((args, dict(kwargs)))
     return str(form), tuple(_kind(leaf, samples) for leaf in leaves)
 

@@ -1,1 +1,1 @@
-"""A model's forward as a graph."""
+"""Capture of a model's forward as a graph."""

@@ -1,9 +1,11 @@
-"""A model's forward as a graph (torch.fx): what is computed from what, where in the user's code, in whose scope.
+"""Capture a model's forward as a graph of torch.fx.
+
+Each node has the line of the user's code that made it and the device scope it was in. Layers of torch.nn are one node
+each, and so is a module placed as a whole (`device_scopes.place`). With example arguments, sizes that do not depend on
+the number of samples are plain numbers, so loops over them and checks of them can be captured. Without an example,
+before the first forward, the capture may have to stop at them; the result then says where.
 
 torch.fx: Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep Learning in Python", 2022.
-Layers of torch.nn are one node each, and so is a module placed as a whole (`devices.place`). With an example of the
-arguments, sizes that do not depend on the number of samples are plain numbers, so loops and checks on them are no
-obstacle. Without one (before the first forward) the capture may have to stop at them; it says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +26,16 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class CapturedForward:
-    """A captured forward. Nodes have meta "line" ("file:line" of the user's code) and "device" (name or "").
+    """A captured forward.
 
-    leaves: names of all modules that are one node where they are called, in definition order.
-    stored: the whole model's parameters and buffers, by all their names.
-    by_mode: the forward looks at `training`, or hands it on, so it must be captured for training and for evaluation.
-    unfinished: why the graph ends early, "" if it does not: only without an example.
+    Nodes have meta "line" ("file:line" of the user's code) and "device" (a name or "").
+
+    Attributes:
+        leaves: names of all modules that are one node where they are called, in definition order.
+        stored: parameters and buffers of the whole model, by all their names.
+        by_mode: the forward reads `training` or passes it on. It must then be captured once for training and once for
+            evaluation.
+        unfinished: why the graph ends early, or "". Only a capture without an example can end early.
     """
 
     graph: fx.Graph
@@ -40,11 +46,13 @@ class CapturedForward:
 
 
 def capture(model: nn.Module, training: bool = True) -> CapturedForward:
-    """Capture a forward before its arguments are known; arguments with defaults count as not given.
+    """Capture a forward before its arguments are known.
+
+    Arguments with defaults count as not given.
 
     Raises:
-        ConfigError: it decides on data, takes *args, or does something else that no example would cure; it names the
-            file and line of the user's code.
+        ConfigError: the forward decides on data, takes *args, or does something else that an example would not help
+            with. The error names the file and line of the user's code.
     """
     return trace(model, stored(model), None, (), NOTHING, training)
 
@@ -57,10 +65,12 @@ def trace(
     kwargs: Mapping[str, Any],
     training: bool,
 ) -> CapturedForward:
-    """Capture a forward; with a bench, for these arguments, and nodes have their meta "values" and "draws".
+    """Capture a forward.
+
+    With a `bench`, the forward is captured for these arguments and its nodes get meta "values" and "draws".
 
     Raises:
-        ConfigError: as `capture`, or the arguments do not fit.
+        ConfigError: as `capture`, or the arguments do not fit the forward.
     """
     tracer = Tracer(model, bench, _bind(model, args, kwargs) if bench else None)
     unfinished = ""
@@ -71,7 +81,7 @@ def trace(
             unfinished = str(error)
         except ConfigError:
             raise
-        except Exception as error:  # whatever the user's code, or torch on what it was given, makes of it
+        except Exception as error:  # the user's code, and torch inside it, may raise anything
             if bench is None and not isinstance(error, NameError | ImportError | AttributeError):
                 unfinished = f"{line_of(error)}: {error}"
             else:

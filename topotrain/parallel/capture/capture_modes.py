@@ -1,4 +1,7 @@
-"""For the time of a capture: modules say when somebody asks for their mode, and makers of tensors are recorded."""
+"""Changes to a model and to torch for the time of a capture.
+
+Modules report that their mode is read, and functions that make tensors are recorded.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,7 +20,7 @@ _MAKERS = (
 
 
 class CaptureRecorder(Protocol):
-    """A tracer, as far as this concerns it."""
+    """The part of a tracer that this module uses."""
 
     by_mode: bool
 
@@ -25,7 +28,7 @@ class CaptureRecorder(Protocol):
 
 
 class TrainingMode(int):
-    """A module's `training` during a capture: 0 or 1, and it notices when somebody asks."""
+    """A module's `training` during a capture: 0 or 1. It reports tests of its value."""
 
     tracer: CaptureRecorder
 
@@ -36,7 +39,10 @@ class TrainingMode(int):
 
 @contextmanager
 def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Iterator[None]:
-    """For the time of a capture: modules have the mode, and what makes tensors out of nothing is recorded."""
+    """Set the mode of all modules, and record functions that make new tensors.
+
+    Everything is restored at the end of the block.
+    """
     modules = list(model.modules())
     modes = [module.training for module in modules]
     mode = TrainingMode(training)
@@ -63,7 +69,10 @@ def prepared(model: nn.Module, tracer: CaptureRecorder, training: bool) -> Itera
 
 
 def _globals(module: nn.Module) -> dict[str, Any] | None:
-    """The names of the file that a user's module is written in; a Proxy cannot answer len() itself."""
+    """Return the global names of the file that defines the forward of a user's module.
+
+    The capture replaces `len` there, because Python does not let a Proxy answer len() with another Proxy.
+    """
     if is_leaf(module) or type(module).__module__.startswith("torch."):
         return None
     return getattr(inspect.unwrap(type(module).forward), "__globals__", None)

@@ -1,7 +1,9 @@
-"""Devices by TensorFlow's names, "/job:worker/task:1": read, merged from the outside to the inside, checked, and noted.
+"""Devices by TensorFlow's names, such as "/job:worker/task:1", and their scopes.
 
-A scope notes its device on the modules and parameters that are made inside it and, while a forward is being captured,
-on what is computed inside it. It moves nothing: a plain process runs the same script unchanged.
+A scope records its device on the modules and parameters that are made inside it. While a forward is captured, it
+records its device also on the values that are computed inside it. It moves nothing: a plain process runs the same
+script unchanged.
+
 Names as in TensorFlow's `tf.device` and `DeviceSpec` (Abadi et al., 2016).
 """
 
@@ -21,9 +23,9 @@ from topotrain.config.job import ConfigError
 from topotrain.training.parameters.flat_parameters import HOME
 
 PLACE = "topotrain_place"
-"""An attribute of a module or parameter: the name of the device that it was given."""
+"""Attribute of a module or parameter: the name of its device."""
 WHOLE = "topotrain_whole"
-"""An attribute of a module: it was placed as a whole, so a capture does not look into it."""
+"""Attribute of a module that was placed as a whole: a capture does not look into it."""
 
 JOBS = ("worker", "ps")
 TYPES = ("CPU", "GPU")
@@ -37,7 +39,10 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class DeviceScope:
-    """Some devices: None leaves open which. `task` is a worker's number in its group, or a server's in its group."""
+    """A set of devices; None leaves a part open.
+
+    `task` is the number of a worker in its group, or of a server in its group.
+    """
 
     job: str | None = None
     replica: int | None = None
@@ -46,7 +51,10 @@ class DeviceScope:
     device_index: int | None = None
 
     def within(self, outer: "DeviceScope") -> "DeviceScope":
-        """What this name means inside another's scope: its own parts count, the outer's where it has none."""
+        """Return this name merged into an outer scope.
+
+        Its own parts count. Parts that it leaves open are taken from `outer`.
+        """
         return DeviceScope(
             outer.job if self.job is None else self.job,
             outer.replica if self.replica is None else self.replica,
@@ -64,10 +72,13 @@ class DeviceScope:
 
 
 def parse(text: str) -> DeviceScope:
-    """Read a name: any of /job:NAME, /replica:I, /task:I and /device:TYPE:I (or /cpu:I, /gpu:I); * leaves open.
+    """Read the name of a device.
+
+    A name has any of the parts /job:NAME, /replica:I, /task:I and /device:TYPE:I (or /cpu:I, /gpu:I). An asterisk
+    leaves a part open.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `text` has another form.
     """
     if not isinstance(text, str):
         raise ConfigError("device", text, _FORM)
@@ -76,7 +87,7 @@ def parse(text: str) -> DeviceScope:
     while at < len(text):
         part = _PART.match(text, at)
         if part is None or not (part.end() == len(text) or text[part.end()] == "/"):
-            raise ConfigError("device", text, f"{_FORM}; what begins at {text[at:]!r} is none of its parts")
+            raise ConfigError("device", text, f"{_FORM}; it has no such part as {text[at:]!r}")
         for name, value in part.groupdict().items():
             if value is not None:
                 if name in found:
@@ -98,17 +109,17 @@ def _number(text: str | None) -> int | None:
 
 
 def complete(device: DeviceScope, workers: int, servers: int, types: Collection[str] = ("CPU",)) -> DeviceScope:
-    """Fill in what a name leaves open and check that the device exists.
+    """Fill in the open parts of a name and check that the device exists.
 
-    Job worker, replica 0 and the first of `types` are filled in; an open task stays open: any of them.
+    Open parts become job worker, replica 0 and the first of `types`. An open task stays open.
 
     Args:
         workers: workers of a group, the tasks of /job:worker.
         servers: servers of a group, the tasks of /job:ps.
-        types: the types of device that a worker computes on; it has one of each, number 0.
+        types: the device types of a worker. A worker has one device of each type, number 0.
 
     Raises:
-        ConfigError: there is no such device; it lists those that exist.
+        ConfigError: the device does not exist. The error lists the devices that do.
     """
     counts = {"worker": workers, "ps": servers}
     job = device.job or "worker"
@@ -136,18 +147,19 @@ _SCOPE: ContextVar[DeviceScope | None] = ContextVar("topotrain_device", default=
 
 
 def current() -> DeviceScope | None:
-    """The device of the scopes that the calling code is in; None outside of all."""
+    """Return the device of the scopes around the calling code, or None outside all."""
     return _SCOPE.get()
 
 
 @contextmanager
 def scope(text: str | None) -> Iterator[None]:
-    """What is made or computed inside has this device; inside other scopes it adds to theirs. None: as if in none.
+    """Give modules that are made and values that are computed inside this device.
 
-    A parameter that is made inside "/job:ps/task:1" has its home on that server.
+    Nested scopes are merged. With `text` None, the block is outside all scopes. A parameter that is made inside
+    "/job:ps/task:1" is stored on that server.
 
     Raises:
-        ConfigError: `text` names no device.
+        ConfigError: `text` is not the name of a device.
     """
     outer = current()
     merged = None if text is None else parse(text).within(outer or DeviceScope())
@@ -179,7 +191,9 @@ def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None
     elif not hasattr(parameter, PLACE):
         setattr(parameter, PLACE, str(here))
         if type(module).__module__.startswith("torch.nn."):
-            _note_module(module)  # a layer that is no child of another module yet; survives deepcopy, unlike the other
+            # The layer may not be a child of another module yet. The attribute of a module survives deepcopy, the
+            # attribute of a parameter does not.
+            _note_module(module)
 
 
 def _send_home(parameter: nn.Parameter, device: DeviceScope) -> None:
@@ -188,13 +202,13 @@ def _send_home(parameter: nn.Parameter, device: DeviceScope) -> None:
 
 
 def place(module: nn.Module, text: str) -> nn.Module:
-    """Give a module, as a whole, a device; more than a scope around its making says. Returns the module.
+    """Place a whole module on a device and return the module.
 
-    On a worker it is one piece: its forward is not captured, so it may do what it likes. On a server ("/job:ps/task:1")
-    its parameters have their home.
+    On a worker the module is one node: its forward is not captured and may contain any Python code. On a server
+    ("/job:ps/task:1") its parameters are stored.
 
     Raises:
-        ConfigError: no module, or `text` names no device, or leaves open which task.
+        ConfigError: `module` is not a module, `text` is not the name of a device, or it leaves the task open.
     """
     if not isinstance(module, nn.Module):
         raise ConfigError("tt.place", type(module).__name__, "must be a torch.nn.Module")

@@ -1,6 +1,7 @@
-"""What a capture has to know of torch's operations: which leave features apart, which draw masks, which write in place.
+"""Properties of torch operations that a capture and a split need.
 
-Rule: an operation that is not listed mixes features and is computed on whole ones, which is always right.
+The tables list operations that keep features apart, draw dropout masks, or write in place. An operation that is not
+listed is taken to mix features. It gets whole features as input, which is always correct.
 """
 
 import operator
@@ -16,7 +17,7 @@ WRITING = tuple(
     getattr(operator, name)
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 )
-"""`x += y` and its like."""
+"""Operators that write in place, such as `x += y`."""
 _EACH_MODULE = (
     *MODULES,
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh),
@@ -83,28 +84,37 @@ _COUNTING = frozenset(("arange", "linspace", "eye", "randperm"))
 
 
 def each_element(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether every element of the result depends on the same element of the inputs alone."""
+    """Return whether each element depends only on the same element of the inputs."""
     if module is not None:
         return type(module) in _EACH_MODULE
     return node.target in (_EACH_METHOD if node.op == "call_method" else _EACH_FUNCTION)
 
 
 def each_channel(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether every channel (dimension 1) of the result depends on the same channel of the input alone."""
+    """Return whether each result channel depends only on the same input channel.
+
+    Channels are dimension 1.
+    """
     if module is not None:
         return type(module) in _POOL_MODULES
     return node.op == "call_function" and node.target in _POOL_FUNCTIONS
 
 
 def draws_masks(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether it is a dropout, in training at least, whose masks all workers draw alike (`chance`)."""
+    """Return whether a node is a dropout with masks that all workers draw alike.
+
+    It may draw in training only. See `runtime/dropout.py`.
+    """
     if module is not None:
         return isinstance(module, tuple(MODULES))
     return bool(node.meta["draws"]) and node.op == "call_function" and name_of(node).rstrip("_") in FUNCTIONS
 
 
 def draws_inside(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether it has a dropout inside, which draws where it is computed (`chance.draws_by_itself`)."""
+    """Return whether a node has a dropout inside, which draws where the node runs.
+
+    See `dropout.draws_by_itself`.
+    """
     if module is None:
         return "dropout_p" in node.kwargs
     kinds = tuple(MODULES)
@@ -117,22 +127,25 @@ def _rate(module: nn.Module) -> float:
 
 
 def name_of(node: fx.Node) -> str:
-    """The plain name of an operation, "view"."""
+    """Return the plain name of an operation, such as "view"."""
     return str(getattr(node.target, "__name__", node.target))
 
 
 def reshapes(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether it takes the same elements in the same order under other sizes."""
+    """Return whether a node keeps all elements in their order and changes only sizes."""
     return isinstance(module, nn.Flatten | nn.Unflatten) or (module is None and name_of(node) in _VIEWS)
 
 
 def counts(node: fx.Node) -> bool:
-    """Whether it makes a tensor whose elements know their number."""
+    """Return whether a node makes a tensor with values that depend on the position.
+
+    Such a tensor over the samples cannot be cut into the workers' shares.
+    """
     return node.op == "call_function" and name_of(node) in _COUNTING
 
 
 def takes_apart(node: fx.Node) -> bool:
-    """Whether it only looks into a tuple, a dict or an object."""
+    """Return whether a node only takes an item of a tuple or dict, or an attribute."""
     if node.target not in (operator.getitem, getattr):
         return False
     parent: Any = node.args[0]
@@ -140,7 +153,7 @@ def takes_apart(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node, module: nn.Module | None) -> fx.Node | None:
-    """The value that it writes over, if any."""
+    """Return the value that a node writes in place, or None."""
     inplace = getattr(module, "inplace", False) is True or node.kwargs.get("inplace") is True
     name = name_of(node)
     trailing = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")

@@ -1,8 +1,10 @@
-"""What a forward's values look like, found by computing on fake tensors: shapes without memory, for any batch size.
+"""Shapes of a forward's values for any batch size, computed on fake tensors.
 
-Everything is computed with three numbers of samples. What scales with them is the batch dimension; a number that grows
-with them by the same step each time is linear in them; anything else is not known for other batches, and refused where
-it would have to be.
+Fake tensors have shapes and no memory. Each value is computed with three numbers of samples:
+
+- A dimension that scales with them is the batch dimension.
+- A number that grows in equal steps is linear in them.
+- Anything else is unknown for other batch sizes, and refused where it would be needed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,17 +22,20 @@ from torch.utils._pytree import tree_map
 
 from topotrain.parallel.program.split_program import SizeArgument, SymbolicShape
 
-# Two numbers show a line, the third that it is one. None is 1, which would hide in broadcasts, and they have no divisor
-# in common that the user's batches may have, so that what only holds for even numbers is not taken for a rule.
+# Two points define a line, and the third checks it. No number is 1, which would hide in broadcasts. The numbers have no
+# common divisor, so a property of even batch sizes alone is not taken for a property of all.
 _COUNTS = ((2, 1), (3, 2), (4, 4))
 
 Values = tuple[Any, ...]
-"""One value for each number of samples."""
+"""One value for each number of samples that is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A parameter or buffer of the whole model: how large it is, where it lives ("meta" if it is nowhere here)."""
+    """Shape, dtype and device of a parameter or buffer of the whole model.
+
+    The device is "meta" if this process does not hold the tensor. `graded` says whether it requires a gradient.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,22 +45,28 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A tensor's shape; `odd` says why it cannot be cut into the samples' shares ("": it can)."""
+    """A tensor's shape.
+
+    `odd` says why it cannot be cut into the workers' shares of the samples, "" if it can.
+    """
 
     shape: SymbolicShape
     odd: str = ""
 
 
 def stored(model: nn.Module) -> dict[str, StoredTensor]:
-    """All parameters and buffers, by each of their names."""
+    """Return all parameters and buffers of a model, by each of their names."""
     found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: StoredTensor(tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in found}
 
 
 @dataclass(frozen=True, slots=True)
 class DropoutMasks:
-    """What a node draws. masks: of each, in order, its tensor for each number of samples, and the chance of an element
-    to stay; None if it draws anything else."""
+    """The random numbers that a node draws.
+
+    `masks` has one entry per mask, in order: its tensor for each number of samples, and the probability that an element
+    is kept. None means that the node draws other random numbers.
+    """
 
     masks: tuple[tuple[Values, float], ...] | None = ()
 
@@ -64,7 +75,7 @@ class DropoutMasks:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what draws random numbers inside."""
+    """Records the random draws of the operations inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +91,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drawn(seen: Sequence[_Draws]) -> DropoutMasks:
-    """What a node has drawn with each number of samples."""
+    """Combine the draws of a node with each number of samples."""
     if any(one.others for one in seen) or len({tuple(keep for _, keep in one.masks) for one in seen}) > 1:
         return DropoutMasks(None)
     rows = zip(*(one.masks for one in seen), strict=True)
@@ -88,12 +99,13 @@ def _drawn(seen: Sequence[_Draws]) -> DropoutMasks:
 
 
 class FakeEvaluator:
-    """Computes a graph's nodes on fake tensors.
+    """Computes the nodes of a graph on fake tensors.
 
     Args:
-        model: may hold meta parameters, and parts: what counts is `stored`.
-        samples: of the example.
-        device: where parameters live that are not here.
+        model: may hold meta parameters or parts of parameters. Their shapes are taken from `whole`.
+        whole: all parameters and buffers, from `stored`.
+        samples: the number of samples of the example.
+        device: the device of parameters that this process does not hold.
     """
 
     def __init__(self, model: nn.Module, whole: Mapping[str, StoredTensor], samples: int, device: torch.device) -> None:
@@ -106,7 +118,10 @@ class FakeEvaluator:
         self.counts = tuple(max(samples, 1) * times + more for times, more in _COUNTS)
 
     def example(self, value: Any) -> Values:
-        """An argument of the forward: its tensors, with each number of samples in the place of its own."""
+        """Return an argument of the forward for each number of samples.
+
+        The first dimension of a tensor that has the size of the example's batch is replaced.
+        """
         return tuple(tree_map(partial(self._scaled, count), value) for count in self.counts)
 
     def _scaled(self, count: int, value: Any) -> Any:
@@ -120,7 +135,7 @@ class FakeEvaluator:
             return torch.empty(sizes, dtype=value.dtype, device=value.device)
 
     def attribute(self, name: str) -> Values:
-        """A parameter, a buffer, or a tensor that is a plain attribute."""
+        """Return a parameter, a buffer, or a tensor that is a plain attribute."""
         if name in self._whole:
             return (self._state(name),) * len(self.counts)
         found: Any = self._model
@@ -138,7 +153,7 @@ class FakeEvaluator:
         return self._made[name]
 
     def run(self, node: fx.Node) -> tuple[Values, DropoutMasks]:
-        """A node's results, and what it draws."""
+        """Return the results of a node, and its random draws."""
         found, seen = [], []
         for index in range(len(self.counts)):
             args, kwargs = fx.map_arg((node.args, node.kwargs), partial(_value, index))
@@ -162,7 +177,10 @@ class FakeEvaluator:
 
 @contextmanager
 def flat_weights(module: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """torch's recurrent modules keep a list of their weights beside the parameters, which functional_call passes by."""
+    """Replace the list of weights that torch's recurrent modules keep.
+
+    They keep it beside their parameters, and `functional_call` does not replace the tensors in it.
+    """
     kept = []
     for prefix, inner in module.named_modules():
         if isinstance(inner, nn.RNNBase):
@@ -181,7 +199,10 @@ def _value(index: int, node: fx.Node) -> Any:
 
 
 def number(values: Values, counts: tuple[int, ...]) -> SizeArgument | int | None:
-    """A whole number as one that is linear in the samples; None if it is not."""
+    """Return an integer as a linear function of the number of samples.
+
+    A number that is the same for all samples is returned as int. None: it is not linear.
+    """
     if values == (values[0],) * len(values):
         return int(values[0])
     step, rest = divmod(values[1] - values[0], counts[1] - counts[0])
@@ -192,7 +213,7 @@ def number(values: Values, counts: tuple[int, ...]) -> SizeArgument | int | None
 
 
 def form(values: Values, counts: tuple[int, ...]) -> TensorShape:
-    """A tensor's shape for any number of samples."""
+    """Return a tensor's shape for any number of samples."""
     dtype = str(values[0].dtype).removeprefix("torch.")
     shapes = [tuple(value.shape) for value in values]
     if len(set(map(len, shapes))) > 1:
@@ -205,12 +226,12 @@ def form(values: Values, counts: tuple[int, ...]) -> TensorShape:
         return TensorShape(SymbolicShape(shapes[0], dtype), "several of its dimensions grow with the number of samples")
     if not isinstance(size, SizeArgument) or size.more:
         return TensorShape(
-            SymbolicShape(shapes[0], dtype), f"its dimension {dim} is no multiple of the number of samples"
+            SymbolicShape(shapes[0], dtype), f"its dimension {dim} is not a multiple of the number of samples"
         )
     sizes = tuple(0 if d == dim else n for d, n in enumerate(shapes[0]))
     return TensorShape(SymbolicShape(sizes, dtype, dim, size.per_sample))
 
 
 def every(test: Callable[[Any], bool], values: Values) -> bool:
-    """Whether it holds with every number of samples."""
+    """Return whether `test` holds for every number of samples."""
     return all(map(test, values))

@@ -1,7 +1,7 @@
-"""The tracer of a capture: what torch.fx asks, answered for models that are to be cut.
+"""The tracer of a capture: answers torch.fx's questions for models that are split.
 
-With a bench every node is computed on shapes as soon as it is recorded, so what does not depend on the number of
-samples is plain Python to the user's code.
+With a bench (a `FakeEvaluator`), every node is computed on fake tensors as soon as it is recorded. Values that do not
+depend on the number of samples are then plain Python values for the user's code.
 """
 
 import inspect
@@ -27,11 +27,11 @@ _ABOUT_SIZE = frozenset(
 
 
 class NeedsExample(Exception):
-    """Something that needs an example of the arguments."""
+    """Raised where a capture cannot continue without example arguments."""
 
 
 class _Valued(fx.Proxy):
-    """A value in the graph; with a bench its attributes are known at once."""
+    """A value in the graph. With a bench its attributes are known at once."""
 
     def __getattr__(self, name: str) -> Any:
         values = self.node.meta.get("values")
@@ -68,7 +68,7 @@ def _writing(operation: Callable[..., Any]) -> Callable[..., Any]:
     return record
 
 
-for _operation in WRITING:  # fx takes `x += y` for `x = x + y`, which is another thing where x has a second name
+for _operation in WRITING:  # fx records `x += y` as `x = x + y`, which is wrong where x has a second name
     setattr(_Valued, f"__{_operation.__name__}__", _writing(_operation))
 
 
@@ -80,7 +80,7 @@ class Tracer(fx.Tracer):
         self._model = model
         self._bench = bench
         self._given = given
-        self._busy = False  # on the bench: modules run, nothing is recorded
+        self._busy = False  # a node runs on the bench: nothing is recorded
         self._thread = threading.get_ident()
         self.by_mode = False
 
@@ -152,20 +152,20 @@ class Tracer(fx.Tracer):
     def iter(self, obj: Any) -> Any:
         values = obj.node.meta.get("values")
         if values is None:
-            raise NeedsExample(f"{user_line()}: goes through the parts of a value")
+            raise NeedsExample(f"{user_line()}: iterates over a value")
         if isinstance(values[0], tuple | list):
             return iter([obj[index] for index in range(len(values[0]))])
         if isinstance(values[0], torch.Tensor) and every(lambda v: v.dim() > 0, values):
             lengths = {value.shape[0] for value in values}
             if len(lengths) == 1:
                 return iter([obj[index] for index in range(lengths.pop())])
-            raise self.undecided(obj.node, "goes through the samples one by one")
-        raise self.undecided(obj.node, "goes through the parts of a value")
+            raise self.undecided(obj.node, "iterates over the samples")
+        raise self.undecided(obj.node, "iterates over a value")
 
     # --- with a bench ----------------------------------------------------------------------------------------------
 
     def _input(self, name: str) -> Any:
-        """An argument: a value in the graph if there is a tensor in it, itself if not."""
+        """Return an argument: a graph value if it contains a tensor, else itself."""
         if self._given is not None:
             assert self._bench is not None
             value = self._given[name]
@@ -181,7 +181,10 @@ class Tracer(fx.Tracer):
         return self._known(node)
 
     def _plain(self, a: Any) -> Any:
-        """An argument as it is recorded: of a `training` that is handed on, the value."""
+        """Return an argument as it is recorded.
+
+        Of a `training` that is passed on, that is its value.
+        """
         if not isinstance(a, TrainingMode):
             return a
         self.by_mode = True
@@ -193,7 +196,7 @@ class Tracer(fx.Tracer):
             with self._on_the_bench():
                 node.meta["values"], node.meta["draws"] = self._bench.run(node)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            accepted = f"needs a tensor's values, for a number or a size, where only shapes are known; {ADVICE}"
+            accepted = f"uses a tensor's values for a number or a size, but a capture knows only shapes; {ADVICE}"
             raise ConfigError(FIELD, None, accepted, node.meta["line"]) from error
 
     @contextmanager
@@ -205,7 +208,10 @@ class Tracer(fx.Tracer):
             self._busy = False
 
     def _known(self, node: fx.Node) -> Any:
-        """A node's result as the user's code sees it: what does not depend on the samples is plain Python."""
+        """Return the result of a node as the user's code sees it.
+
+        Values that do not depend on the samples become plain Python values.
+        """
         values = node.meta["values"]
         first = values[0]
         if isinstance(first, torch.device):
@@ -223,7 +229,10 @@ class Tracer(fx.Tracer):
         return whole
 
     def _holds(self, node: fx.Node) -> bool:
-        """Whether a result that is the same for the numbers of samples tried is so for all; of choices only."""
+        """Return whether a result holds for all numbers of samples, not only those tried.
+
+        Only a choice (bool) can fail this.
+        """
         numbers = [n for n in node.all_input_nodes if every(lambda v: type(v) in (bool, int, float), n.meta["values"])]
         if not numbers or not isinstance(node.meta["values"][0], bool):
             return True
@@ -232,7 +241,7 @@ class Tracer(fx.Tracer):
         return len({number(n.meta["values"], counts) for n in numbers}) == 1 and len(node.args) == len(numbers)
 
     def undecided(self, node: fx.Node, does: str) -> Exception:
-        """The error for code that wants to know more of a value than is known."""
+        """Return the error for code that needs more of a value than its shape."""
         values = node.meta.get("values")
         if values is None and _about_sizes(node):
             return NeedsExample(f"{user_line()}: {does} by a size")
@@ -243,10 +252,10 @@ class Tracer(fx.Tracer):
         return ConfigError(FIELD, None, f"{what}; {ADVICE}", user_line())
 
     def recorded(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A maker of tensors, or len, that is a node where it is called in a forward."""
+        """Wrap len, or a function that makes tensors, to record its calls as nodes."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The readers of the roads make tensors meanwhile, on threads of their own.
+            # Reader threads of the transports make tensors at the same time. Their calls are not part of the forward.
             elsewhere = self._busy or threading.get_ident() != self._thread
             if elsewhere or (original is len and not isinstance(args[0], fx.Proxy)):
                 return original(*args, **kwargs)
@@ -260,7 +269,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _about_sizes(node: fx.Node) -> bool:
-    """Whether a value is made of sizes, and the like, alone."""
+    """Return whether a value is computed from sizes and similar metadata alone."""
     if node.op == "call_method" and node.target in _ABOUT_SIZE:
         return True
     if node.target is getattr and node.args[1] in _ABOUT_SIZE:

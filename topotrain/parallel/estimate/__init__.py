@@ -1,1 +1,1 @@
-"""What a split costs: time, bytes and memory, before anything runs."""
+"""Estimates of a split before anything runs: time, bytes and memory."""

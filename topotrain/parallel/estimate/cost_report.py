@@ -1,8 +1,8 @@
-"""What a cut graph costs: memory per worker, bytes on every edge, operations per step.
+"""Costs of a split program: memory of workers, bytes on edges, operations.
 
-Bytes that travel are exact, for they are read from the table of transfers that the workers go by. Memory is what
-autograd keeps for the backward on shapes alone, and what each worker holds of the parameters. Operations are counted
-on shapes; a time that is made of them is an estimate.
+- Bytes on edges are exact, because they are read from the transfers that the workers use.
+- Memory is what each worker holds of the parameters, and what autograd keeps for the backward, counted on fake tensors.
+- Operations are counted on shapes. Times computed from them are estimates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from topotrain.parallel.program.layouts import even, transfers
 from topotrain.parallel.program.split_program import LayoutEdge, Program
 
 Pairs = Mapping[tuple[int, int], int]
-"""Bytes by (sender, receiver), workers of the group; nobody sends to itself."""
+"""Bytes by (sender, receiver), which are workers of the group. No worker sends to itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """What one move costs per step of training: bytes from worker to worker, forward and back."""
+    """Bytes that one edge moves per training step, by pair of workers."""
 
     edge: LayoutEdge
     forward: Pairs
@@ -32,17 +32,20 @@ class EdgeCost:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes forward, and back."""
+        """Total bytes of the forward, and of the backward."""
         return sum(self.forward.values()), sum(self.backward.values())
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
-    """What one worker needs and does per step of training. Memory in bytes.
+    """Memory in bytes and operations of one worker per training step.
 
-    parameters, buffers: its parts. trainable: of the parameters, what has a gradient.
-    kept: stays from the forward for the backward. peak: most that is live in the forward, `kept` included.
-    flops: operations of the forward and of the backward.
+    Attributes:
+        parameters, buffers: the parts that the worker holds.
+        trainable: bytes of the parameters that have a gradient.
+        kept: bytes that stay from the forward for the backward.
+        peak: most bytes that are live in the forward, `kept` included.
+        flops: operations of the forward, and of the backward.
     """
 
     worker: int
@@ -56,7 +59,10 @@ class WorkerCost:
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
-    """All of it, for so many samples. `steps[worker][step]` is what a step costs a worker that runs it."""
+    """All costs of a program for given numbers of samples.
+
+    `steps[worker][step]` is the cost of a step on a worker that runs it.
+    """
 
     program: Program
     samples: tuple[int, ...]
@@ -66,7 +72,7 @@ class CostReport:
     steps: tuple[Mapping[int, StepCost], ...]
 
     def pairs(self, backward: bool = False) -> Pairs:
-        """Bytes per step from worker to worker over all edges."""
+        """Return bytes per step by (sender, receiver), summed over all edges."""
         found: dict[tuple[int, int], int] = {}
         for edge in self.edges:
             for pair, size in (edge.backward if backward else edge.forward).items():
@@ -74,7 +80,7 @@ class CostReport:
         return MappingProxyType(dict(sorted(found.items())))
 
     def sent(self, worker: int) -> tuple[int, int]:
-        """Bytes one worker sends per step: in forwards, and in backwards."""
+        """Return the bytes that a worker sends per step, forward and backward."""
         forward, backward = (self.pairs(back) for back in (False, True))
         return (
             sum(size for (source, _), size in forward.items() if source == worker),
@@ -90,15 +96,20 @@ def bill(
     microbatches: int = 1,
     examples: Mapping[str, Any] = NOTHING,
 ) -> CostReport:
-    """Count what a program costs with these samples per worker; nothing is computed or sent.
+    """Compute the costs of a program with these samples per worker.
+
+    Nothing is computed on real tensors, and nothing is sent.
 
     Args:
-        program: of all workers of a group.
-        model: whole or localised; parameters may be on the meta device.
-        division: who holds what (`parts.divide`).
+        program: the program of all workers of a group.
+        model: whole or localized. Parameters may be on the meta device.
+        division: the owners of its parameters (`parameter_owners.divide`).
         samples: each worker's share of the group's batch.
-        microbatches: into how many parts each share is cut.
-        examples: arguments of the forward for the group's batch, by name; of those that are tensors none is needed.
+        microbatches: the number of parts into which each share is cut.
+        examples: arguments of the forward for the group's batch, by name. Arguments that are tensors may be left out.
+
+    Raises:
+        ValueError: `samples` has not one number for each worker.
     """
     if len(samples) != program.workers:
         raise ValueError(f"samples = {tuple(samples)}: must be one number for each of {program.workers} workers")
@@ -119,13 +130,13 @@ def bill(
 
 
 def chunks(samples: Sequence[int], microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """For each micro-batch the samples of each worker: every share is cut evenly."""
+    """Return the samples of each worker in each micro-batch. Shares are cut evenly."""
     cuts = [even(share, microbatches) for share in samples]
     return tuple(tuple(high - low for low, high in (cut[m] for cut in cuts)) for m in range(microbatches))
 
 
 def buffer_bytes(division: ParameterOwners, worker: int) -> int:
-    """Bytes of the model's buffers that a worker holds."""
+    """Return the bytes of the model's buffers that a worker holds."""
     return sum(_held(whole, worker) for whole in (*division.buffers, *division.passing))
 
 

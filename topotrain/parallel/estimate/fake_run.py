@@ -1,8 +1,8 @@
-"""A worker's steps run on fake tensors: what each computes, reads, makes and keeps, without computing anything.
+"""Run a worker's steps on fake tensors to find their costs.
 
-Shapes and autograd are torch's own, so what the backward keeps is counted and not guessed: every tensor that autograd
-saves, each memory once, parameters left out. Steps are run one by one, each forward and backward, so costs are told by
-step.
+Each step runs forward and backward by itself, so costs are known per step. Shapes and autograd are torch's own, so
+memory kept for the backward is counted and not estimated. It is the memory of all tensors that autograd saves, each
+once, without parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,10 +38,13 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step costs one worker and one pass over its samples.
+    """Cost of one step on one worker, for one pass over its samples.
 
-    `flops` and `touched` (bytes) of the forward and of the backward; `made`: bytes of its result that are new memory;
-    `kept`: bytes that stay for the backward because of this step, and of none before it.
+    Attributes:
+        flops, backward_flops: operations.
+        touched, backward_touched: bytes read and written.
+        made: bytes of the result that are new memory.
+        kept: bytes that stay for the backward because of this step and of no step before it.
     """
 
     flops: int = 0
@@ -54,7 +57,7 @@ class StepCost:
 
 @dataclass(slots=True)
 class FakeRun:
-    """One worker's pass. `costs` by step; `kept` bytes stay for the backward; `peak` bytes live at once in it."""
+    """One worker's pass: costs by step, bytes kept for the backward, peak live bytes."""
 
     costs: dict[int, StepCost] = field(default_factory=dict)
     kept: int = 0
@@ -69,20 +72,25 @@ def rehearse(
     samples: Sequence[int],
     examples: Mapping[str, Any] = NOTHING,
 ) -> FakeRun:
-    """Run one worker's steps of a program on fake tensors; nothing of the model's sizes is allocated.
+    """Run one worker's steps of a program on fake tensors.
+
+    No memory of the size of the model is allocated.
 
     Args:
-        model: whole or localised. Its modes (training or not) are as it has them.
-        division: who holds what of it (`parts.divide`).
+        model: whole or localized. Its modules keep their modes (training or evaluation).
+        division: the owners of its parameters (`parameter_owners.divide`).
         samples: each worker's share of the batch.
-        examples: arguments of the forward for the group's batch, by name; of those that are tensors none is needed.
+        examples: arguments of the forward for the group's batch, by name. Arguments that are tensors may be left out.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         return _Stage(program, model, division, worker, samples, examples).run()
 
 
 def with_gradient(program: Program, model: nn.Module) -> frozenset[int]:
-    """The steps whose result has a gradient: something that is trained went into it, and it holds real numbers."""
+    """Return the numbers of the steps with a result that has a gradient.
+
+    Such a result depends on something that is trained, and is floating point.
+    """
     found: set[int] = set()
     for step in program.steps:
         real = step.shape is None or getattr(torch, step.shape.dtype).is_floating_point
@@ -94,7 +102,7 @@ def with_gradient(program: Program, model: nn.Module) -> frozenset[int]:
 
 
 def refs(step: ProgramStep) -> tuple[ResultRef, ...]:
-    """What a step reads, in order."""
+    """Return the results that a step reads, in order."""
     return tuple(references((step.args, step.kwargs)))
 
 
@@ -122,9 +130,9 @@ class _Stage:
         self._graded = with_gradient(program, model)
         self._results: dict[int, Any] = {}
         self._arrived: dict[int, torch.Tensor] = {}
-        self._same: dict[int, int] = {}  # storage of a copy that stands for another's memory -> that one
+        self._same: dict[int, int] = {}  # storage of a copy -> storage of the tensor that it represents
         self._own: dict[str, torch.Tensor] = {}  # parameters and buffers, fake, by their first name
-        self._alive: list[Any] = []  # a storage's number is good while the storage lives
+        self._alive: list[Any] = []  # the number of a storage is unique only while the storage lives
         self._sizes: dict[int, int] = {}
         self._kept: set[int] = set()
         self._last = _last_uses(program)
@@ -173,7 +181,10 @@ class _Stage:
             return functional_call(module, state, args, kwargs)
 
     def _states(self, step: ProgramStep) -> dict[str, torch.Tensor]:
-        """A module's parameters and buffers by their names in it; of a function none."""
+        """Return the fake parameters and buffers of a step's module by name.
+
+        Functions have none.
+        """
         if step.kind is not StepKind.MODULE:
             return {}
         module = self._model.get_submodule(step.target)
@@ -181,7 +192,7 @@ class _Stage:
         return {name: self._state(self._wholes[f"{step.target}.{name}".lstrip(".")]) for name in names}
 
     def _state(self, whole: WholeTensor) -> torch.Tensor:
-        """This worker's part of a parameter or buffer, fake."""
+        """Return this worker's part of a parameter or buffer as a fake tensor."""
         made = self._own.get(whole.names[0])
         if made is None:
             share = next(share for share in whole.shares if share.here(self._worker))
@@ -203,7 +214,7 @@ class _Stage:
         return tree_map(self._share, self._examples.get(step.target))
 
     def _share(self, example: Any) -> Any:
-        """This worker's part of a tensor that lies in a list or dict of the forward's arguments."""
+        """Return this worker's part of a tensor inside a list or dict of the arguments."""
         if not isinstance(example, torch.Tensor):
             return example
         sizes = list(example.shape)
@@ -221,7 +232,10 @@ class _Stage:
         return made
 
     def _argument(self, leaf: ResultRef | SizeArgument, step: ProgramStep, leaves: list[torch.Tensor]) -> Any:
-        """A number of samples; or a value as autograd may write into it: a copy that stands for the same memory."""
+        """Return the argument of a step: a number of samples, or a copy of a value.
+
+        Autograd may write into the copy. It counts as the same memory as the value.
+        """
         if isinstance(leaf, SizeArgument):
             whole = step.layout.where in (LocationKind.AT, LocationKind.FEATURE)
             samples = sum(self._samples) if whole else self._samples[self._worker]
@@ -252,7 +266,7 @@ class _Stage:
         return self._same.get(storage(tensor), storage(tensor))
 
     def _note(self, tensor: torch.Tensor) -> int:
-        """Remember a tensor's memory; gives its bytes."""
+        """Remember the memory of a tensor and return its bytes."""
         self._alive.append(tensor)
         return self._sizes.setdefault(self._of(tensor), tensor.untyped_storage().nbytes())
 
@@ -266,7 +280,10 @@ class _Stage:
         return sum(map(self._sizes.__getitem__, self._kept))
 
     def _live(self, at: int, step: ProgramStep) -> int:
-        """Bytes there are when this step is done: kept, just made, or still read by a later step or the output."""
+        """Return the live bytes after a step.
+
+        Live is memory that is kept for the backward, was just made, or is still read by a later step or the output.
+        """
         held = set(self._kept)
         values = {ResultRef(number): value for number, value in self._results.items()}
         values |= {ResultRef(edge.value, edge.number): self._arrived.get(edge.number) for edge in self._program.edges}
@@ -278,7 +295,10 @@ class _Stage:
 
 
 def _last_uses(program: Program) -> dict[ResultRef, int]:
-    """A value, moved or not -> the place in the order of the last step that reads it, or sends it on."""
+    """Map each value, moved or not, to the position of its last use.
+
+    A use is a step that reads the value or sends it.
+    """
     last = {ref: at for at, step in enumerate(program.steps) for ref in refs(step)}
     return last | dict.fromkeys(references(program.output), len(program.steps))
 

@@ -1,7 +1,7 @@
-"""What an operation costs, counted while it runs on fake tensors: floating point operations, and bytes touched.
+"""Counter of floating point operations and bytes touched on fake tensors.
 
-Matrix products, convolutions and attention by torch's own formulas; anything else counts one operation per element
-of its result. A view costs nothing.
+Matrix products, convolutions and attention are counted by torch's own formulas. Any other operation counts one per
+element of its result. A view costs nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,17 +14,25 @@ from torch.utils.flop_counter import flop_registry
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """A number that tensors over the same memory share, for as long as one of them lives."""
+    """Return a number that all tensors over the same memory share.
+
+    It is unique as long as one of these tensors lives.
+    """
     return int(tensor.untyped_storage()._cdata)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors anywhere in nested tuples, lists and dicts."""
+    """Return the tensors in nested tuples, lists and dicts."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is done inside: `flops`, and `touched` (bytes read and written, without views)."""
+    """Counts the operations inside the block.
+
+    Attributes:
+        flops: floating point operations.
+        touched: bytes read and written, without views.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +40,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.touched = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the operation below, then count it."""
+        """Run the operation, then count it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         read, made = list(tensors((args, kwargs))), list(tensors(out))

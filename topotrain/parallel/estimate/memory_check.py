@@ -1,9 +1,8 @@
-"""Whether what the processes of a job will hold fits into what they may have: asked before they start, answered with
-numbers.
+"""Check before the start of a job that its processes fit in memory.
 
-Bounds of one process: RLIMIT_DATA, which counts private memory that can be written, and RLIMIT_AS, which counts
-everything. Bounds of all processes of a host together: a part of its memory, or of what its control group may have.
-What happens to be in use is not asked, for it changes from one moment to the next.
+Limits of one process are RLIMIT_DATA, which counts private writable memory, and RLIMIT_AS, which counts all mapped
+memory. The limit of all processes of a host together is a fraction of the host's memory, or of the limit of its control
+group. Memory that is in use at the moment is ignored, because it changes all the time.
 """
 
 import resource
@@ -15,21 +14,23 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 
 SAFE = 0.85
-"""How much of a host's memory a job may plan to use."""
+"""Fraction of a host's memory that a job may plan to use."""
 
 ITSELF = 285_000_000
-"""About what Python and torch take themselves in a process that trains: what it is forked with, and the pages of
-libraries that it reads then."""
+"""Approximate bytes of Python and torch themselves in a process that trains.
+
+They are the memory at the fork and the pages of libraries that are read later."""
 
 LIMITED = 210_000_000
-"""How much of that surely counts for the limits of a process: jobs have run where 75 MB more would not have fit, and
-what may fit is not refused."""
+"""Bytes of ITSELF that certainly count for the limits of a process.
+
+Jobs have run where 75 MB more would not have fit, and a job that may fit is not refused."""
 
 COMMON = 240_000_000
-"""How much of that the processes of a unit have in common: they are forks of one."""
+"""Bytes of ITSELF that the processes of a unit share, since all are forks of one process."""
 
 CODE = 1_100_000_000
-"""What RLIMIT_AS counts besides: the addresses of torch's libraries."""
+"""Bytes that RLIMIT_AS counts in addition: the address space of torch's libraries."""
 
 _THREADS = 3
 _STACK = 8 << 20
@@ -39,8 +40,14 @@ _GROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What there is, in bytes: for a process as data and as addresses, and of the host's memory for all processes
-    on it; `words` say what bounds the last. None: no bound is known."""
+    """Memory limits in bytes; None if a limit is not known.
+
+    Attributes:
+        data: private writable memory of one process.
+        addresses: mapped memory of one process.
+        machine: memory of this host for all processes of the job.
+        words: the origin of `machine`.
+    """
 
     data: int | None = None
     addresses: int | None = None
@@ -48,12 +55,12 @@ class MemoryLimits:
     words: str = ""
 
     def least(self) -> int | None:
-        """The smallest bound."""
+        """Return the smallest limit."""
         return min((bound for bound in (self.data, self.addresses, self.machine) if bound is not None), default=None)
 
 
 def room() -> MemoryLimits:
-    """Of this process, which others have inherited or will, and of this host."""
+    """Return the limits of this process, which its children inherit, and of this host."""
     data, addresses = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     bounds = [(_numbers(_MACHINE).get("MemTotal"), "memory"), (_group(), "control group")]
     known = [(int(SAFE * bound), f"{SAFE:.0%} of its {what}") for bound, what in bounds if bound is not None]
@@ -62,21 +69,27 @@ def room() -> MemoryLimits:
 
 
 def stacks(peers: int) -> int:
-    """What the threads of a process reserve, in bytes; both limits count it, though hardly any of it is used."""
+    """Return the bytes that the threads of a process reserve for stacks.
+
+    Both limits of a process count them, though hardly any of it is used.
+    """
     return (_THREADS + 2 * peers) * (_limit(resource.RLIMIT_STACK) or _STACK)
 
 
 def on_host(processes: Sequence[ProcessNeed], each: int) -> int:
-    """What the processes of one host take of its memory together; `each`: what a worker's
-    takes itself."""
+    """Return the bytes that the processes of one host take together.
+
+    `each` is what Python and torch take in the process of a worker.
+    """
     own = sum(each if "worker" in need.who else ITSELF for need in processes)
     units = len({need.unit for need in processes})
+    # Processes of a unit are forks of one process, so their common memory counts once per unit.
     return sum(need.total for need in processes) + own - COMMON * (len(processes) - units)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryExcess:
-    """Bytes by which processes are too large, together or the one, and all that is to be said of it."""
+    """Bytes by which one process, or all processes of a host, exceed a limit."""
 
     needs: tuple[ProcessNeed, ...]
     nbytes: int
@@ -84,18 +97,18 @@ class MemoryExcess:
     words: str
 
     def error(self) -> ConfigError:
-        """To be raised."""
+        """Return the error that reports this excess."""
         return ConfigError("memory", self.who, f"does not fit: {self.words}. {_advice(self.needs)}")
 
 
 def excesses(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> list[MemoryExcess]:
-    """What does not fit; nothing if all does.
+    """Return all excesses over the limits of a host; [] if everything fits.
 
     Args:
-        needs: of all processes of the job; those on `host` are looked at.
-        here: what there is on it.
+        needs: of all processes of the job. Those on `host` are checked.
+        here: the limits of the host.
         host: its number in the topology.
-        each: what a worker's process takes itself.
+        each: bytes that Python and torch take in the process of a worker.
     """
     mine = tuple(need for need in needs if need.host == host)
     found = [excess for need in mine for excess in _of_process(need, here, each if "worker" in need.who else ITSELF)]
@@ -122,10 +135,11 @@ def _of_process(need: ProcessNeed, here: MemoryLimits, itself: int) -> Iterator[
 
 
 def check(needs: Iterable[ProcessNeed], here: MemoryLimits, host: int = 0, each: int = ITSELF) -> None:
-    """Refuse what cannot fit; arguments as of `excesses`.
+    """Refuse a job that cannot fit. Arguments are those of `excesses`.
 
     Raises:
-        ConfigError: who would need how much, what there is, and what would help.
+        ConfigError: a process or the host has too little memory. The error names the process, its need and the limit,
+            and what would help.
     """
     for excess in excesses(needs, here, host, each):
         raise excess.error()
@@ -135,7 +149,7 @@ def _sizes(needs: Sequence[ProcessNeed]) -> dict[str, int]:
     return {
         "parameters": sum(need.values for need in needs),
         "gradients": sum(need.gradients for need in needs),
-        "what is on its way": sum(need.exchange for need in needs),
+        "on its way": sum(need.exchange for need in needs),
         "optimizer state": sum(need.state for need in needs),
         "activations": sum(need.activations for need in needs),
         "the copy for a snapshot": sum(need.snapshot for need in needs),
@@ -149,7 +163,7 @@ def _parts(needs: Sequence[ProcessNeed]) -> str:
 
 
 def _advice(needs: Sequence[ProcessNeed]) -> str:
-    """What would help against the largest part of it."""
+    """Return what would help against the largest part of the memory."""
     sizes = _sizes(needs)
     most = max(sizes, key=sizes.__getitem__)
     if most == "activations":
@@ -167,7 +181,10 @@ def _limit(kind: int) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """The lines "Name:  123 kB" of a file under /proc, in bytes; nothing where there is none."""
+    """Return the lines "Name:  123 kB" of a file under /proc, in bytes.
+
+    The result is empty if the file is missing.
+    """
     try:
         lines = file.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -177,7 +194,10 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def _group() -> int | None:
-    """What the control group may have (version 2; in a container its own is at the root)."""
+    """Return the memory limit of the control group, version 2.
+
+    In a container, its own control group is at the root.
+    """
     try:
         most = _GROUP.read_text(encoding="ascii").strip()
         return None if most == "max" else int(most)

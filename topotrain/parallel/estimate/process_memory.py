@@ -1,10 +1,11 @@
-"""What every process of a job that splits a model will hold at most: counted from the schema and a bill of shapes.
+"""Upper bound of the memory of every process of a job that splits a model.
 
-A byte is counted once, with the resident that it belongs to, so that the processes of a host can be added up. What a
-process maps of others' shared memory stands beside it: it counts as its own for the system, and not for the host.
+The numbers come from the schema and a cost report. Each byte is counted once, in the process to which it belongs, so
+the processes of a host can be added up. Shared memory of other processes that a process maps is counted separately in
+`seen`, because the limits of a process count it and the total of a host must not.
 
-What is counted is what is asked of the allocator. What it keeps of what was given back to it is not: that depends on
-which thread asked when, and is another number in every run.
+Only requested memory is counted. Memory that the allocator keeps after it was freed depends on the timing of threads
+and differs from run to run.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +23,14 @@ from topotrain.parallel.runtime.one_f_one_b import in_flight
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker holds besides its parameters, in bytes: the model's buffers, activations at their most, copies of
-    values that wait in sockets, and all that it sends in a step, which shared memory has room for."""
+    """Bytes that a worker holds besides its parameters.
+
+    Attributes:
+        buffers: buffers of the model.
+        activations: their maximum.
+        messages: copies of values that wait in sockets.
+        passed: all values that it sends in a step, for which shared memory has space.
+    """
 
     buffers: int = 0
     activations: int = 0
@@ -33,14 +40,21 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNeed:
-    """What a process will hold at most, in bytes; Python and torch themselves are not in it.
+    """Maximum memory of one process in bytes, without Python and torch themselves.
 
-    values: parameters and the model's buffers. gradients: of a step. exchange: what is on its way: pushed gradients and
-    sums on servers, sums of micro-batches, what a codec remembers, copies for other workers. state: the optimizer's.
-    activations: kept for the backward, and what lives beside it. snapshot: a server's copy of values and state, which
-    a thread writes while the job goes on; made at the first and kept. shared: of all these, in memory that processes of
-    the host share. passed: of that, values for the other workers, which no server maps. seen: what it maps of others'
-    shared memory. peers: connections over which it is read and written.
+    Attributes:
+        values: parameters and the model's buffers.
+        gradients: gradients of a step.
+        exchange: data in flight: pushed gradients and sums on servers, sums of micro-batches, the memory of a codec,
+            copies for other workers.
+        state: optimizer state.
+        activations: memory kept for the backward, and live memory beside it.
+        snapshot: a server's copy of values and state, which a thread writes while the job continues. It is allocated at
+            the first snapshot and kept.
+        shared: bytes of the above in memory that processes of the host share.
+        passed: bytes of `shared` with values for other workers, which no server maps.
+        seen: shared memory of other processes that this process maps.
+        peers: connections, each with threads that read and write.
     """
 
     who: str
@@ -59,22 +73,25 @@ class ProcessNeed:
 
     @property
     def total(self) -> int:
-        """All that is its own."""
+        """All bytes that belong to the process."""
         return self.values + self.gradients + self.exchange + self.state + self.activations + self.snapshot
 
     @property
     def private(self) -> int:
-        """What RLIMIT_DATA counts: nothing that is shared."""
+        """Bytes that RLIMIT_DATA counts: all without shared memory."""
         return self.total - self.shared
 
     @property
     def resident(self) -> int:
-        """All that it maps."""
+        """All bytes that the process maps."""
         return self.total + self.seen
 
 
 def loads(costs: CostReport, schedule: Schedule) -> tuple[WorkerLoad, ...]:
-    """The workers' loads by a bill; of k1F1B only the micro-batches that are under way at once are kept."""
+    """Return the loads of all workers from a cost report.
+
+    Under k1F1B only micro-batches that are in flight at once are kept.
+    """
     return tuple(_load(costs, worker, schedule) for worker in range(costs.program.workers))
 
 
@@ -95,14 +112,14 @@ def _parts(size: int, parts: int) -> int:
 def needs(
     job: Job, topology: Topology, parameters: Sequence[Parameter], state_factor: float, loaded: Sequence[WorkerLoad]
 ) -> tuple[ProcessNeed, ...]:
-    """What each process of the job will hold.
+    """Return the memory that each process of the job will hold.
 
     Args:
-        job: whose workers share a model, so that gradients are hidden.
+        job: a job that splits its model, so gradients are hidden from the script.
         topology: with the hosts of its units, where they are known.
-        parameters: the schema: of each share of a parameter one entry, with its owners.
+        parameters: the schema, with one entry per share of a parameter and its owners.
         state_factor: elements of optimizer state per element of a trained parameter.
-        loaded: of each worker of a group.
+        loaded: the load of each worker of a group.
     """
     slices = slice_map_for(parameters, topology)
     found = [
@@ -114,7 +131,10 @@ def needs(
 
 
 def processes(topology: Topology, unit: Unit) -> Iterator[tuple[Address, ...]]:
-    """The residents of each process of a unit: its servers live in one, or each beside its worker."""
+    """Return the workers and servers in each process of a unit.
+
+    The servers of a unit are in one process, or each is in the process of its worker.
+    """
     if topology.inline:
         yield from zip(unit.workers, unit.servers, strict=True)
         return
@@ -137,7 +157,10 @@ _PLACE = ("who", "unit", "host")
 
 
 def _seeing(need: ProcessNeed, everybody: Iterable[ProcessNeed]) -> ProcessNeed:
-    """A server maps all that its workers show it, and a worker what the others pass to it."""
+    """Add the shared memory that a process maps.
+
+    A server maps the memory that its workers share. A worker maps values that other workers pass to it.
+    """
     if not need.shared:
         return need
     others = [one for one in everybody if one is not need and one.host == need.host]
@@ -166,15 +189,15 @@ def _worker(
     if job.schedule is Schedule.k1F1B:
         moving += 2 * sum(trained)  # the sums so far, and those of the micro-batch that comes back
     elif job.microbatches > 1:
-        moving += sum(trained)  # all micro-batches' are added up before any is done
+        moving += sum(trained)  # gradients of all micro-batches are added up before a push
     peers = topology.shards + topology.workers_per_group - 1
     made = ProcessNeed("", values=load.buffers, gradients=held, activations=load.activations, peers=peers)
     if not seeing:
         coded = 0 if job.cluster.compression is Compression.kNone else 2 * held
         return replace(made, values=made.values + held, exchange=moving + coded)
     own = 0 if buffer_of(topology, who.group) == VALUES else held
-    making = max(0, held - load.activations - moving)  # what the script has made moves into shared memory
-    exchange = held + moving + making  # a window for what the servers say stands beside the gradients
+    making = max(0, held - load.activations - moving)  # parameters of the script are copied into shared memory
+    exchange = held + moving + making  # `held`: a window for the servers' replies, beside the gradients
     shared = 2 * held + own + load.passed
     return replace(
         made, values=made.values + own, exchange=exchange, shared=shared, passed=load.passed, seen=held - own

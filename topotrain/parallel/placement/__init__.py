@@ -1,1 +1,1 @@
-"""Which worker computes which part of a model."""
+"""Placement: which worker computes which part of a model."""

@@ -1,6 +1,7 @@
-"""Which module is computed where: the conf's `partition` blocks, then the script's tags, then the batch.
+"""Assignments of modules: from `partition` blocks, then the script's scopes.
 
-Rule: it depends on the model, the job and the number of workers alone, so that all workers find the same.
+A module that neither names is computed by samples. The result depends only on the model, the job and the number of
+workers, so all workers find the same.
 """
 
 import re
@@ -19,7 +20,7 @@ _DIMS = (-1, 0, 1)
 
 
 class PartitionBlock(Protocol):
-    """A `partition` block of the conf."""
+    """A `partition` block of the job file."""
 
     @property
     def match(self) -> str: ...
@@ -33,21 +34,24 @@ class PartitionBlock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where a module is computed: dim 0 by samples, 1 by features, -1 all of it on worker `location` of the group."""
+    """The assignment of a module.
+
+    `dim` is 0 (by samples), 1 (by features) or -1 (all of it on worker `location` of the group).
+    """
 
     dim: int = 0
     location: int | None = None
 
 
 DEFAULT = Assignment()
-"""By samples: every worker has the module."""
+"""By samples: every worker holds the whole module."""
 
 
 def location_of(text: str, workers: int, where: str = "", types: Sequence[str] = device_scopes.TYPES) -> int | None:
-    """The worker that a scope's name means; None: it leaves that open.
+    """Return the worker that a device name means, or None if the name leaves it open.
 
     Raises:
-        ConfigError: there is no such device, or it is a server, which computes nothing of a model.
+        ConfigError: the device does not exist, or is a server. Servers compute no part of a model.
     """
     if not text:
         return None
@@ -59,19 +63,20 @@ def location_of(text: str, workers: int, where: str = "", types: Sequence[str] =
 
 
 def assignments(model: nn.Module, job: Any, workers: int, found: CapturedForward) -> Mapping[str, Assignment]:
-    """Where each module is computed, by its name; a module that is not named there goes where its input is.
+    """Return the assignment of each module by name.
 
-    Named are the modules that are one node where they are called, if they have parameters or buffers or somebody has
-    said something about them, and parameters and buffers that belong to other modules, by their own names. If all that
-    such a module owns itself is in one place, the module is named, too.
+    A module that is not in the result follows its input. The result has modules that are one node where they are
+    called, if they have parameters or buffers or were assigned explicitly. It also has parameters and buffers of other
+    modules, by their own names. If all of these of one module have the same assignment, the module is in the result
+    too.
 
     Args:
-        job: its `partition` blocks count first, in their order; `match` is searched for in names of modules and of
-            their parameters. One that matches a module holds for all below it that have none of their own.
-        found: of this model.
+        job: its `partition` blocks come first, in order. `match` is searched for in the names of modules and of their
+            parameters. A block that matches a module also applies to all modules below it that no other block matches.
+        found: the captured forward of the model.
 
     Raises:
-        ConfigError: a block or a tag that cannot be; it names the block, or the module.
+        ConfigError: a block or a device scope is not possible. The error names the block or the module.
     """
     return _Assigning(model, tuple(job.partition), workers, found).all()
 
@@ -90,7 +95,7 @@ class _Assigning:
         ]
         self._loads = [0] * workers
         self._counted: set[tuple[int, int]] = set()
-        self._open: dict[str, list[str]] = {}  # what is still to be given to the lightest, by the outermost module
+        self._open: dict[str, list[str]] = {}  # modules for the lightest worker, by their outermost module
         self._calls = self._scopes_of_calls(found)
         self._check_blocks()
 
@@ -101,7 +106,7 @@ class _Assigning:
             chosen = decided[name]
             if chosen is not None and chosen.location is not None:
                 self._load(name, chosen.location)
-        for names in self._open.values():  # those with a place are counted first: what is open evens it out
+        for names in self._open.values():  # after all modules with a location, so that these even out the loads
             lightest = min(range(self._workers), key=lambda k: (self._loads[k], k))
             for name in names:
                 decided[name] = Assignment(-1, lightest)
@@ -112,7 +117,10 @@ class _Assigning:
         return kept | self._owners(kept)
 
     def _units(self) -> Iterator[str]:
-        """Leaves, and tensors that belong to no leaf, in definition order; what has two names under both."""
+        """Yield leaves, and tensors outside all leaves, in definition order.
+
+        A module or tensor with two names is yielded under both.
+        """
         for name, module in self._modules.items():
             if self._leaf_above(name) is not None:
                 continue
@@ -133,7 +141,7 @@ class _Assigning:
                 found.setdefault(name.rpartition(".")[0], set()).add(kept[name])
         return {name: next(iter(every)) for name, every in found.items() if len(every) == 1}
 
-    # --- who decides -----------------------------------------------------------------------------------------------
+    # --- deciding --------------------------------------------------------------------------------------------------
 
     def _decide(self, name: str) -> Assignment | None:
         for said in (name, *_above(name)):
@@ -148,7 +156,10 @@ class _Assigning:
         return None if bare else DEFAULT
 
     def _block(self, name: str, inside: bool = False) -> int | None:
-        """The number of the first block that a name, or for a leaf the name of a parameter inside, is found by."""
+        """Return the number of the first block that matches a name, or None.
+
+        A leaf is also matched by the names of its parameters.
+        """
         texts = [name]
         if inside and name in self._modules:
             texts += [f"{name}.{own}" for own, _ in self._modules[name].named_parameters()]
@@ -158,7 +169,10 @@ class _Assigning:
         return None
 
     def _outermost(self, name: str, block: int) -> str:
-        """The outermost module that one and the same block is found by, without a gap from `name` on."""
+        """Return the outermost module above `name` that the same block matches.
+
+        All modules in between must be matched by this block, too.
+        """
         for above in _above(name):
             if self._block(above) != block:
                 break
@@ -177,7 +191,7 @@ class _Assigning:
         candidates = [*self._tags(name), *map(self._own_tag, _above(name))]
         for tag in filter(None, candidates):
             location = location_of(tag, self._workers, types=self._types)
-            if location is not None:  # a scope may leave the worker open, and then decides nothing
+            if location is not None:  # a scope that leaves the worker open is ignored
                 return Assignment(-1, location)
         return None
 
@@ -185,7 +199,10 @@ class _Assigning:
         return getattr(self._modules.get(name), device_scopes.PLACE, None)
 
     def _tags(self, name: str) -> list[str | None]:
-        """Of a leaf: its own, then that of all its parameters, then that of its calls; of a tensor: its own."""
+        """Return the candidate device names of a leaf or tensor, the strongest first.
+
+        Of a leaf: its own, the common one of its parameters, that of its calls.
+        """
         module = self._modules.get(name)
         if module is None:
             owner, _, own = name.rpartition(".")
@@ -236,7 +253,7 @@ class _Assigning:
                 raise ConfigError(f"{path}.partition_dim", block.partition_dim, "must be 0, 1 or -1")
             location = -1 if block.location is None else block.location
             if not -1 <= location < self._workers:
-                accepted = f"must be a worker of the group, 0 to {self._workers - 1}, or -1 for none in particular"
+                accepted = f"must be a worker of the group, 0 to {self._workers - 1}, or -1 for any"
                 raise ConfigError(f"{path}.location", block.location, accepted)
             if location >= 0 and block.partition_dim == 1:
                 accepted = "must be -1 with partition_dim: 1, which is on all workers of the group"
@@ -255,7 +272,7 @@ class _Assigning:
                 raise ConfigError(f"{path}.match", block.match, accepted)
 
     def _check(self, name: str, assignment: Assignment) -> None:
-        """Whether this kind of module can be cut by features."""
+        """Refuse a module that cannot be cut by features."""
         module = self._modules.get(name)
         why = ""
         if assignment.dim != 1 or module is None:
@@ -271,7 +288,7 @@ class _Assigning:
 
 
 def _above(name: str) -> Iterator[str]:
-    """The names of the modules that it is in, the nearest first."""
+    """Yield the names of the modules around a name, the nearest first."""
     while name:
         name = name.rpartition(".")[0]
         yield name

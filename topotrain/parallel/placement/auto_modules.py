@@ -1,4 +1,4 @@
-"""From a model and what its forward is called with to a placement of its modules: `placement: kAuto`."""
+"""Automatic placement of modules for one call of the forward (`placement: kAuto`)."""
 
 import re
 import time
@@ -21,7 +21,7 @@ from topotrain.parallel.program.build_program import program
 
 
 class MatchedBlock(Protocol):
-    """A `partition` block, as far as it says whom it means."""
+    """The part of a `partition` block that selects modules."""
 
     @property
     def match(self) -> str: ...
@@ -29,9 +29,11 @@ class MatchedBlock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call of the model; of tensors only sizes, dtypes and devices count.
+    """A call of the model. Only sizes, dtypes and devices of its tensors matter.
 
-    samples: in the arguments. shares: each worker's samples in a step.
+    Attributes:
+        samples: number of samples in the arguments.
+        shares: each worker's samples in a step.
     """
 
     args: Sequence[Any]
@@ -53,24 +55,25 @@ def place(
     copies: int = 3,
     alive: float = 1.0,
 ) -> tuple[Mapping[str, Assignment], ChosenPlacement]:
-    """Give every module that nobody has placed a worker.
+    """Assign a worker to every module that is not placed yet.
 
-    The same for all workers of a group as long as their arguments are; so give `measured` only where one process
-    decides for all, and `limits` only where all know the same.
+    The result is the same on all workers of a group if their arguments are. So pass `measured` only where one process
+    decides for all, and `limits` only if all workers have the same.
 
     Args:
-        model: whole; its parameters may be on the meta device.
-        captured: of this model.
-        said: by `assign.assignments`; what is in there because somebody has said it stays.
-        blocks: the job's partition blocks; what they match stays, too.
-        call: of the forward.
+        model: the whole model. Its parameters may be on the meta device.
+        captured: its captured forward.
+        said: assignments of the job file and the script, by `assign_modules.assignments`. Those that are explicit are
+            kept.
+        blocks: the job's partition blocks. Modules that they match keep their assignments, too.
+        call: the call of the forward.
         microbatches, limits, speeds, measured, copies, alive: see `choose` and `work_of`.
 
     Returns:
-        all assignments, and what was chosen.
+        All assignments, and the chosen placement.
 
     Raises:
-        ConfigError: the forward cannot be cut, or nothing fits into `limits`.
+        ConfigError: the forward cannot be split, or no placement fits into `limits`.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     fixed = {name: one for name, one in said.items() if one != DEFAULT or _matched(name, modules.get(name), blocks)}
@@ -80,14 +83,17 @@ def place(
     stays = {name: EVERYWHERE if one.location is None else one.location for name, one in fixed.items()}
     work = work_of(costs, model, stays, copies, speeds, measured, alive)
     if not work.units:
-        raise ConfigError("placement", "kAuto", "finds no module to place: the forward calls none that has parameters")
+        raise ConfigError("placement", "kAuto", "finds no module to place: the forward calls no module with parameters")
     chosen = choose(work, workers, microbatches, limits, speeds)
     placed = {name: Assignment(-1, worker) for name, worker in chosen.locations.items()}
     return {**said, **placed, **fixed}, chosen
 
 
 def _matched(name: str, module: nn.Module | None, blocks: Sequence[MatchedBlock]) -> bool:
-    """Whether a block means it: by its name, that of a module it is in, or that of a parameter inside."""
+    """Return whether a block matches a module.
+
+    A block matches by the name of the module, of a module around it, or of a parameter inside it.
+    """
     texts = [name]
     while texts[-1]:
         texts.append(texts[-1].rpartition(".")[0])
@@ -97,13 +103,16 @@ def _matched(name: str, module: nn.Module | None, blocks: Sequence[MatchedBlock]
 
 
 def measure(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Time each module that computes something itself, once, on real inputs: name -> seconds forward and backward.
+    """Time each module with parameters once on real inputs.
 
-    One call goes before it, for what is made at the first use. Gradients that are there stay; buffers change, as in
-    any forward.
+    One call goes before, for work that is done at first use. Gradients that exist are kept. Buffers change, as in any
+    forward.
+
+    Returns:
+        Seconds of forward and backward, by module name.
 
     Raises:
-        ConfigError: a parameter is on the meta device, so nothing can be computed.
+        ConfigError: a parameter is on the meta device, so the model cannot be run.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -142,7 +151,7 @@ def _once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 made = value.detach().clone().requires_grad_()
                 leaves.append(made)
-                return made * 1  # so that it may be written over
+                return made * 1  # not a leaf, so that the module may write to it in place
             return value
 
         given, named = tree_map(leaf, (args, kwargs))

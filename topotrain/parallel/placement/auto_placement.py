@@ -1,16 +1,16 @@
-"""`placement: kAuto`: which worker gets which module, chosen from the modules' times and sizes.
+"""Choice of a worker for each module, from times and sizes (`placement: kAuto`).
 
-Two ways are tried, and the one that is quicker by the estimate is taken:
+Two methods are tried, and the faster placement by the estimate is taken:
 
-* stages: the modules in the order they run are cut into one stretch per worker, so that the worker with most to do
-  and to hold has as little as possible, and then so that little crosses the cuts: dynamic programming, as PipeDream
+- stages: the modules in the order they run are cut into one stretch per worker. The worker with the largest time and
+  memory gets as little as possible, and then as few bytes as possible cross the cuts. Dynamic programming, as PipeDream
   (Narayanan et al. 2019) divides layers.
-* branches: modules one by one, those on the longest path first, each to the worker that would finish it earliest: HEFT
-  (Topcuoglu et al. 2002). It finds work that can be done at once. No worker may then hold much more than
-  with stages, or nothing: all on one worker saves every way, and splits nothing.
+- branches: modules are placed one by one, those on the longest path first, each on the worker that would finish it
+  earliest. This is HEFT (Topcuoglu et al. 2002). It finds work that can run in parallel. No worker may then hold much
+  more than with stages, since otherwise all modules on one worker would be fastest.
 
-A pure function of its arguments, for all workers of a group must choose the same. So a measured profile is only for
-those who write its result down; the default is an estimate.
+The choice is a pure function of its arguments, because all workers of a group must choose the same. Measured times may
+only be used by one process that writes its result down; the default is an estimate.
 """
 
 import re
@@ -25,18 +25,23 @@ from topotrain.parallel.placement.pipeline_stages import stages_of
 STAGES, BRANCHES = "stages", "branches"
 
 QUICKER = 0.95
-"""Branches must save at least a twentieth of the time: else the simpler cut is kept."""
+"""Branches must save at least a twentieth of the time. Otherwise stages are kept, which are simpler."""
 
 UNEVEN = 1.25
-"""How much more memory than the fullest worker of the stages branches may need."""
+"""Maximum memory of a worker with branches, over that of the fullest worker with stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlacement:
-    """A placement. `locations`: module -> worker; those of the user's among them. Seconds are estimates per step.
+    """A chosen placement. Seconds are estimates per step.
 
-    alone: seconds of one worker that does everything. memory: bytes per worker. tight: why the quickest was not
-    taken, "" if it was.
+    Attributes:
+        locations: worker of each module, including those that the user placed.
+        other: seconds of the other method, or None.
+        alone: seconds of one worker that computes everything.
+        memory: bytes per worker.
+        shares: fraction of the work per worker.
+        tight: why the fastest placement was not taken, or "".
     """
 
     locations: Mapping[str, int]
@@ -51,11 +56,11 @@ class ChosenPlacement:
 
     @property
     def slower(self) -> bool:
-        """By the estimate one worker that does everything is at least as quick."""
+        """Whether one worker alone would be at least as fast, by the estimate."""
         return self.seconds >= self.alone
 
     def explain(self) -> str:
-        """What was chosen and why, in a few lines."""
+        """Return the choice and its reasons in a few lines."""
         ways = {STAGES: "stages, one stretch of modules per worker", BRANCHES: "branches, side by side where they can"}
         why = ""
         if self.other is not None:
@@ -78,10 +83,10 @@ class ChosenPlacement:
         return "\n".join(lines)
 
     def conf(self) -> str:
-        """The same as `partition` blocks of a job file."""
+        """Return the placement as `partition` blocks of a job file."""
         lines = []
         for name, worker in self.locations.items():
-            match = re.escape(name).replace("\\", "\\\\")  # once more for the language of job files
+            match = re.escape(name).replace("\\", "\\\\")  # strings of job files have escapes themselves
             lines.append(f'partition {{ match: "^{match}$" partition_dim: -1 location: {worker} }}')
         return "\n".join(lines)
 
@@ -93,17 +98,17 @@ def choose(
     limits: Sequence[int] | None = None,
     speeds: WorkerSpeeds = USUAL,
 ) -> ChosenPlacement:
-    """Place every unit on a worker.
+    """Choose a worker for every unit.
 
     Args:
-        work: the tasks, their times and sizes, for the group's batch.
-        workers: of a group.
-        microbatches: into how many parts a batch is cut.
-        limits: bytes that each worker may hold, if that is known.
-        speeds: of workers and of links between them.
+        work: the tasks, their times and sizes, for the batch of a group.
+        workers: workers of a group.
+        microbatches: the number of parts into which a batch is cut.
+        limits: bytes that each worker may hold, if known.
+        speeds: speeds of workers and of links between them.
 
     Raises:
-        ConfigError: no cut fits into `limits`.
+        ConfigError: no placement fits into `limits`.
     """
     for unit in work.units:
         if unit.fixed is not None and not 0 <= unit.fixed < workers:
@@ -115,6 +120,7 @@ def choose(
     most = int(UNEVEN * max(_memory(work, stages, workers)))
     caps = [min(most, size) for size in limits or [most] * workers]
     branches = branches_of(work, workers, caps, speeds)
+    # Branches on fewer workers than stages would split less.
     if branches is not None and branches != stages and len(set(branches)) >= len(set(stages)):
         found[BRANCHES] = (branches, makespan(work, branches, workers, microbatches, speeds))
     quicker = BRANCHES in found and found[BRANCHES][1] < QUICKER * found[STAGES][1]

@@ -1,7 +1,7 @@
-"""A model's steps as tasks with times and sizes, and how long a placement of them would take.
+"""Cost model: a model's steps as tasks, and the time that a placement takes.
 
-Times come from a profile: estimated from operations and bytes, or measured. Absolute numbers of an estimate mean
-little; what is compared is one placement with another.
+Times are estimated from operations and bytes, or measured. Absolute values of estimates mean little: they serve to
+compare placements.
 """
 
 import heapq
@@ -17,13 +17,15 @@ from topotrain.parallel.estimate.fake_run import StepCost, refs
 from topotrain.parallel.program.split_program import ProgramStep, StepKind
 
 EVERYWHERE = -1
-"""As a unit or location: on all workers, each its part."""
+"""Unit or location of work that all workers do, each its part."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeeds:
-    """What an estimate goes by: operations and memory bytes per second of a worker, bytes per second and seconds of
-    delay of a link between two. The defaults are one slow core and a link of 1 GB/s; only their ratios matter.
+    """Speeds for estimates.
+
+    A worker has `flops` operations and `memory` bytes per second. A link between two workers has `link` bytes per
+    second and `delay` seconds. The defaults are one slow core and a link of 1 GB/s. Only their ratios matter.
     """
 
     flops: float = 2e10
@@ -32,7 +34,7 @@ class WorkerSpeeds:
     delay: float = 1e-4
 
     def transfer(self, nbytes: float) -> float:
-        """Seconds that so many bytes take from one worker to another."""
+        """Return the seconds that `nbytes` bytes take from one worker to another."""
         return self.delay + nbytes / self.link
 
 
@@ -41,9 +43,9 @@ USUAL = WorkerSpeeds()
 
 @dataclass(frozen=True, slots=True)
 class PlacementUnit:
-    """A module that is placed as one: its name, and the memory it needs where it is, in bytes.
+    """A module that is placed as one: its name and its memory in bytes.
 
-    fixed: its worker where the user has said one, None: free.
+    `fixed` is the worker that the user has chosen, or None.
     """
 
     name: str
@@ -53,7 +55,7 @@ class PlacementUnit:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTask:
-    """One step: the unit with which it goes (or EVERYWHERE), seconds, and what it reads: (task, bytes)."""
+    """One step: its unit (or EVERYWHERE), seconds, and its inputs as (task, bytes)."""
 
     unit: int
     forward: float
@@ -63,9 +65,9 @@ class PlacementTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """All tasks in an order in which they can run, the units in order of first use, and memory that all workers need.
+    """Tasks in an executable order, units in order of first use, and common memory.
 
-    All for the whole batch of a group.
+    Times and sizes are for the whole batch of a group. `everywhere` is memory in bytes that every worker needs.
     """
 
     tasks: tuple[PlacementTask, ...]
@@ -73,7 +75,7 @@ class TaskGraph:
     everywhere: int = 0
 
     def seconds(self, unit: int) -> float:
-        """Forward and backward of a unit's tasks."""
+        """Return the seconds of a unit's tasks, forward and backward."""
         return sum(task.forward + task.backward for task in self.tasks if task.unit == unit)
 
 
@@ -86,16 +88,18 @@ def work_of(
     measured: Mapping[str, tuple[float, float]] | None = None,
     alive: float = 1.0,
 ) -> TaskGraph:
-    """Turn a bill into tasks: of a program in which what is free to be placed is computed by samples.
+    """Turn a cost report into tasks.
+
+    In the program of the report, modules that are not placed are computed by samples.
 
     Args:
-        whole: the bill; what the workers do of a step is added up.
-        model: whose modules the program names.
-        fixed: modules whose place the user has said: a worker, or EVERYWHERE.
-        copies: bytes that training needs per byte of a parameter: value, gradient, what is on its way.
-        speeds: for the estimate.
-        measured: module -> seconds of its forward and backward, instead of the estimate.
-        alive: the part of the activations that is kept at once.
+        whole: the cost report. The costs of a step are summed over all workers.
+        model: has the modules that the program names.
+        fixed: modules that the user has placed: a worker, or EVERYWHERE.
+        copies: bytes that training needs per byte of a parameter, for value, gradient and messages in flight.
+        speeds: speeds for the estimate.
+        measured: seconds of forward and backward by module, used instead of the estimate.
+        alive: fraction of the activations that is kept at once.
     """
     units: dict[str, int] = {}
     memory: list[int] = []
@@ -153,7 +157,7 @@ def _unit(
 
 
 def _together(whole: CostReport) -> dict[int, StepCost]:
-    """What each step costs all its workers."""
+    """Return the cost of each step, summed over its workers."""
     found: dict[int, StepCost] = {}
     for costs in whole.steps:
         for number, cost in costs.items():
@@ -163,7 +167,7 @@ def _together(whole: CostReport) -> dict[int, StepCost]:
 
 
 def _size(step: ProgramStep, whole: CostReport, costs: Mapping[int, StepCost]) -> int:
-    """Bytes of a step's result for the whole batch."""
+    """Return the bytes of a step's result for the whole batch."""
     if step.shape is None:
         return costs[step.number].made
     size = 1
@@ -182,9 +186,10 @@ def _itemsize(dtype: str) -> int:
 def makespan(
     work: TaskGraph, places: Sequence[int], workers: int, microbatches: int, speeds: WorkerSpeeds = USUAL
 ) -> float:
-    """Seconds of a step with unit u on worker `places[u]`: all forwards, then all backwards (GPipe, Huang et al. 2019).
+    """Return the seconds of a step with unit u on worker `places[u]`.
 
-    A worker runs what is ready, lowest micro-batch first; links are not shared.
+    All forwards run before all backwards (GPipe, Huang et al. 2019). A worker runs ready tasks with the lowest
+    micro-batch first. Links have no contention.
     """
     nodes = _nodes(work, places, workers)
     ahead = [(node.worker, node.forward, node.reads) for node in nodes]
@@ -237,7 +242,10 @@ def _nodes(work: TaskGraph, places: Sequence[int], workers: int) -> list[_Node]:
 def _simulate(
     nodes: Sequence[tuple[int, float, Sequence[tuple[int, int]]]], microbatches: int, speeds: WorkerSpeeds
 ) -> float:
-    """Event by event: when the last node of the last micro-batch is done. Nodes: (worker, seconds, reads)."""
+    """Return the time at which the last node of the last micro-batch is done.
+
+    This is a simulation of events. Nodes are (worker, seconds, reads).
+    """
     readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
     waiting = {}
     for number, (_, _, reads) in enumerate(nodes):
@@ -265,6 +273,7 @@ def _simulate(
                     heapq.heappush(events, (arrival[key], micro, reader, False))
         else:
             heapq.heappush(ready[worker], (micro, number))
+        # Tasks start after all events of this time, so that the lowest ready micro-batch goes first.
         soon = bool(events) and events[0][0] == now
         if not soon:
             for idle in [worker for worker, queue in sorted(ready.items()) if queue and worker not in busy]:

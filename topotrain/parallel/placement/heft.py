@@ -1,6 +1,7 @@
-"""Modules one by one, each to the worker that finishes it earliest: HEFT (Topcuoglu, Hariri and Wu 2002).
+"""HEFT placement: each module on the worker that finishes it earliest.
 
-Those on the longest path to the end come first, so branches of a graph go side by side where that pays.
+Modules are placed one by one. Those on the longest path to the end come first, so branches of a graph run in parallel
+where that is faster (Topcuoglu, Hariri and Wu 2002).
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,10 @@ from topotrain.parallel.placement.cost_model import EVERYWHERE, TaskGraph, Worke
 
 
 def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: WorkerSpeeds) -> list[int] | None:
-    """The place of each unit; None: the order of the paths left some unit without room."""
+    """Return the worker of each unit, or None if one has no worker with enough memory.
+
+    Another order of the units might still fit.
+    """
     places = [unit.fixed if unit.fixed is not None else EVERYWHERE for unit in work.units]
     held = [float(work.everywhere)] * workers
     for unit in work.units:
@@ -45,13 +49,13 @@ def branches_of(work: TaskGraph, workers: int, caps: Sequence[float], speeds: Wo
 
 
 def _there(done: tuple[int, float], worker: int, size: int, speeds: WorkerSpeeds) -> float:
-    """When a result can be read on a worker; its gradient comes back the same way."""
+    """Return when a result can be read on a worker; its gradient takes as long again."""
     where, when = done
     return when if where == worker else when + 2 * speeds.transfer(size)
 
 
 def _by_rank(work: TaskGraph, speeds: WorkerSpeeds) -> list[int]:
-    """Tasks, those with the longest way to the end first; every task behind all that it reads."""
+    """Return tasks with the longest path to the end first, each after all its inputs."""
     rank = [0.0] * len(work.tasks)
     for number in reversed(range(len(work.tasks))):
         task = work.tasks[number]

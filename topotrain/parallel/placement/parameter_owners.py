@@ -1,4 +1,4 @@
-"""Who of a group's workers holds which parameters and buffers of a model: all, one, some, or each a part."""
+"""Owners of parameters and buffers: all workers, one, some, or each a part."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,14 +19,14 @@ CUTS: Mapping[type[nn.Module], Mapping[str, int]] = {
     nn.BatchNorm1d: {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0},
     nn.BatchNorm2d: {"weight": 0, "bias": 0, "running_mean": 0, "running_var": 0},
 }
-"""Modules whose features can be divided (`partition_dim: 1`): along which dimension of which parameter or buffer."""
+"""Modules that can be cut by features (`partition_dim: 1`): the dimension of each parameter or buffer that is cut."""
 
 
 _PARAMETER, _STORED, _PASSING = range(3)
 
 
 class ModuleAssignment(Protocol):
-    """Where a module's work is done, see `assign_modules.Assignment`."""
+    """Where a module is computed, see `assign_modules.Assignment`."""
 
     @property
     def dim(self) -> int: ...
@@ -36,16 +36,20 @@ class ModuleAssignment(Protocol):
 
 
 def cuts_of(module: nn.Module) -> Mapping[str, int]:
-    """How `partition_dim: 1` cuts a module's own parameters and buffers; empty: it is not cut."""
+    """Return the dimension of each parameter and buffer that `partition_dim: 1` cuts.
+
+    Empty: the module cannot be cut.
+    """
     return CUTS.get(type(module), {})
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPart:
-    """One entry of the schema: a parameter or a buffer of the model, or a part of one.
+    """One entry of the schema: a parameter or buffer of the model, or a part of it.
 
-    owners: the workers that hold it; (): all.
-    dim, lo, hi: a part along a dimension; dim -1: all of it.
+    Attributes:
+        owners: workers that hold it; () means all.
+        dim, lo, hi: the range along a dimension. With dim -1 it is the whole tensor.
     """
 
     owners: tuple[int, ...] = ()
@@ -54,35 +58,38 @@ class OwnedPart:
     hi: int = 0
 
     def here(self, worker: int) -> bool:
-        """Whether a worker holds it."""
+        """Return whether a worker holds it."""
         return not self.owners or worker in self.owners
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the whole, a view."""
+        """Return this part of the whole tensor as a view."""
         return whole if self.dim < 0 else whole.narrow(self.dim, self.lo, self.hi - self.lo)
 
     def named(self, name: str) -> str:
-        """The entry's name: that of the whole, with @WORKER behind it if it is a part."""
+        """Return the entry's name: the whole's name, with @WORKER appended for a part."""
         return name if self.dim < 0 else f"{name}@{self.owners[0]}"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where a parameter or buffer stands: a module's own table, and the name there."""
+    """The position of a parameter or buffer: the table of a module, and a name in it."""
 
     table: dict[str, Any]
     name: str
 
     def same(self, table: dict[str, Any], name: str) -> bool:
-        """Whether it is this name in this very table."""
+        """Return whether it is this name in the same table object."""
         return self.table is table and self.name == name
 
 
 @dataclass(frozen=True, slots=True)
 class WholeTensor:
-    """A parameter or buffer of the model, and what becomes of it.
+    """A parameter or buffer of the model, and how it is shared.
 
-    tensor: the script's own. names: all that it has, the first first. shares: its entries in the schema.
+    Attributes:
+        tensor: the script's own object.
+        names: all its names in the model, in definition order.
+        shares: its entries in the schema.
     """
 
     tensor: torch.Tensor
@@ -93,16 +100,16 @@ class WholeTensor:
     stride: tuple[int, ...]
 
     def like(self, device: str = "meta") -> torch.Tensor:
-        """Of its shape and strides, without its values."""
+        """Return a tensor with its shape and strides, without its values."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.tensor.dtype, device=device)
 
     def part(self, share: OwnedPart) -> torch.Tensor:
-        """Like a share of it, on the meta device."""
+        """Return a tensor like a share of it, on the meta device."""
         part = share.of(self.like())
         return torch.empty_strided(part.shape, dense_stride(part), dtype=part.dtype, device="meta")
 
     def made(self, values: torch.Tensor) -> torch.Tensor:
-        """The values as a parameter, if this is one, with what the script has noted on it."""
+        """Return values as a parameter if this is one, with the script's attributes."""
         if not isinstance(self.tensor, nn.Parameter):
             return values
         parameter = nn.Parameter(values, self.tensor.requires_grad)
@@ -113,8 +120,10 @@ class WholeTensor:
 
 @dataclass(frozen=True, slots=True)
 class ParameterOwners:
-    """A model's unique parameters, its buffers that are stored, and those that are not (`persistent=False`), each in
-    definition order. The last stay with everybody, since no server knows them.
+    """A model's parameters, stored buffers, and buffers that are not stored.
+
+    Each is unique and in definition order. Buffers that are not stored (`persistent=False`) are on all workers, since
+    no server knows them.
     """
 
     parameters: tuple[WholeTensor, ...]
@@ -123,14 +132,16 @@ class ParameterOwners:
 
 
 def divide(model: nn.Module, assignments: Mapping[str, ModuleAssignment], workers: int) -> ParameterOwners:
-    """Say who of `workers` holds what.
+    """Find the owners of every parameter and buffer.
 
-    assignments: by the names of modules, and of parameters and buffers; one of a container holds for what is below
-        and has none of its own.
+    Args:
+        assignments: by the names of modules, and of parameters and buffers. The assignment of a container applies to
+            everything below it without an assignment of its own.
+        workers: workers of a group.
 
     Raises:
-        ConfigError: a tied weight that is cut in one place and not, or otherwise, in another; fewer features than
-            workers; a buffer that could not be filled.
+        ConfigError: a tied weight is cut in one module and not, or differently, in another. Or there are fewer features
+            than workers. Or a buffer that is not stored is on the meta device.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, _Found] = {}
@@ -161,7 +172,7 @@ def _of(assignments: Mapping[str, ModuleAssignment], name: str) -> ModuleAssignm
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What one module wants of a parameter: cut along a dimension, on one worker, or whole on all (both -1)."""
+    """How one module uses a parameter: cut, on one worker, or whole on all (both -1)."""
 
     dim: int = -1
     worker: int = -1
@@ -213,7 +224,10 @@ def _cut(name: str, count: int, dim: int, workers: int) -> Iterator[OwnedPart]:
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its strides, or those of a contiguous tensor where its elements do not fill their memory just once."""
+    """Return the strides of a tensor if its elements fill its memory exactly once.
+
+    Otherwise return the strides of a contiguous tensor.
+    """
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1:

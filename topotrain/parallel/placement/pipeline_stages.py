@@ -1,7 +1,8 @@
-"""Modules in the order they run, cut into one stretch per worker (PipeDream, Narayanan et al. 2019; GPipe's stages).
+"""Modules in the order they run, cut into one stretch per worker.
 
-First the fullest worker gets as little as possible, in time and memory together; then, of all cuts that are hardly
-worse, the one is taken over which the fewest bytes cross. Dynamic programming over the places where a cut can be.
+First, the fullest worker gets as little time and memory as possible. Then, of all cuts that are hardly worse, the cut
+with the fewest crossing bytes is taken. Both are dynamic programming over the positions of the cuts (PipeDream,
+Narayanan et al. 2019; GPipe's stages).
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,14 @@ from itertools import accumulate
 from topotrain.parallel.placement.cost_model import TaskGraph
 
 SLACK = 1.05
-"""How much more than the least possible the fullest worker may have, where that lets less cross the cuts."""
+"""Maximum load of the fullest worker, over the least possible one. More slack lets fewer bytes cross the cuts."""
 
 
 class _Loads:
-    """What a stretch of free units is for a worker: a number that grows with time and memory; infinite: no room."""
+    """The load of a worker with a stretch of units that the user has not placed.
+
+    It is a number that grows with time and memory, and infinite if the stretch does not fit.
+    """
 
     def __init__(self, work: TaskGraph, workers: int, limits: Sequence[int] | None) -> None:
         self.free = [number for number, unit in enumerate(work.units) if unit.fixed is None]
@@ -41,7 +45,7 @@ class _Loads:
 
 
 def stages_of(work: TaskGraph, workers: int, limits: Sequence[int] | None) -> list[int] | None:
-    """The place of each unit; None: no cut fits."""
+    """Return the worker of each unit, or None if no cut fits."""
     load = _Loads(work, workers, limits)
     count = len(load.free)
     fullest = [load(0, 0, high) for high in range(count + 1)]
@@ -60,7 +64,10 @@ def stages_of(work: TaskGraph, workers: int, limits: Sequence[int] | None) -> li
 
 
 def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, most: float) -> list[int]:
-    """Where to cut so that the fewest bytes cross while nobody has more than `most`; ties: the evener cut."""
+    """Return the cuts with the fewest crossing bytes and no load above `most`.
+
+    Ties go to the more even cut.
+    """
     nothing = (float("inf"), float("inf"))
     best = [(0.0, load(0, 0, high)) if load(0, 0, high) <= most else nothing for high in range(count + 1)]
     cuts: list[list[int]] = []
@@ -87,7 +94,10 @@ def _cheapest(load: _Loads, crossing: Sequence[int], workers: int, count: int, m
 
 
 def _crossing(work: TaskGraph, free: Sequence[int]) -> list[int]:
-    """For each place between two free units the bytes of values that are read on its other side."""
+    """Return the bytes that cross each position between two free units.
+
+    Free units are those that the user has not placed.
+    """
     position = {unit: at for at, unit in enumerate(free)}
     found = [0] * (len(free) + 1)
     reach: dict[int, tuple[int, int, int]] = {}

@@ -1,1 +1,1 @@
-"""A graph with a placement becomes one program per worker."""
+"""Programs: a captured graph with a placement becomes one program per worker."""

@@ -1,7 +1,8 @@
-"""From a captured forward to the cut graph: where every value is, and what has to travel.
+"""Build the program of a captured forward: locations of values, and edges.
 
-What a module, a scope or nobody says decides where a step is computed; where an input is needed otherwise than it is,
-an edge moves it. The same for all workers, so nothing here asks which worker it is.
+The assignment of a module or a device scope decides where a step is computed. Other steps follow their inputs. Where a
+step needs an input in another layout, an edge moves it. The program is the same for all workers, so nothing here
+depends on the worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,7 @@ _KINDS = {
     "get_attr": StepKind.ATTRIBUTE,
 }
 _CHANCE = (
-    "draws random numbers, other ones on every worker; draw them outside and pass them as an argument "
+    "draws random numbers, which differ from worker to worker; draw them outside and pass them as an argument "
     "(attention's dropout: pass dropout_p by its name)"
 )
 
@@ -64,21 +65,22 @@ def program(
     workers: int,
     training: bool = True,
 ) -> Program:
-    """Cut a model's forward for such arguments.
+    """Build the program of a forward for given arguments.
 
     Args:
-        captured: by `capture`, while the model was still whole.
-        assignments: of its modules, by `assign.assignments`.
-        model: whole or localised; parameters may be on the meta device. Nothing of its size is allocated.
-        args, kwargs: of a call of the model; of tensors only sizes, dtype and device count.
-        samples: the number of samples in them. In each tensor the first dimension of this size counts them, and a
-            tensor that has none is the same for all samples.
-        workers: of a group.
-        training: what `self.training` is where the forward looks at it or hands it on (`CapturedForward.by_mode`); a
-            forward that does not needs one program for both.
+        captured: the result of `capture`, made when the model was still whole.
+        assignments: of its modules, by `assign_modules.assignments`.
+        model: whole or localized. Parameters may be on the meta device. No memory of their size is allocated.
+        args, kwargs: the arguments of the call. Only sizes, dtype and device of tensors matter.
+        samples: the number of samples in the arguments. In each tensor the first dimension of this size counts the
+            samples. A tensor without such a dimension is the same for all samples.
+        workers: workers of a group.
+        training: the value of `self.training` if the forward reads it or passes it on (`CapturedForward.by_mode`).
+            Other forwards need one program for both modes.
 
     Raises:
-        ConfigError: the forward cannot be captured, or a value has to travel that cannot; it names the user's line.
+        ConfigError: the forward cannot be captured, or a value that cannot be sent would have to be. The error names
+            the line of the user's code.
     """
     bench = FakeEvaluator(model, captured.stored, samples, _device(captured, (args, kwargs)))
     found = trace(model, captured.stored, bench, args, kwargs, training)
@@ -168,7 +170,10 @@ class _Cut:
         self._steps.append(step)
 
     def _inside(self, node: fx.Node) -> tuple[DropoutMask, ...]:
-        """The masks that a step draws itself; none if it draws anything else, or they cannot be cut by samples."""
+        """Return the masks that a step draws itself.
+
+        The result is empty if the step draws other random numbers, or its masks cannot be cut by samples.
+        """
         drawn: DropoutMasks = node.meta["draws"]
         found = [(form(values, self._counts), keep) for values, keep in drawn.masks or ()]
         if any(one.odd for one, _ in found):
@@ -196,7 +201,7 @@ class _Cut:
         if node not in self._found.numbers:
             size = number(node.meta["values"], self._counts) if _whole_number(node) else None
             if size is None:
-                accepted = f"needs {node.name}, a number that is not so many per sample, plus a constant; {ADVICE}"
+                accepted = f"needs {node.name}, a number that is not linear in the number of samples; {ADVICE}"
                 raise refused(user, accepted)
             return size
         target = self._target(node, reads, user)
@@ -205,7 +210,7 @@ class _Cut:
         return ResultRef(self._found.numbers[node], self._edge(node, target, user))
 
     def _target(self, node: fx.Node, reads: ValueLocation, user: fx.Node) -> ValueLocation | None:
-        """The layout that it is needed in; None: as it is."""
+        """Return the layout in which a step needs a value, or None if as it is."""
         layout = self._found.layouts[node]
         if layout == SAME:
             return None
@@ -229,34 +234,34 @@ class _Cut:
         key = (self._found.numbers[node], target)
         if key not in self._edges:
             found = self._found.forms.get(node)
-            why = "it is no single tensor" if found is None else found.odd
+            why = "it is not a single tensor" if found is None else found.odd
             if found is None or why:
                 made = f"{node.name} ({node.meta['line']})"
                 raise refused(user, f"needs {made} from other workers, and it cannot be cut: {why}; {ADVICE}")
             self._edges[key] = LayoutEdge(len(self._edges), key[0], self._found.layouts[node], target, found.shape)
         return self._edges[key].number
 
-    # --- what cannot be --------------------------------------------------------------------------------------------
+    # --- checks ----------------------------------------------------------------------------------------------------
 
     def _check_writes(self) -> None:
-        """A value that is written over must not be on its way, or needed as it was."""
+        """Refuse writes in place to a value that is also moved and used elsewhere."""
         moved = {number for number, _ in self._edges}
         for node in self._graph.nodes:
             if node.op == "output":
                 continue
             over = written(node, self._module(node))
             if over is not None and len(over.users) > 1 and self._found.numbers.get(over) in moved:
-                raise refused(node, f"writes over {over.name}, which other workers need, too; make a new tensor")
+                raise refused(node, f"writes to {over.name} in place, but other workers need it; make a new tensor")
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's dimensions in the order of memory; () where that is their own."""
+    """Return a tensor's dimensions in the order of memory; () if it is contiguous."""
     strides: tuple[int, ...] = tensor.stride()
     return () if tensor.is_contiguous() else tuple(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
 
 
 def _sized(node: fx.Node) -> bool:
-    """Whether it is a number, or a choice, made of sizes: no step of its own."""
+    """Return whether a node is a number or choice made of sizes, which needs no step."""
     return all(isinstance(value, bool | int | float) for value in node.meta["values"])
 
 

@@ -1,6 +1,6 @@
-"""Where each step of a forward is computed, and in which layout its result then is.
+"""Location and layout of every step of a forward.
 
-A module goes where the conf or the script has placed it; what is not placed follows its inputs.
+A module is computed where the job file or the script has placed it. A step that is not placed follows its inputs.
 """
 
 from collections.abc import Mapping
@@ -21,29 +21,29 @@ from topotrain.parallel.program.split_program import LocationKind, SymbolicShape
 BATCH, WHOLE, SAME, OWN = (
     ValueLocation(where) for where in (LocationKind.BATCH, LocationKind.WHOLE, LocationKind.SAME, LocationKind.OWN)
 )
-_BOTH = (nn.BatchNorm1d, nn.BatchNorm2d)  # cut, and what they read is cut in the same way
+_BOTH = (nn.BatchNorm1d, nn.BatchNorm2d)  # when they are cut, their input is cut in the same way
 ADVICE = "place what makes and uses it on one worker with tt.device"
 
 
 def has_tensors(node: fx.Node) -> bool:
-    """Whether there is a tensor in a node's result."""
+    """Return whether a node's result contains a tensor."""
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta["values"][0]))
 
 
 def refused(node: fx.Node, accepted: str) -> ConfigError:
-    """What cannot be done with a node, with the user's line."""
+    """Return the error for a node that cannot be split, with the user's line."""
     name = str(node.target) if node.op == "call_module" else node.name
     return ConfigError(f"model.forward: {name}", None, accepted, node.meta.get("line", ""))
 
 
 class InferredLayouts:
-    """Of the nodes that are steps already: their numbers, layouts and, of tensors, forms.
+    """Numbers, layouts and shapes of the nodes that are steps already.
 
     Args:
-        before: the capture from before the parameters were given away.
-        assignments, model: as of `infer.program`.
-        counted: the numbers of samples that values were computed with.
-        workers: of a group.
+        before: the capture made before parameters were distributed to the workers.
+        assignments, model: as for `build_program.program`.
+        counted: the numbers of samples with which values were computed.
+        workers: workers of a group.
     """
 
     def __init__(
@@ -64,22 +64,25 @@ class InferredLayouts:
         self.forms: dict[fx.Node, TensorShape] = {}
 
     def form(self, node: fx.Node, module: nn.Module | None) -> TensorShape:
-        """Its shape; odd, too, if its samples do not lie one after another any more."""
+        """Return the shape of a node's result.
+
+        The shape is odd also if the samples are no longer contiguous and in order.
+        """
         found = form(node.meta["values"], self._counts)
         if found.odd or found.shape.batch < 0:
             return found
         if counts(node):
-            return replace(found, odd="its elements count the samples, from the first on")
+            return replace(found, odd="its elements depend on the position of the sample in the batch")
         sources = [n for n in node.all_input_nodes if n in self.forms and self.forms[n].shape.batch >= 0]
         if reshapes(node, module) and sources:
             if _ahead(self.forms[sources[0]].shape) != _ahead(found.shape):
-                return replace(found, odd="its samples lie interleaved")
+                return replace(found, odd="its samples are interleaved")
         elif sources and found.shape.per_sample not in {self.forms[n].shape.per_sample for n in sources}:
-            return replace(found, odd="its samples do not lie one after another")
+            return replace(found, odd="its samples are not contiguous")
         return replace(found, odd=next((self.forms[n].odd for n in sources if self.forms[n].odd), ""))
 
     def place(self, node: fx.Node, module: nn.Module | None) -> tuple[ValueLocation, ValueLocation]:
-        """Where it is computed, and the layout that its inputs need."""
+        """Return the layout of a node's result, and the layout that its inputs need."""
         if node.op == "placeholder":
             return BATCH, BATCH
         if node.op == "get_attr":
@@ -102,7 +105,7 @@ class InferredLayouts:
         return layout, layout
 
     def _said(self, name: str, module: nn.Module | None) -> Assignment | None:
-        """A module's assignment; what is inside a layer that is one node has the layer's."""
+        """Return a module's assignment, which may be that of the layer around it."""
         if module is not None and any(True for _ in (*module.parameters(), *module.buffers())):
             while name not in self._assignments and name:
                 name = name.rpartition(".")[0]
@@ -144,7 +147,7 @@ class InferredLayouts:
         return OWN if OWN in layouts else SAME
 
     def _stays_apart(self, node: fx.Node, module: nn.Module | None, inputs: list[fx.Node]) -> bool:
-        """Whether each worker can compute it on its own features."""
+        """Return whether each worker can compute the node on its own features."""
         layout = self.layouts[inputs[0]]
         if layout.where is not LocationKind.FEATURE or any(self.layouts[n] != layout for n in inputs):
             return False
@@ -154,7 +157,7 @@ class InferredLayouts:
         return each_element(node, module) and shapes == {tuple(form(node.meta["values"], self._counts).shape.sizes)}
 
     def settled(self, node: fx.Node, layout: ValueLocation, found: TensorShape) -> ValueLocation:
-        """The layout of a tensor whose shape is known: with samples or without."""
+        """Return the final layout of a tensor, once it is known whether it has samples."""
         batched = found.shape.batch >= 0
         if layout in (SAME, OWN) and (batched or found.odd):
             layout = BATCH
@@ -168,13 +171,16 @@ class InferredLayouts:
         return OWN if own else SAME
 
     def _shared(self, node: fx.Node) -> bool:
-        """Whether a step computed by shares sees only its own share of it."""
+        """Return whether a step computed by shares sees only its own share of the value."""
         return self.layouts.get(node) not in (None, SAME) and (
             node not in self.forms or self.forms[node].shape.batch >= 0
         )
 
     def _check_seen(self, node: fx.Node, assigned: Assignment) -> None:
-        """A scope around a module's call counts only if it was seen before the parameters were given away."""
+        """Refuse a scope around a module's call that the first capture did not reach.
+
+        The parameters were already distributed without it.
+        """
         if not self._before.unfinished or assigned.location is not None:
             return
         if location_of(node.meta["device"], self._workers, node.meta["line"]) is not None:
@@ -186,5 +192,5 @@ class InferredLayouts:
 
 
 def _ahead(shape: SymbolicShape) -> int:
-    """How many runs of samples there are, one after another."""
+    """Return the number of separate runs of samples in memory."""
     return int(torch.Size(shape.sizes[: shape.batch]).numel())

@@ -1,7 +1,7 @@
-"""Which part of a tensor which worker has, as boxes, and what travels when a layout becomes another one.
+"""Parts of a tensor on each worker as boxes, and transfers between layouts.
 
-A box is a range (first, end) per dimension, in coordinates of the whole tensor: all samples of the group, worker 0's
-first. Nothing here knows data: the same functions serve the plan, the runner and the tests.
+A box is a range (first, end) per dimension, in coordinates of the whole tensor with all samples of the group, worker
+0's first. Nothing here touches data: the planner, the runner and the tests use the same functions.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,19 @@ Box = tuple[tuple[int, int], ...]
 
 
 def even(count: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """`count` things in `parts` ranges whose lengths differ by at most one."""
+    """Split `count` items into `parts` ranges of lengths that differ by at most one."""
     return tuple((count * k // parts, count * (k + 1) // parts) for k in range(parts))
 
 
 def box(layout: ValueLocation, worker: int, shape: SymbolicShape, samples: Sequence[int]) -> Box | None:
-    """The part of a value that `worker` has; None where it has nothing by its layout.
+    """Return the part of a value that `worker` has, or None if it has no part.
 
     Args:
         samples: each worker's number of samples.
 
     Raises:
-        ValueError: a layout over the samples, but the shape has no batch dimension; OWN, which has no place in a whole.
+        ValueError: the layout is BATCH and the shape has no batch dimension, or the layout is OWN, which is part of no
+            whole tensor.
     """
     sizes = shape.at(sum(samples))
     ranges = [(0, size) for size in sizes]
@@ -43,18 +44,18 @@ def box(layout: ValueLocation, worker: int, shape: SymbolicShape, samples: Seque
 
 
 def sizes_of(part: Box) -> tuple[int, ...]:
-    """The lengths of a box's ranges."""
+    """Return the lengths of a box's ranges."""
     return tuple(end - first for first, end in part)
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Indices of `inner` in a tensor that holds `outer`."""
+    """Return the indices of `inner` in a tensor that holds `outer`."""
     return tuple(slice(first - start, end - start) for (first, end), (start, _) in zip(inner, outer, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Worker `target` gets `box` from worker `source`, which may be itself."""
+    """Worker `target` gets `box` from worker `source`, which may be the same."""
 
     source: int
     target: int
@@ -62,9 +63,9 @@ class Transfer:
 
 
 def transfers(edge: LayoutEdge, samples: Sequence[int]) -> tuple[Transfer, ...]:
-    """All that travels over an edge, by target, then by source; empty boxes do not.
+    """Return the transfers of an edge, by target, then by source, without empty boxes.
 
-    What every worker has already (SAME, WHOLE) it takes from itself.
+    A value that every worker has (SAME, WHOLE) is taken from the worker itself.
     """
     workers = range(len(samples))
     own = edge.source.where in (LocationKind.SAME, LocationKind.WHOLE)

@@ -1,4 +1,4 @@
-"""A cut graph told in stretches: steps that follow one another in one place, which is how a reader thinks of it."""
+"""Segments of a program: consecutive steps in the same layout, for display."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,24 @@ from topotrain.parallel.program.split_program import LocationKind, Program, Prog
 
 @dataclass(frozen=True, slots=True)
 class LayoutSegment:
-    """Steps in order, all with results in the same layout."""
+    """Consecutive steps with results in the same layout."""
 
     number: int
     layout: ValueLocation
     steps: tuple[ProgramStep, ...]
 
     def title(self) -> str:
-        """What is in it: its modules, or its functions where it has none; only the ends of a long list."""
+        """Return the names of its modules, or of its functions if it has no modules.
+
+        Of more than three names only the first and the last are given.
+        """
         modules = [step.target for step in self.steps if step.kind is StepKind.MODULE]
         names = list(dict.fromkeys(modules)) or [step.name for step in self.steps]
         return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
 
 
 def stretches(program: Program) -> tuple[LayoutSegment, ...]:
-    """The steps that compute; arguments and parameters are no work."""
+    """Return the segments of a program, without arguments and parameters."""
     found: list[list[ProgramStep]] = []
     for step in program.steps:
         if step.kind in (StepKind.INPUT, StepKind.ATTRIBUTE):
@@ -34,7 +37,7 @@ def stretches(program: Program) -> tuple[LayoutSegment, ...]:
 
 
 def told(layout: ValueLocation) -> str:
-    """A layout in words: "samples", "features (dim 1)", "worker 2"."""
+    """Return a layout in words: "samples", "features (dim 1)", "worker 2"."""
     words = {
         LocationKind.BATCH: "samples",
         LocationKind.FEATURE: f"features (dim {layout.dim})",
@@ -47,5 +50,8 @@ def told(layout: ValueLocation) -> str:
 
 
 def _place(step: ProgramStep) -> ValueLocation:
-    """Where its work is done: what a worker computes from its own share belongs to the samples."""
+    """Return the layout of a step's work.
+
+    Values that each worker computes from its own share count as computed by samples.
+    """
     return ValueLocation(LocationKind.BATCH) if step.layout.where is LocationKind.OWN else step.layout

@@ -1,13 +1,15 @@
-"""The cut graph as data: what is computed in which order, where each value is, and what travels.
+"""The program of a split model as data: steps, layouts of values, and edges.
 
-Every worker of a group holds the same program. A value's layout says which part of it which worker has:
+Every worker of a group holds the same program, with its steps in order. The layout of a value says which part of it
+each worker has:
 
-* BATCH: each worker its share of the samples (`partition_dim: 0`, the default).
-* FEATURE: each worker an even part along one dimension of all samples' features (`partition_dim: 1`).
-* AT: one worker all of it (`partition_dim: -1`, `location`).
-* WHOLE: every worker all of it; a target of moves only, and what a FEATURE step reads.
-* SAME: every worker computes the same without the batch (a parameter, a constant); nothing has to travel.
-* OWN: computed from a worker's own share and no longer one entry per sample (a mean over the share); cannot travel.
+- BATCH: each worker has its share of the samples (`partition_dim: 0`, the default).
+- FEATURE: each worker has an even part along one dimension, of all samples (`partition_dim: 1`).
+- AT: one worker has the whole value (`partition_dim: -1`, `location`).
+- WHOLE: every worker has the whole value. Only edges have it as target, and FEATURE steps read it.
+- SAME: every worker computes the same value without the batch (a parameter, a constant), so it is never sent.
+- OWN: each worker computes the value from its own share, and it no longer has one entry per sample (a mean over the
+  share). It cannot be sent.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ from typing import Any
 
 
 class LocationKind(Enum):
-    """How a value lies over the workers of a group."""
+    """How a value is distributed over the workers of a group."""
 
     BATCH = "batch"
     FEATURE = "feature"
@@ -30,22 +32,23 @@ class LocationKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ValueLocation:
-    """`dim` counts for FEATURE (never negative), `worker` for AT."""
+    """The layout of a value. FEATURE uses `dim` (never negative), AT uses `worker`."""
 
     where: LocationKind
     dim: int = 0
     worker: int = 0
 
     def on(self, worker: int) -> bool:
-        """Whether a worker has any of it."""
+        """Return whether a worker has any part of the value."""
         return self.where is not LocationKind.AT or self.worker == worker
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolicShape:
-    """A tensor's sizes for any number of samples: dimension `batch` has `per_sample` entries for each; -1: none has.
+    """A tensor's sizes for any number of samples.
 
-    `sizes` counts elements and has 0 at `batch`; `dtype` is torch's name without "torch.".
+    Dimension `batch` has `per_sample` entries per sample; -1 means no such dimension. `sizes` are in elements, with 0
+    at `batch`. `dtype` is torch's name without "torch.".
     """
 
     sizes: tuple[int, ...]
@@ -54,13 +57,13 @@ class SymbolicShape:
     per_sample: int = 1
 
     def at(self, samples: int) -> tuple[int, ...]:
-        """The sizes with so many samples."""
+        """Return the sizes with `samples` samples."""
         return tuple(samples * self.per_sample if d == self.batch else size for d, size in enumerate(self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class ResultRef:
-    """As an argument: the result of step `number`, after move `edge` if that is not None."""
+    """As an argument: the result of step `number`, after edge `edge` if not None."""
 
     number: int
     edge: int | None = None
@@ -68,14 +71,17 @@ class ResultRef:
 
 @dataclass(frozen=True, slots=True)
 class SizeArgument:
-    """As an argument: the number `per_sample` × samples + `more`, of the samples that the step computes with."""
+    """As an argument: the number `per_sample` × samples + `more`.
+
+    The samples are those with which the step computes.
+    """
 
     per_sample: int
     more: int
 
 
 class StepKind(Enum):
-    """What a step does."""
+    """The kind of a step."""
 
     INPUT = "input"  # target: the argument's name
     MODULE = "module"  # target: the module's name in the model
@@ -86,9 +92,10 @@ class StepKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DropoutMask:
-    """Drawn by a step: its shape, the chance of an element to stay, and its dimensions in the order of memory.
+    """A mask that a step draws: its shape, and the probability to keep an element.
 
-    That is the order in which elements are drawn, outermost dimension first; (): as they are counted.
+    `order` has the dimensions in the order of memory, which is the order in which elements are drawn, outermost first.
+    () means that the mask is contiguous.
     """
 
     shape: SymbolicShape
@@ -98,12 +105,16 @@ class DropoutMask:
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """One node of the graph. `args` and `kwargs` are nested tuples, lists and dicts that may hold Ref and Size.
+    """One node of the graph.
 
-    layout: where its result is; the workers that have any of it run it.
-    shape: of the result, None where that is no single tensor.
-    random: it draws a mask like dropout's (`chance`). inside: the masks that it draws in training.
-    line: "file:line" of the user's code that it stands for, or "".
+    `args` and `kwargs` are nested tuples, lists and dicts that may hold ResultRef and SizeArgument.
+
+    Attributes:
+        layout: the layout of its result. All workers that have a part of it run the step.
+        shape: the shape of the result, or None if it is not a single tensor.
+        random: the step draws a mask as dropout does (`runtime/dropout.py`).
+        inside: the masks that it draws in training.
+        line: "file:line" of the user's code, or "".
     """
 
     number: int
@@ -121,9 +132,9 @@ class ProgramStep:
 
 @dataclass(frozen=True, slots=True)
 class LayoutEdge:
-    """A value that is needed in another layout than it has: result of step `value`, moved from `source` to `target`.
+    """A move of the result of step `value` from layout `source` to layout `target`.
 
-    One value that several steps need in one and the same layout travels once.
+    A value that several steps need in the same layout is moved once.
     """
 
     number: int
@@ -135,9 +146,10 @@ class LayoutEdge:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The cut graph. `inputs` are the names of the forward's arguments; `output` is nested and holds Refs.
+    """The program of a split model.
 
-    Tensors of the output are BATCH (each worker has its own samples'), WHOLE, SAME or OWN, on every worker.
+    `inputs` are the names of the forward's arguments. `output` is nested and holds ResultRefs. Its tensors are BATCH
+    (each worker has those of its own samples), WHOLE, SAME or OWN, on every worker.
     """
 
     workers: int

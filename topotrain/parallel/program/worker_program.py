@@ -1,4 +1,4 @@
-"""One worker's share of the cut graph: its steps in order, what each waits for, sends on, and lets go of."""
+"""One worker's share of a program: its steps in order, and their moves."""
 
 import hashlib
 import operator
@@ -14,10 +14,14 @@ from topotrain.parallel.program.split_program import LayoutEdge, Program, Progra
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """One local step. `step` None: the end, where the output and what nobody here uses must have arrived.
+    """One step of a worker.
 
-    arrivals: edges whose value it is the first to need; leaves: edges that its result takes; frees: values that
-    nobody here needs afterwards.
+    `step` is None at the end, where the output, and values that no step here reads, must have arrived.
+
+    Attributes:
+        arrivals: edges with a value that this step is the first to need.
+        leaves: edges that move its result.
+        frees: values that no later step here needs.
     """
 
     step: ProgramStep | None
@@ -27,7 +31,7 @@ class LocalStep:
 
 
 def share(program: Program, me: int) -> tuple[LocalStep, ...]:
-    """The steps that worker `me` runs, in the program's order, and the end."""
+    """Return the steps that worker `me` runs, in the program's order, and the end."""
     steps = [step for step in program.steps if step.layout.on(me)]
     arriving = {edge.number: edge for edge in program.edges if edge.target.on(me)}
     out = frozenset(references(program.output))
@@ -49,7 +53,7 @@ def share(program: Program, me: int) -> tuple[LocalStep, ...]:
 
 
 def references(nested: Any) -> Iterator[ResultRef]:
-    """All values that are arguments somewhere inside."""
+    """Yield all values that are arguments in nested data."""
     if isinstance(nested, ResultRef):
         yield nested
     elif isinstance(nested, Mapping):
@@ -63,7 +67,10 @@ def references(nested: Any) -> Iterator[ResultRef]:
 
 
 def replaced(nested: Any, leaf: Callable[[ResultRef | SizeArgument], Any]) -> Any:
-    """The same nest with every Ref and Size replaced; lists stay lists, named tuples keep their type."""
+    """Return the same nested data with every ResultRef and SizeArgument replaced.
+
+    Lists stay lists, and named tuples keep their type.
+    """
     if isinstance(nested, ResultRef | SizeArgument):
         return leaf(nested)
     again = partial(replaced, leaf=leaf)
@@ -80,7 +87,10 @@ def replaced(nested: Any, leaf: Callable[[ResultRef | SizeArgument], Any]) -> An
 
 
 def rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """`items` as a mapping of the same type (an OrderedDict, a model's output class), a dict where that fails."""
+    """Return `items` as a mapping of the same type, or as a dict where that fails.
+
+    Such types are OrderedDict and the output classes of models.
+    """
     try:
         return type(like)(**items) if is_dataclass(like) else type(like)(items)  # type: ignore[call-arg]
     except TypeError:
@@ -88,7 +98,10 @@ def rebuilt(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]
 
 
 def taken_out(program: Program) -> Iterator[ProgramStep]:
-    """Steps that only take something out of an argument which is a tuple, a dict or an object."""
+    """Yield steps that only take an item out of an argument.
+
+    The argument is a tuple, a dict or an object.
+    """
     nested = {step.number for step in program.steps if step.kind is StepKind.INPUT and step.shape is None}
     for step in program.steps:
         if (
@@ -102,7 +115,7 @@ def taken_out(program: Program) -> Iterator[ProgramStep]:
 
 
 def given_of(program: Program, given: Mapping[str, Any]) -> Iterator[tuple[ProgramStep, Any]]:
-    """The arguments, and what the model takes out of them: step and value."""
+    """Yield each argument, and each item taken out of one: step and value."""
     values = {step.number: given.get(step.target) for step in program.steps if step.kind is StepKind.INPUT}
     for step in taken_out(program):
         values[step.number] = step.target(values[step.args[0].number], *step.args[1:])
@@ -111,12 +124,15 @@ def given_of(program: Program, given: Mapping[str, Any]) -> Iterator[tuple[Progr
 
 
 def edges_of(program: Program) -> Mapping[int, LayoutEdge]:
-    """By number."""
+    """Return the edges of a program by number."""
     return {edge.number: edge for edge in program.edges}
 
 
 def digest(*things: object) -> int:
-    """A number that differs, in all likelihood, where two programs or settings do; the same in every process."""
+    """Return a number that is the same for equal programs, in every process.
+
+    Different programs or settings have different numbers with high probability.
+    """
     hashed = hashlib.sha256("\n".join(_words(things)).encode()).digest()
     return int.from_bytes(hashed[:7], "little")
 
@@ -127,7 +143,7 @@ def _words(thing: Any) -> Iterator[str]:
     elif is_dataclass(thing) and not isinstance(thing, type):
         yield type(thing).__name__
         for field in fields(thing):
-            if field.name != "line":  # a checkout may lie elsewhere on another machine
+            if field.name != "line":  # the path of a checkout may differ between machines
                 yield from _words(getattr(thing, field.name))
     elif isinstance(thing, Mapping):
         yield "{"

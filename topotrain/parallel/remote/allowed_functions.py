@@ -1,7 +1,10 @@
-"""What a description of a graph may call: functions of torch that make tensors out of tensors and numbers.
+"""Functions of torch that a graph description may call.
 
-Rule: a name that is not here is not called, whoever asks. Left out on purpose: what reads or writes files, runs code or
-looks at memory that nobody has filled (`empty`, `as_strided`, `set_`), and what draws random numbers, dropout apart.
+They make tensors out of tensors and numbers. A function that is not listed is never called. Left out on purpose are:
+
+- Functions that read or write files or run code.
+- Functions that expose uninitialized memory (`empty`, `as_strided`, `set_`).
+- Functions that draw random numbers, except dropout.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,11 +63,14 @@ def _table() -> dict[str, Callable[..., Any]]:
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = _table()
-"""By name. Names are those that torch itself gives (`torch.overrides.resolve_name`)."""
+"""Functions by the names that torch itself gives them (`torch.overrides.resolve_name`)."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function that torch has called; that of one that is not in FUNCTIONS is any that is not there."""
+    """Return the name of a function that torch has called.
+
+    If the function is not in FUNCTIONS, neither is the name.
+    """
     name = overrides.resolve_name(function) or ""
     if name in FUNCTIONS:
         return name

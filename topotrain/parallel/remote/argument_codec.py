@@ -1,7 +1,8 @@
-"""Arguments of a description: numbers, texts and references as JSON, read as if whoever wrote them were hostile.
+"""Arguments of a graph description as JSON: numbers, texts and references.
 
-A list is a list, and everything else that JSON has no word for is {kind: value}: {"value": [3, []]} is the result of
-node 3 and {"value": [3, [1]]} its second part, {"input": 0} an argument of the call, {"stated": 2} a parameter.
+Input is validated as if a hostile process had written it. A list is a list. Anything else without a form in JSON is
+{kind: value}: {"value": [3, []]} is the result of node 3 and {"value": [3, [1]]} its second part, {"input": 0} an
+argument of the call, {"stated": 2} a parameter.
 """
 
 import json
@@ -52,12 +53,12 @@ _KINDS: Mapping[type, str] = {CallInput: "input", StateRef: "stated"}
 
 
 class ComputingDevice:
-    """In the place of a device: that of the worker who computes."""
+    """Stands for the device of the worker that computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceBounds:
-    """How many nodes, inputs and states may be referred to."""
+    """The numbers of nodes, inputs and states that references may use."""
 
     nodes: int
     inputs: int
@@ -65,7 +66,11 @@ class ReferenceBounds:
 
 
 def encode(value: Any) -> Any:
-    """An argument as JSON has it. Raises TypeError for what has no form there."""
+    """Return an argument in its JSON form.
+
+    Raises:
+        TypeError: the value has no such form.
+    """
     if isinstance(value, NodeOutput):
         return {"value": [value.node, list(value.path)]}
     if isinstance(value, CallInput | StateRef):
@@ -93,7 +98,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any, bounds: ReferenceBounds, depth: int = 0) -> Any:
-    """What `encode` has written. Raises ConfigError for anything else."""
+    """Return the argument that `encode` has written.
+
+    Raises:
+        ConfigError: `data` is anything else.
+    """
     if depth > _MAX_DEPTH:
         refuse("description", None, f"must be nested at most {_MAX_DEPTH} deep")
     if data is None or type(data) in (bool, float):
@@ -105,11 +114,11 @@ def decode(data: Any, bounds: ReferenceBounds, depth: int = 0) -> Any:
     if type(data) is list:
         return [decode(item, bounds, depth + 1) for item in data]
     if type(data) is not dict or len(data) != 1:
-        refuse("argument", None, "is none that a description has")
+        refuse("argument", None, "must be a plain value, a list, or an object with one key")
     ((kind, inside),) = data.items()
     reader = _READERS.get(kind)
     if reader is None:
-        refuse("argument", str(kind)[:80], "is no kind of argument that a description has")
+        refuse("argument", str(kind)[:80], "is not a kind of argument that a description may have")
     return reader(inside, bounds, depth + 1)
 
 
@@ -185,7 +194,7 @@ _READERS: dict[str, Callable[[Any, ReferenceBounds, int], Any]] = {
 
 
 def references(nested: Any) -> Iterator[NodeOutput | CallInput | StateRef]:
-    """All of them inside an argument, in order."""
+    """Yield all references inside an argument, in order."""
     if isinstance(nested, NodeOutput | CallInput | StateRef):
         yield nested
     elif isinstance(nested, tuple | list):
@@ -198,7 +207,7 @@ def references(nested: Any) -> Iterator[NodeOutput | CallInput | StateRef]:
 
 
 def replaced(nested: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The same nest with every reference, and every Here, replaced."""
+    """Return the same nested data with every reference and ComputingDevice replaced."""
     if isinstance(nested, NodeOutput | CallInput | StateRef | ComputingDevice):
         return leaf(nested)
     if isinstance(nested, tuple | list):
@@ -211,7 +220,11 @@ def replaced(nested: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def read_json(text: bytes) -> Any:
-    """JSON without numbers that are none. Raises ConfigError."""
+    """Parse JSON without NaN and infinities.
+
+    Raises:
+        ConfigError: the text is not such JSON.
+    """
     try:
         return json.loads(text, parse_constant=lambda name: refuse("description", name, "must be a finite number"))
     except (ValueError, RecursionError) as error:
@@ -221,12 +234,16 @@ def read_json(text: bytes) -> Any:
 
 
 def natural(value: Any, most: int) -> bool:
-    """Whether it is a whole number, 0 to `most`."""
+    """Return whether `value` is an integer from 0 to `most`."""
     return type(value) is int and 0 <= value <= most
 
 
 def fields_of(data: Any, count: int, what: str) -> Sequence[Any]:
-    """A list of so many. Raises ConfigError."""
+    """Return `data`, which must be a list of `count` items.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not isinstance(data, list) or len(data) != count:
         refuse("description", None, f"{what} must be a list of {count}")
     found: list[Any] = data
@@ -234,5 +251,5 @@ def fields_of(data: Any, count: int, what: str) -> Sequence[Any]:
 
 
 def refuse(field: str, value: object, accepted: str) -> NoReturn:
-    """Raise ConfigError."""
+    """Raise a ConfigError."""
     raise ConfigError(field, value, accepted)

@@ -1,8 +1,8 @@
-"""A model's forward as plain data for another process: names of functions, numbers, and who computes what.
+"""A model's forward as plain data: functions, numbers and workers.
 
-Rule: what comes from elsewhere is read as if it were hostile. It is JSON; every node names a function of
-`allowed`; every reference points backwards; sizes and depths have bounds. Nothing is unpickled, imported or
-evaluated.
+Another process can run it. Data from another process is validated as if it were hostile. It is JSON. Every node names a
+function of `allowed_functions`, every reference points backward, and sizes and depths have bounds. Nothing is
+unpickled, imported or evaluated.
 
     {"inputs": [["float32", [8, 4]], …], "nodes": [[function, worker, args, kwargs, graded, line], …], "output": …}
 """
@@ -40,21 +40,25 @@ class TensorForm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its elements take."""
+        """Bytes of its elements."""
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "TensorForm":
-        """A tensor's."""
+        """Return the form of a tensor."""
         return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def to_data(self) -> list[Any]:
-        """As JSON has it."""
+        """Return the JSON form."""
         return [self.dtype, list(self.sizes)]
 
     @staticmethod
     def from_data(data: Any) -> "TensorForm":
-        """Raises ConfigError."""
+        """Read the JSON form.
+
+        Raises:
+            ConfigError: a field is not valid.
+        """
         dtype, sizes = fields_of(data, 2, "a tensor")
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             refuse("dtype", dtype, f"must be one of {', '.join(sorted(ITEM_BYTES))}")
@@ -67,9 +71,11 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class StateDescription:
-    """A parameter, or (graded None) a buffer or constant: the worker that holds it, the server that is its home.
+    """A parameter, buffer or constant, and the worker that holds it.
 
-    graded: whether it is trained. home: -1 for none in particular.
+    Attributes:
+        graded: whether a parameter is trained; None for a buffer or constant.
+        home: the server that stores it, or -1 for any.
     """
 
     form: TensorForm
@@ -78,12 +84,16 @@ class StateDescription:
     home: int = -1
 
     def to_data(self) -> list[Any]:
-        """As JSON has it."""
+        """Return the JSON form."""
         return [self.form.to_data(), self.worker, self.graded, self.home]
 
     @staticmethod
     def from_data(data: Any, workers: int, servers: int) -> "StateDescription":
-        """Raises ConfigError."""
+        """Read the JSON form.
+
+        Raises:
+            ConfigError: a field is not valid.
+        """
         form, worker, graded, home = fields_of(data, 4, "a state")
         if not natural(worker, workers - 1):
             refuse("worker", worker, f"must be 0 to {workers - 1}")
@@ -95,7 +105,11 @@ class StateDescription:
 
 
 def states_from(data: Any, workers: int, servers: int) -> tuple[StateDescription, ...]:
-    """Raises ConfigError."""
+    """Read the JSON form of all states.
+
+    Raises:
+        ConfigError: a field is not valid.
+    """
     if not isinstance(data, list) or len(data) > MAX_STATES:
         refuse("states", None, f"must be at most {MAX_STATES}")
     return tuple(StateDescription.from_data(item, workers, servers) for item in data)
@@ -103,9 +117,13 @@ def states_from(data: Any, workers: int, servers: int) -> tuple[StateDescription
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """One call. `args` and `kwargs` are nested and hold Value, Input and Stated.
+    """One call of a function.
 
-    graded: computed outside of `torch.no_grad()`. line: "file:line" of the user's code.
+    `args` and `kwargs` are nested and hold NodeOutput, CallInput and StateRef.
+
+    Attributes:
+        graded: computed outside `torch.no_grad()`.
+        line: "file:line" of the user's code.
     """
 
     function: str
@@ -125,7 +143,7 @@ class GraphDescription:
     output: Any
 
     def to_data(self) -> dict[str, Any]:
-        """What `json.dumps` takes."""
+        """Return a form for `json.dumps`."""
         return {
             "inputs": [form.to_data() for form in self.inputs],
             "nodes": [
@@ -137,13 +155,14 @@ class GraphDescription:
 
     @staticmethod
     def from_data(data: Any, workers: int, states: int) -> "GraphDescription":
-        """Read what another process says.
+        """Read a description from another process.
 
         Args:
-            workers: of the cluster. states: how many there are.
+            workers: workers of the cluster.
+            states: the number of states.
 
         Raises:
-            ConfigError: it is no description, or calls a function that is not allowed; names the function.
+            ConfigError: a field is not valid, or a function is not allowed. The error names the function.
         """
         if not isinstance(data, dict) or data.keys() != {"inputs", "nodes", "output"}:
             refuse("description", None, "must have inputs, nodes and output")
@@ -162,7 +181,7 @@ class GraphDescription:
 def _node(data: Any, workers: int, bounds: ReferenceBounds) -> GraphNode:
     function, worker, args, kwargs, graded, line = fields_of(data, 6, "a node")
     if not isinstance(function, str) or function not in FUNCTIONS:
-        refuse("function", str(function)[:MAX_TEXT], "is none that a session may call")
+        refuse("function", str(function)[:MAX_TEXT], "is not a function that a session may call")
     if not natural(worker, workers - 1):
         refuse("worker", worker, f"must be 0 to {workers - 1}")
     if not isinstance(args, list) or not isinstance(kwargs, dict) or not isinstance(graded, bool):

@@ -1,8 +1,8 @@
-"""A forward is run once on fake tensors, and what it calls of torch is written down: a description for another process.
+"""Record a forward as a graph description by running it once on fake tensors.
 
-Every call of a public function of torch is one node (`torch.overrides.TorchFunctionMode`), so what runs elsewhere is
+Every call of a public function of torch is one node (`torch.overrides.TorchFunctionMode`). So the other process runs
 what the script would have run, layer by layer, with the same kernels and the same autograd. Sizes are those of the
-example; a call with others is recorded anew.
+example. A call with other sizes is recorded again.
 """
 
 import logging
@@ -27,21 +27,22 @@ from topotrain.parallel.remote.graph_description import GraphDescription, GraphN
 from topotrain.parallel.remote.state_numbers import ModelState, location
 
 _FIELD = "model.forward"
-_STATISTICS = (1, 2)  # batch_norm writes into these arguments, and counts no version
+_STATISTICS = (1, 2)  # batch_norm writes to these arguments without a new version number
 _LOOKS = frozenset(
     f"torch.Tensor.{name}"
     for name in ("__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "numpy", "nonzero")
 )
-_DECIDES = "decides or counts by a tensor's values, and what a session runs must be the same for all data"
+_DECIDES = "decides or counts by a tensor's values, but a session must run the same functions for all data"
 
 
 def record(kept: ModelState, args: Sequence[Any], kwargs: Mapping[str, Any], loss: bool = False) -> GraphDescription:
-    """Write down what the model computes of such arguments, in its present mode.
+    """Record the computation of a model for given arguments, in its present mode.
 
-    loss: what it returns is to be a loss.
+    Args:
+        loss: the result must be a loss.
 
     Raises:
-        ConfigError: it does what cannot be written down; names the line of the user's code.
+        ConfigError: the forward cannot be recorded. The error names the line of the user's code.
     """
     model = kept.model
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -63,7 +64,7 @@ def record(kept: ModelState, args: Sequence[Any], kwargs: Mapping[str, Any], los
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch writes to its log what it could not compute on fake tensors, and raises it, too: once is enough."""
+    """Silence torch's log of failures on fake tensors, which are also raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -98,7 +99,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes the calls down; `known` says which value each tensor is, `alive` keeps the tensors meanwhile."""
+    """Records calls. `_known` maps tensors to references, `_alive` keeps the tensors."""
 
     def __init__(self, kept: ModelState, fakes: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class _Recorder(TorchFunctionMode):
         self._known: dict[int, NodeOutput | CallInput | StateRef] = {id(t): StateRef(n) for n, t in enumerate(fakes)}
         self._known |= {id(tensor): CallInput(number) for number, tensor in enumerate(inputs)}
         self._inside: list[str] = []  # devices of the modules that run now
-        self._written: dict[int, str] = {}  # memory that was written to in place, and by what
+        self._written: dict[int, str] = {}  # memory that was written in place, and the function that did
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,7 +129,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Know of every moment in whose forward it is."""
+        """Track the modules with a forward that is running."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self._inside.append(getattr(module, device_scopes.PLACE, "") or "")
@@ -146,7 +147,10 @@ class _Recorder(TorchFunctionMode):
                 hook.remove()
 
     def _worker(self, used: Sequence[NodeOutput | CallInput | StateRef], line: str) -> int:
-        """The scope of the call, then that of the modules around it, then where its inputs are."""
+        """Return the worker of a call.
+
+        The scope of the call decides, then the scopes of the modules around it, then the workers of its inputs.
+        """
         cluster = self._kept.cluster
         scope = device_scopes.current()
         named = ["" if scope is None else str(scope), *reversed(self._inside)]
@@ -193,7 +197,7 @@ class _Recorder(TorchFunctionMode):
 
     def _learn(self, result: Any, ref: NodeOutput) -> None:
         if isinstance(result, torch.Tensor):
-            if id(result) not in self._known:  # what writes in place gives back what it was given
+            if id(result) not in self._known:  # a function that writes in place returns its argument
                 self._known[id(result)] = ref
                 self._alive.append(result)
         elif isinstance(result, tuple | list):
@@ -217,20 +221,23 @@ class _Recorder(TorchFunctionMode):
         plain = value is None or value is Ellipsis or type(value) in (bool, int, float, str)
         if plain or isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):
             return value
-        raise ConfigError(_FIELD, None, f"gives {name} a {type(value).__name__}, which cannot be written down", line)
+        raise ConfigError(_FIELD, None, f"gives {name} a {type(value).__name__}, which cannot be recorded", line)
 
     def _ref(self, tensor: torch.Tensor, line: str) -> NodeOutput | CallInput | StateRef:
         found = self._known.get(id(tensor))
         if found is not None:
             return found
         if isinstance(tensor, torch._subclasses.FakeTensor):
-            raise ConfigError(_FIELD, None, "uses a tensor that it has not made with functions of torch", line)
+            raise ConfigError(_FIELD, None, "uses a tensor that was not made by a public function of torch", line)
         return StateRef(self._kept.add(tensor))  # a constant of the forward, or a parameter that a module keeps twice
 
     # --- writing in place -------------------------------------------------------------------------------------------
 
     def _writes(self, tensor: torch.Tensor, worker: int, name: str, line: str) -> None:
-        """A tensor is written to where it is, and nobody else has a copy from before."""
+        """Refuse a write in place on a worker that does not hold the tensor.
+
+        Other workers may have a copy from before.
+        """
         if self._home(self._known.get(id(tensor))) != worker:
             self._refuse_write(name, line)
         self._written[_memory(tensor)] = name
@@ -246,19 +253,23 @@ class _Recorder(TorchFunctionMode):
         return self._kept.worker.get(ref.number) if isinstance(ref, StateRef) else None
 
     def _refuse_write(self, name: str, line: str) -> NoReturn:
-        told = f"{name} writes over a value that was given, or that another worker needs, too: make a new tensor"
+        told = f"{name} writes in place to an argument, or to a value that another worker needs: make a new tensor"
         raise ConfigError(_FIELD, None, told, line)
 
     def described(self, output: Any) -> Any:
-        """What the model returns. Raises ConfigError where that is more than tensors, numbers, tuples, lists, dicts."""
+        """Return the output of the model with references.
+
+        Raises:
+            ConfigError: the output has more than tensors, numbers, tuples, lists and dicts.
+        """
         return self._plain(output, [], "its caller", definition(self._kept.model))
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What a tensor, and all views of it, have in common."""
+    """Return a number that a tensor shares with all its views."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _without_device(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A tensor that is made from nothing is made where it is needed."""
+    """Drop the device arguments: a new tensor is made on the worker that needs it."""
     return {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}

@@ -1,10 +1,10 @@
-"""A description becomes a cut graph and a model of this worker's part: what `program_runner.Runner` runs.
+"""Turn a graph description into a program and this worker's part of a model.
 
-Rule: nothing is computed that was not rehearsed on fake tensors first, which have sizes and no memory: that finds every
-size, and whatever is too large, before anything is allocated.
+`program_runner.Runner` runs the result. Every call is first run on fake tensors, which have sizes and no memory. That
+finds every size, and any value that is too large, before anything is allocated.
 
-Every value is on one worker (AT). Where a worker needs what another one has, an edge moves it. In a training step all
-workers get the loss, since all go backward; what else the model returns is kept by the first worker alone.
+- Every value is on one worker (AT). Where another worker needs it, an edge moves it.
+- In a training step all workers get the loss, since all run the backward. Other outputs stay on the first worker.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,11 +50,13 @@ _WHOLE = ValueLocation(LocationKind.WHOLE)
 
 
 class WorkerModel(nn.Module):
-    """What a worker holds of a session's model: states by number, as `s0`, `s1`, …; others' are on the meta device.
+    """The states of a session's model that this worker holds, named `s0`, `s1`, ….
+
+    States of other workers are on the meta device.
 
     Args:
-        states: all of them.
-        values: of those that are here, by number.
+        states: all states of the model.
+        values: the tensors of this worker, by the number of their state.
     """
 
     def __init__(self, states: Sequence[StateDescription], values: Mapping[int, torch.Tensor]) -> None:
@@ -72,22 +74,22 @@ class WorkerModel(nn.Module):
             self.register_parameter(f"s{number}", parameter)
 
     def forward(self, **given: torch.Tensor) -> Any:
-        """What runs is the cut graph; the arguments are called `x0`, `x1`, …"""
+        """Declare the arguments, which are named `x0`, `x1`, …. The program runs instead."""
         raise NotImplementedError
 
     def divided(self, states: Sequence[StateDescription], workers: int) -> ParameterOwners:
-        """Who holds what."""
+        """Return the owners of all states."""
         places = {f"s{number}": Assignment(-1, state.worker) for number, state in enumerate(states)}
         return divide(self, places, workers)
 
     def parameters_in_order(self) -> list[nn.Parameter]:
-        """Its parameters, by number."""
+        """Return its parameters by number."""
         return list(self.parameters())
 
 
 @dataclass(slots=True)
 class OutputCollector:
-    """Takes what the model returns, where that is computed."""
+    """Receives the output of the model on the worker that computes it."""
 
     content: Any = None
 
@@ -96,7 +98,7 @@ class OutputCollector:
 
 
 class NoGradFunction:
-    """A function of torch as it is inside `torch.no_grad()`."""
+    """A function of torch called inside `torch.no_grad()`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -128,7 +130,7 @@ class _Building:
         kwargs: Mapping[str, Any] = MappingProxyType({}),
         line: str = "",
     ) -> int:
-        """One more step; its number."""
+        """Add a step and return its number."""
         number = self.numbers[name] = len(self.steps)
         shape = SymbolicShape(tuple(example.shape), _dtype(example)) if isinstance(example, torch.Tensor) else None
         label = getattr(target, "__name__", str(target))
@@ -139,12 +141,14 @@ class _Building:
         return number
 
     def ref(self, number: int, layout: ValueLocation) -> ResultRef:
-        """A step's result where it is needed."""
+        """Return a reference to a step's result in the layout where it is needed."""
         step = self.steps[number]
         if step.layout == layout:
             return ResultRef(number)
         if step.shape is None:
-            raise ConfigError("description", step.name, "no single tensor, and so it cannot travel to another worker")
+            raise ConfigError(
+                "description", step.name, "is not a single tensor, so it cannot be sent to another worker"
+            )
         key = (number, layout)
         if key not in self.edges:
             self.edges[key] = LayoutEdge(len(self.edges), number, step.layout, layout, step.shape)
@@ -159,16 +163,17 @@ def program(
     box: OutputCollector | None,
     most: int,
 ) -> Program:
-    """The cut graph of a description.
+    """Build the program of a description.
 
     Args:
-        states: the model's.
-        workers: of the cluster. first: the one that the session talks to, which has the arguments.
-        box: takes the output on the first worker; None: the output is the loss, and all get it.
+        states: the states of the model.
+        workers: workers of the cluster.
+        first: the worker to which the session talks. It has the arguments.
+        box: takes the output on the first worker. None: the output is the loss, and all workers get it.
         most: bytes that one value may have.
 
     Raises:
-        ConfigError: a call that torch refuses, or a value that is too large; names the user's line.
+        ConfigError: torch refuses a call, or a value is too large. The error names the line of the user's code.
     """
     with quiet(), FakeTensorMode():
         return _program(_Building(description, states, workers, first), box, most)
@@ -213,12 +218,12 @@ def _add_node(building: _Building, number: int, node: GraphNode, examples: dict[
     try:
         with torch.set_grad_enabled(node.graded):
             result = function(*given[0], **given[1])
-    except Exception as error:  # whatever torch makes of arguments that do not fit
+    except Exception as error:  # torch may raise anything for arguments that do not fit
         told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise ConfigError(node.function, None, told, node.line) from None
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and _bytes(leaf) > most:
-            told = f"makes a value of {_bytes(leaf):,} bytes, more than the {most:,} that this worker has room for"
+            told = f"makes a value of {_bytes(leaf):,} bytes, more than the limit of this worker, {most:,} bytes"
             raise ConfigError(node.function, None, told, node.line)
     examples[NodeOutput(number)] = result
     layout = ValueLocation(LocationKind.AT, worker=node.worker)
@@ -246,19 +251,19 @@ def _refs(building: _Building, nested: Any, layout: ValueLocation, examples: Map
 
 
 def _step_of(building: _Building, ref: Any, examples: Mapping[object, Any]) -> int:
-    """The step whose result it is; a part of a tuple is taken out where the tuple is."""
+    """Return the step with this result; a part of a tuple is taken where the tuple is."""
     if ref in building.numbers:
         return building.numbers[ref]
     example = _at(ref, examples)
     if not isinstance(example, torch.Tensor):
-        raise ConfigError("description", str(ref), "is no tensor")
+        raise ConfigError("description", str(ref), "must be a tensor")
     whole = building.numbers[NodeOutput(ref.node)]
     worker = building.steps[whole].layout.worker
     return building.add(ref, StepKind.FUNCTION, _Part(ref.path), worker, example, [ResultRef(whole)])
 
 
 class _Part:
-    """Takes a part out of what a function has returned."""
+    """Takes a part out of the result of a function."""
 
     def __init__(self, path: tuple[int, ...]) -> None:
         self._path = path
@@ -280,7 +285,11 @@ def _at(ref: Any, examples: Mapping[object, Any]) -> Any:
 
 
 def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> ResultRef:
-    """Raises ConfigError where the model returns something else than a loss."""
+    """Return a reference to the loss.
+
+    Raises:
+        ConfigError: the model returns something else.
+    """
     example = _at(output, examples) if isinstance(output, NodeOutput | CallInput | StateRef) else None
     if not isinstance(example, torch.Tensor) or example.numel() != 1 or not example.requires_grad:
         told = "must return the loss, a tensor with one element that depends on a parameter"
@@ -290,7 +299,7 @@ def _loss(building: _Building, output: Any, examples: Mapping[object, Any]) -> R
 
 def _empty(form: Described, most: int) -> torch.Tensor:
     if form.nbytes > most:
-        raise ConfigError("description", form.sizes, f"is more than the {most:,} bytes that this worker has room for")
+        raise ConfigError("description", form.sizes, f"is larger than the limit of this worker, {most:,} bytes")
     return torch.empty(form.sizes, dtype=torch_dtype(form.dtype))
 
 

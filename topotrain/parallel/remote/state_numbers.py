@@ -1,4 +1,4 @@
-"""What a model keeps from call to call, numbered, and who is to hold it: for a description of it."""
+"""Numbers and workers of a model's state, for its graph description."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ _MAX_CONSTANT = 1 << 20  # bytes
 
 @dataclass(frozen=True, slots=True)
 class TaskCluster:
-    """How many tasks there are, and which worker computes what nobody has placed."""
+    """The numbers of tasks, and the worker that computes calls without a scope."""
 
     workers: int
     servers: int
@@ -26,9 +26,9 @@ class TaskCluster:
 
 @dataclass(slots=True)
 class ModelState:
-    """The tensors that a model keeps from call to call: its parameters, buffers, and constants of its forward.
+    """The tensors that a model keeps between calls: parameters, buffers and constants.
 
-    `worker` of those whose place is known; the others get one where they are first used.
+    `worker` has the worker of a tensor where it is known. Other tensors get the worker of their first use.
     """
 
     model: nn.Module
@@ -41,7 +41,11 @@ class ModelState:
 
     @staticmethod
     def of(model: nn.Module, cluster: TaskCluster) -> "ModelState":
-        """Raises ConfigError for a place that is none."""
+        """Number the parameters and buffers of a model.
+
+        Raises:
+            ConfigError: a device does not exist.
+        """
         kept = ModelState(model, cluster)
         found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         for name, tensor in found:
@@ -49,7 +53,7 @@ class ModelState:
         return kept
 
     def add(self, tensor: torch.Tensor, name: str = "") -> int:
-        """The number of a tensor; a new one is taken in."""
+        """Return the number of a tensor; a new tensor is added."""
         if id(tensor) not in self.numbers:
             if self.sealed:
                 told = "uses a tensor that the first call of the model did not have: register it as a buffer"
@@ -77,7 +81,10 @@ class ModelState:
             raise ConfigError("model.forward", None, told, user_line())
 
     def states(self) -> tuple[StateDescription, ...]:
-        """All of them; whoever has no place yet is with the first worker. From here on there are no new ones."""
+        """Return all states and allow no new ones.
+
+        Tensors without a worker go to the first worker.
+        """
         self.sealed = True
         found = []
         for number, tensor in enumerate(self.tensors):
@@ -88,7 +95,11 @@ class ModelState:
 
 
 def location(name: str | None, cluster: TaskCluster, where: str = "") -> int | None:
-    """The worker that a device's name means, None if it leaves that open. Raises ConfigError if there is none."""
+    """Return the worker that a device name means, or None if the name leaves it open.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
     if not name or device_scopes.parse(name).job == "ps":
         return None
     return location_of(name, cluster.workers, where, ("CPU",))

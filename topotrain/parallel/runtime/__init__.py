@@ -1,1 +1,1 @@
-"""How a worker runs its program: micro-batches, transfers, dropout."""
+"""Execution of a worker's program: micro-batches, transfers, dropout."""

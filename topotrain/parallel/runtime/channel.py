@@ -1,6 +1,7 @@
-"""The way from worker to worker inside a group: a tensor goes out under a key, and somebody asks for that key.
+"""Contract of a channel between the workers of a group: tensors under keys.
 
-What a road would be (a socket, shared memory, a dictionary) is not said here.
+A sender sends a tensor under a key, and the receiver takes it by that key. The transport (a socket, shared memory, a
+dictionary) is not specified here.
 """
 
 from collections import deque
@@ -10,15 +11,15 @@ from typing import Protocol
 
 import torch
 
-HELLO = -1  # `TensorKey.edge` of the tensor with which a forward begins
-STEPPED = -2  # and of the word that a worker has gone on to the next step
+HELLO = -1  # `TensorKey.edge` of the tensor that a worker sends when a forward begins
+STEPPED = -2  # `TensorKey.edge` of the notice that a worker has called optimizer.step()
 
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """What a tensor is: it belongs to micro-batch `micro` of forward `forward` and goes over edge `edge`.
+    """Identifies a tensor by forward, micro-batch and edge.
 
-    backward: it is the gradient, on its way back.
+    `backward` marks the gradient of the value, which is sent back.
     """
 
     forward: int
@@ -28,7 +29,7 @@ class TensorKey:
 
 
 class ActivationChannel(Protocol):
-    """One worker's door to the others of its group."""
+    """One worker's channel to the other workers of its group."""
 
     me: int
     """This worker's index in the group."""
@@ -36,45 +37,67 @@ class ActivationChannel(Protocol):
     """Workers in the group."""
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
-        """Never waits. `tensor` has been read when this returns.
+        """Send a tensor without waiting; `tensor` has been read on return.
 
-        grad: forward, the sender wants a gradient back; backward, there is one (else `tensor` is empty: zero).
+        Args:
+            grad: in the forward, the sender wants a gradient back. In the backward, there is a gradient. Without one
+                `tensor` is empty, which means zero.
         """
         ...
 
     def here(self, source: int, key: TensorKey) -> bool:
-        """Whether `take` would not wait. Raises as `take` does."""
+        """Return whether `take` would not wait.
+
+        Raises:
+            JobError, PeerLost: as `take`.
+        """
         ...
 
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """What was sent, first come first served where a key was used twice; the tensor belongs to the caller.
+        """Wait for a tensor and return it and its `grad`.
+
+        Tensors under the same key come in the order they were sent. The tensor belongs to the caller.
 
         Raises:
-            JobError, PeerLost: it will not come.
+            JobError, PeerLost: the tensor will not arrive.
         """
         ...
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
-        """Return when one of (source, key) is here. Raises as `take` does."""
+        """Wait until one of (source, key) has arrived.
+
+        Raises:
+            JobError, PeerLost: as `take`.
+        """
         ...
 
 
 @dataclass(slots=True)
 class ArrivedTensors:
-    """What has come and nobody has taken yet. It knows no lock: whoever shares it among threads has one."""
+    """Tensors that have arrived and were not taken yet.
+
+    It has no lock. Threads that share it must have one.
+    """
 
     _came: dict[tuple[int, TensorKey], deque[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
 
     def put(self, source: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
-        """A tensor has come. A graph that is gone through backwards twice uses its keys twice: hence a queue."""
+        """Add a tensor that has arrived.
+
+        Each key has a queue, because two backwards over the same graph use its keys twice.
+        """
         self._came.setdefault((source, key), deque()).append((tensor, grad))
 
     def here(self, source: int, key: TensorKey) -> bool:
-        """Whether there is something to take."""
+        """Return whether there is a tensor to take."""
         return (source, key) in self._came
 
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """The first that came. Raises KeyError where nothing has."""
+        """Return the first tensor that arrived.
+
+        Raises:
+            KeyError: no tensor has arrived under this key.
+        """
         queue = self._came[source, key]
         first = queue.popleft()
         if not queue:

@@ -1,9 +1,11 @@
-"""Dropout's masks in a split model are those of the unsplit one.
+"""Dropout of a split model, with the masks of the unsplit model.
 
 Every worker draws the masks of the whole batch from the same state of torch's default generator, in the order of the
-graph, as `torch.nn.functional.dropout` would draw them there, and keeps its parts: one byte per element until they are
-used. A module that is one piece (attention, a recurrent layer) has the masks that it draws inside put in its way
-(`PredrawnMasks`). Whatever else it draws comes from a state of its own, so that the workers' generators stay alike.
+graph, as `torch.nn.functional.dropout` would draw them. It keeps its parts, one byte per element, until they are used.
+
+A module that is one node (attention, a recurrent layer) draws masks inside. `PredrawnMasks` replaces these by the masks
+drawn before. Other random numbers inside it come from a separate state, so that the generators of the workers stay
+alike.
 """
 
 import hashlib
@@ -43,7 +45,10 @@ ALPHA = 1.7580993408473766  # of SELU (Klambauer et al., 2017), to torch's digit
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """How a step drops: with probability p; whole features (channels) alike; as AlphaDropout; into its input."""
+    """A dropout with probability `p`, by element or by whole channels (`features`).
+
+    `alpha` means AlphaDropout.
+    """
 
     p: float
     features: bool
@@ -52,11 +57,14 @@ class Dropout:
 
     @property
     def draws(self) -> bool:
-        """With p = 0 and 1 nothing is drawn."""
+        """Whether masks are drawn, which p = 0 and p = 1 do not need."""
         return 0.0 < self.p < 1.0
 
     def __call__(self, given: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Dropped; `mask` is True where an element stays, None only where nothing is drawn."""
+        """Return the input after dropout.
+
+        `mask` is True where an element is kept. It may be None only if no mask is drawn.
+        """
         if self.p == 0 or given.numel() == 0:
             return given
         if mask is None:
@@ -72,7 +80,10 @@ class Dropout:
 
 
 def dropout(step: ProgramStep, model: nn.Module) -> Dropout | None:
-    """What a dropout does now, in its module's present mode; None: nothing, or the step is no dropout."""
+    """Return the dropout of a step in its module's present mode.
+
+    None: the step is not a dropout, or drops nothing now.
+    """
     if step.kind is StepKind.MODULE:
         module: Any = model.get_submodule(step.target)
         found = next((how for kind, how in MODULES.items() if isinstance(module, kind)), None)
@@ -88,16 +99,19 @@ def dropout(step: ProgramStep, model: nn.Module) -> Dropout | None:
 
 
 def digest(program: Program, model: nn.Module, generator: torch.Generator) -> int:
-    """A number that stands for the generator's state; 0 where this forward draws no masks."""
+    """Return a number for the generator's state, or 0 if this forward draws no masks."""
     drops = (dropout(step, model) for step in program.steps)
     if not any(drop is not None and drop.draws for drop in drops) and not inside(program, model):
         return 0
     hashed = hashlib.sha256(generator.get_state().numpy().tobytes()).digest()
-    return int.from_bytes(hashed[:7], "little") + 1
+    return int.from_bytes(hashed[:7], "little") + 1  # 0 means that no masks are drawn
 
 
 def inside(program: Program, model: nn.Module) -> frozenset[int]:
-    """The steps that draw masks themselves now. Of a module of which only a part is in training nothing is known."""
+    """Return the steps that draw masks themselves now.
+
+    A module of which only a part is in training mode is left out, since its masks are not known.
+    """
     return frozenset(step.number for step in program.steps if step.inside and not step.random and _trains(step, model))
 
 
@@ -116,14 +130,17 @@ def draw(
     generator: torch.Generator,
     themselves: Container[int] = (),
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """All masks of a forward; this worker's parts of them by (step, micro-batch), as bool tensors on the CPU.
+    """Draw all masks of a forward.
 
     Args:
-        drops: of steps, by number.
-        samples: each worker's number.
-        micros: micro-batches into which each worker cuts its samples (`layout.even`).
-        generator: on the CPU; in the same state on all workers.
-        themselves: the steps that draw inside (`inside`); all masks of one are one flat tensor.
+        drops: the dropouts of steps, by number.
+        samples: each worker's number of samples.
+        micros: the micro-batches into which each worker cuts its samples (`layouts.even`).
+        generator: a CPU generator, in the same state on all workers.
+        themselves: steps that draw inside (`inside`). All masks of such a step are one flat tensor.
+
+    Returns:
+        This worker's parts by (step, micro-batch), as bool tensors on the CPU.
     """
     kept = {}
     for step in program.steps:
@@ -146,8 +163,9 @@ def draw(
 def _masks(
     step: ProgramStep, drop: Dropout | None, itself: bool
 ) -> Iterator[tuple[SymbolicShape, float, tuple[int, ...]]]:
-    """What a step draws: shapes, the chance of an element to stay, and the order of memory
-    (`split_program.DropoutMask`).
+    """Yield the masks of a step: shape, probability to keep an element, memory order.
+
+    The order is that of `split_program.DropoutMask`.
     """
     if drop is not None and drop.draws:
         yield _noise(step.shape, drop.features, step), 1 - drop.p, step.inside[0].order if step.inside else ()
@@ -158,7 +176,7 @@ def _masks(
 def _drawn(
     sizes: Sequence[int], order: Sequence[int], keep: float, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """A mask of the whole batch, drawn in the order of memory that the unsplit step's would have."""
+    """Draw a mask of the whole batch, in the memory order of the unsplit step."""
     order = order or range(len(sizes))
     mask = torch.empty([sizes[d] for d in order], dtype=dtype).bernoulli_(keep, generator=generator).bool()
     return mask.permute([order.index(d) for d in range(len(sizes))])
@@ -166,7 +184,7 @@ def _drawn(
 
 def _noise(shape: SymbolicShape | None, features: bool, step: ProgramStep) -> SymbolicShape:
     if shape is None:
-        raise ValueError(f"{step.line or step.name}: dropout of what is no tensor")
+        raise ValueError(f"{step.line or step.name}: the input of dropout must be a tensor")
     ones = max(0, len(shape.sizes) - 2) if features else 0
     return replace(shape, sizes=shape.sizes[: len(shape.sizes) - ones] + (1,) * ones)
 
@@ -180,7 +198,10 @@ def _part(
     micro: int,
     micros: int,
 ) -> torch.Tensor:
-    """Rows of the samples that the step computes with: every worker's of this micro-batch, or its own."""
+    """Return the rows of a mask for the samples that the step computes with.
+
+    These are the samples of all workers in this micro-batch, or this worker's own.
+    """
     rows = _by_samples(
         mask, shape, [me] if step.layout.where is LocationKind.BATCH else range(len(samples)), samples, micro, micros
     )
@@ -205,11 +226,11 @@ def _by_samples(
 
 
 class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, whoever draws a mask gets the next of those that were drawn for the whole batch.
+    """Replaces masks drawn inside the block by masks drawn for the whole batch.
 
     Args:
-        masks: end to end, flat.
-        name: of the step.
+        masks: all masks of a step, flat, one after another.
+        name: the name of the step, for errors.
     """
 
     def __init__(self, masks: torch.Tensor, name: str) -> None:
@@ -225,7 +246,11 @@ class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target.copy_(self._masks[self._at - target.numel() : self._at].view(target.shape))
 
     def done(self) -> None:
-        """The step has ended. Raises ConfigError if it has not drawn what it drew when its graph was made."""
+        """Check that the step has drawn all its masks.
+
+        Raises:
+            ConfigError: the step drew fewer masks than when its graph was made.
+        """
         self._check(self._at == self._masks.numel())
 
     def _check(self, holds: bool) -> None:
@@ -236,10 +261,10 @@ class PredrawnMasks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def apart(step: ProgramStep, masks: torch.Tensor | None, seed: int, micro: int, me: int) -> Iterator[None]:
-    """Inside, a step that is one piece gets its masks, and draws nothing from the worker's generator.
+    """Run a step that is one node with its own masks and a separate random state.
 
     Args:
-        masks: of this step and micro-batch, from `draw`; None: they are not known.
+        masks: the masks of this step and micro-batch, from `draw`, or None if they are not known.
         seed, micro, me: see `state_of_its_own`.
     """
     with state_of_its_own(seed, step, micro, me):
@@ -253,7 +278,10 @@ def apart(step: ProgramStep, masks: torch.Tensor | None, seed: int, micro: int, 
 
 
 def draws_by_itself(step: ProgramStep, model: nn.Module) -> bool:
-    """Whether a step draws from torch's generator where it is computed: a module with a dropout inside, attention."""
+    """Return whether a step draws random numbers while it runs.
+
+    These are modules with a dropout inside, and attention.
+    """
     if step.kind is not StepKind.MODULE:
         return float(step.kwargs.get("dropout_p", 0.0) or 0.0) > 0
     whole = model.get_submodule(step.target)
@@ -266,7 +294,10 @@ def draws_by_itself(step: ProgramStep, model: nn.Module) -> bool:
 
 @contextmanager
 def state_of_its_own(seed: int, step: ProgramStep, micro: int, me: int) -> Iterator[None]:
-    """Inside, torch's CPU generator is where seed, step, micro-batch and worker put it; afterwards as before."""
+    """Set torch's CPU generator from seed, step, micro-batch and worker for the block.
+
+    The previous state is restored afterwards.
+    """
     before = torch.get_rng_state()
     text = f"{seed} {step.number} {micro} {me}".encode()
     torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))

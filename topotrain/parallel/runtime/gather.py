@@ -1,8 +1,8 @@
-"""What a split model holds comes to one worker of its group, whole, in the midst of the training.
+"""Gather a split model on worker 0 of its group during training.
 
-Every worker of the group does this at the same point of its script, so the values are those of one step. They come in
-pieces, and each that has found its place is told of: no more than AHEAD of a worker's are on the way. So the model need
-not fit into anybody's memory, if the places are not in it.
+Every worker of the group calls this at the same point of its script, so all values are of the same step. Tensors are
+sent in pieces, and worker 0 acknowledges each piece. At most AHEAD pieces of a worker are in flight. So the model need
+not fit in memory, as long as the destinations are elsewhere, such as in a file.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +17,15 @@ from topotrain.parallel.runtime.worker_sync import WorkerSync
 PIECE_BYTES = 4 << 20
 AHEAD = 2
 _PIECE, _PLACED = STEPPED - 2, STEPPED - 3
-"""`TensorKey.edge` of a piece, and of the word that it has found its place."""
+"""`TensorKey.edge` of a piece, and of its ack."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredTensor:
-    """A parameter or buffer of the whole model, or a part of one; what this worker holds of it may be on meta."""
+    """A parameter or buffer of the whole model, or a part of one.
+
+    `held` is this worker's tensor, on the meta device if another worker holds it.
+    """
 
     whole: WholeTensor
     share: OwnedPart
@@ -30,12 +33,12 @@ class GatheredTensor:
 
     @property
     def source(self) -> int:
-        """The worker that it comes from: worker 0 where it has it, as of an unsplit model."""
+        """The worker that sends it: worker 0 if it holds the tensor, else the first owner."""
         return 0 if self.share.here(0) else self.share.owners[0]
 
 
 def entries(wholes: Sequence[WholeTensor], tensors: Sequence[torch.Tensor]) -> list[GatheredTensor]:
-    """`tensors` are those of all shares, in order."""
+    """Pair all shares of `wholes` with `tensors`, which are in the same order."""
     shares = [(whole, share) for whole in wholes for share in whole.shares]
     return [
         GatheredTensor(whole, share, tensor.detach()) for (whole, share), tensor in zip(shares, tensors, strict=True)
@@ -43,12 +46,13 @@ def entries(wholes: Sequence[WholeTensor], tensors: Sequence[torch.Tensor]) -> l
 
 
 def give(meeting: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None:
-    """On workers other than worker 0: send what it is to have from here.
+    """Send this worker's tensors to worker 0. Other workers than worker 0 call this.
 
-    what: in words, what all of them do.
+    Args:
+        what: the purpose in words, for error messages.
 
     Raises:
-        ConfigError: worker 0 goes on without it.
+        ConfigError: worker 0 continues without this call.
     """
     passage = meeting.passage
     mine = list(_pieces([entry for entry in held if entry.source == passage.me]))
@@ -64,10 +68,10 @@ def give(meeting: WorkerSync, held: Sequence[GatheredTensor], what: str) -> None
 def gather(
     meeting: WorkerSync, held: Sequence[GatheredTensor], place: Callable[[GatheredTensor], torch.Tensor], what: str
 ) -> None:
-    """On worker 0: write every entry to its place.
+    """Write every tensor to its destination. Worker 0 calls this.
 
     Raises:
-        ConfigError: a worker goes on without it.
+        ConfigError: another worker continues without this call.
     """
     passage = meeting.passage
     for entry in held:
@@ -83,7 +87,10 @@ def gather(
 
 
 def _pieces(held: Sequence[GatheredTensor]) -> Iterator[tuple[GatheredTensor, slice]]:
-    """Rows that make up to PIECE_BYTES, at least one; the same on both sides."""
+    """Yield slices of rows of up to PIECE_BYTES, at least one row.
+
+    Sender and receiver compute the same slices.
+    """
     for entry in held:
         rows = _rowed(entry.held)
         count = len(rows)

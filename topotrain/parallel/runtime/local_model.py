@@ -1,12 +1,11 @@
-"""A model that holds no more than its worker's part, and the same model whole again.
+"""A model that holds only its worker's part, and the restored whole model.
 
-Rule: the model stays one object with all its modules. A parameter that another worker holds is an `nn.Parameter` on the
-meta device in its place, in the modules and in the optimizer, so that all workers describe the same model. A part of a
-parameter stands where the whole stood: `nn.Linear` with fewer rows computes the features of these rows. The attributes
-of modules (`out_features`) still tell of the whole.
-
-The script's own parameter objects are kept: those that are here stay what they are, those that are not lose their
-memory, and `restore` gives it back.
+- The model stays one object with all its modules.
+- A parameter of another worker is an `nn.Parameter` on the meta device, in the modules and in the optimizer. So all
+  workers describe the same model.
+- A part of a parameter replaces the whole: `nn.Linear` with fewer rows computes the features of these rows. Attributes
+  of modules (`out_features`) keep the values of the whole.
+- The script's own parameter objects are kept. Those of other workers lose their memory, and `restore` gives it back.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +25,13 @@ from topotrain.training.parameters.flat_parameters import HOME, ModelParts
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that holds what is its worker's.
+    """A model that holds only its worker's part.
 
-    parts: as the worker, its buffers and the exchange want them; what is not here is on the meta device.
-    absent: modules that have a parameter of their own which is not here, or not all of it: where it is, in words.
-    groups: the optimizer's parameters as they were.
+    Attributes:
+        parts: the parts for the worker, its buffers and the exchange. Tensors of other workers are on the meta device.
+        absent: modules with a parameter of their own of which this worker holds only a part or nothing. The value is
+            the location in words.
+        groups: the optimizer's original parameters.
     """
 
     parts: ModelParts
@@ -40,11 +41,11 @@ class LocalModel:
 
 
 def localise(model: nn.Module, optimizer: Optimizer, division: ParameterOwners, me: int, seed: int = 0) -> LocalModel:
-    """Give back the memory of what other workers hold; the model, the optimizer and its state are changed in place.
+    """Free the memory of parameters that other workers hold.
 
-    A parameter of this worker's that is on the meta device gets memory, and its module's `reset_parameters` fills the
-    module's: with dice of its own, thrown for the module's name and `seed`, so the values do not depend on who holds
-    them.
+    The model, the optimizer and its state are changed in place. Parameters of this worker that are on the meta device
+    get memory, and `reset_parameters` of their module fills them. The random numbers for that depend only on the
+    module's name and `seed`, so the values do not depend on the worker.
 
     Raises:
         ConfigError: such a module has no `reset_parameters`.
@@ -64,7 +65,7 @@ def localise(model: nn.Module, optimizer: Optimizer, division: ParameterOwners, 
 
 
 class _Entry:
-    """A parameter or buffer as it is from now on: the tensors of its shares, in order."""
+    """A localized parameter or buffer: the tensors of its shares, in order."""
 
     def __init__(self, whole: WholeTensor, me: int, made: Mapping[int, torch.Tensor]) -> None:
         self.whole = whole
@@ -87,7 +88,7 @@ def _free(tensor: torch.Tensor) -> None:
 
 
 def described(whole: WholeTensor, share: OwnedPart) -> Parameter:
-    """One entry of the schema."""
+    """Return one entry of the schema."""
     part = whole.part(share)
     names = [share.named(name) for name in whole.names]
     dtype = str(part.dtype).removeprefix("torch.")
@@ -112,7 +113,7 @@ def _owners(entries: Sequence[_Entry]) -> Iterator[tuple[dict[str, nn.Parameter 
 
 
 def _absent(model: nn.Module, division: ParameterOwners, me: int) -> dict[nn.Module, str]:
-    """Modules whose forward would not compute here what the script expects."""
+    """Return modules with a forward that would give a wrong result on this worker."""
     places: dict[int, str] = {}
     for whole in division.parameters + division.buffers:
         words = _where(whole.shares)
@@ -132,7 +133,7 @@ def _where(shares: Sequence[OwnedPart]) -> str:
 
 
 def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[list[Any], list[str] | None], ...]:
-    """The optimizer holds the entries instead; returns its groups as they were."""
+    """Put the localized tensors into the optimizer, and return its original groups."""
     of = {id(entry.whole.tensor): entry for entry in entries}
     kept = []
     for group in optimizer.param_groups:
@@ -151,9 +152,10 @@ def _regroup(optimizer: Optimizer, entries: Sequence[_Entry]) -> tuple[tuple[lis
 
 
 def _hand_over_state(optimizer: Optimizer, entry: _Entry) -> None:
-    """State that was loaded before belongs to the entries: a part of what has the parameter's shape, all of the rest.
+    """Give state that was loaded before to the localized tensors.
 
-    The servers get it, from one worker that tells all of it, so it is kept also for what is not here.
+    State of the parameter's shape is cut into the shares, other state is copied. One worker sends all state to the
+    servers, so state is kept also for shares of other workers.
     """
     held = optimizer.state.pop(entry.whole.tensor, None)
     if not held:
@@ -177,13 +179,13 @@ def restore(
     buffer: Callable[[int], torch.Tensor],
     allocate: Allocate = lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype),
 ) -> None:
-    """The whole model again: the script's objects at their places, with final values.
+    """Make the model whole again: the script's objects, with final values.
 
     Args:
-        localised: what `localise` has returned.
-        optimizer: its groups become what they were.
-        parameter, buffer: the final value of an entry of `parts`, by its number; an unsplit one is not copied.
-        allocate: memory like a tensor on the meta device, for a parameter that was cut.
+        localised: the result of `localise`.
+        optimizer: its original groups are restored.
+        parameter, buffer: the final value of an entry of `parts`, by number. A value that was not cut is not copied.
+        allocate: returns memory like a tensor on the meta device, for a parameter that was cut.
     """
     division = localised.division
     for wholes, value in ((division.parameters, parameter), (division.buffers, buffer)):

@@ -1,4 +1,4 @@
-"""Memory and values for what a model made on the meta device holds on one worker."""
+"""Memory and initial values for parameters that were made on the meta device."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -12,7 +12,10 @@ from topotrain.parallel.placement.parameter_owners import OwnedPart, ParameterOw
 
 
 def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.Tensor:
-    """The same object, cut to a share of the whole if it is not cut yet; the rest of its memory is free."""
+    """Cut a tensor to a share of the whole in place, and free the rest of its memory.
+
+    A tensor that is cut already is left as it is.
+    """
     part = whole.part(share)
     if tensor.shape != part.shape:
         with torch.no_grad():
@@ -24,9 +27,12 @@ def cut_to(whole: WholeTensor, share: OwnedPart, tensor: torch.Tensor) -> torch.
 
 
 def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int = 0) -> dict[int, torch.Tensor]:
-    """Memory and values for what is this worker's and on the meta device; returns it by the id of what it replaces.
+    """Allocate and fill this worker's tensors that are on the meta device.
 
-    Module after module: no more than one whole module is there besides what stays.
+    Modules are filled one by one. So at most one whole module is in memory besides the parts that are kept.
+
+    Returns:
+        The new tensors, by the id of the tensors that they replace.
 
     Raises:
         ConfigError: a module has no `reset_parameters`.
@@ -47,7 +53,10 @@ def materialise(model: nn.Module, division: ParameterOwners, me: int, seed: int 
 
 
 def _taken(wanted: Sequence[tuple[dict[str, Any], str, WholeTensor]], me: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Keep this worker's shares of what a module has filled; a tied weight is its first module's."""
+    """Keep this worker's shares of a filled module.
+
+    A tied weight gets the values of its first module.
+    """
     for table, own, whole in wanted:
         share = next((share for share in whole.shares if share.here(me)), None)
         if share is not None and whole.places[0].same(table, own):
@@ -66,6 +75,6 @@ def _fill(name: str, module: nn.Module, wanted: Sequence[tuple[dict[str, Any], s
     for table, own, whole in wanted:
         table[own] = whole.made(whole.like("cpu"))
     with torch.random.fork_rng(devices=[]):
-        # The values depend on the module's name, and not on what was drawn before: nobody draws everything.
+        # The seed depends on the module's name and not on earlier draws, because each worker fills other modules.
         torch.default_generator.manual_seed(int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7]))
         reset()

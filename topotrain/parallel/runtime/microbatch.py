@@ -1,4 +1,4 @@
-"""One micro-batch on its way through one worker's share of the graph."""
+"""Execution of one micro-batch on one worker."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from topotrain.parallel.runtime.channel import TensorKey
 from topotrain.parallel.runtime.transfers import EdgeTransfer, ForwardMessages, TransferPlan
 
 OWN_SHARE = (LocationKind.BATCH, LocationKind.SAME, LocationKind.OWN)
-_PLANS = 10_000  # that a route keeps: samples of any number may come in any order
+_PLANS = 10_000  # cached plans of a program: numbers of samples may vary without limit
 
 
 class ForwardSettings:
-    """What does not change from forward to forward: the program, this worker's share of it, the model."""
+    """The constants of all forwards: the program, this worker's steps, the model."""
 
     def __init__(self, program: Program, model: nn.Module, me: int) -> None:
         self.program, self.model, self.me = program, model, me
@@ -37,7 +37,10 @@ class ForwardSettings:
         self._plans: dict[tuple[int, tuple[int, ...]], TransferPlan] = {}
 
     def plan(self, edge: int, samples: tuple[int, ...]) -> TransferPlan:
-        """What travels over an edge. Few numbers of samples come again and again, and are kept."""
+        """Return the transfers of an edge.
+
+        Plans are cached, because few numbers of samples occur.
+        """
         found = self._plans.get((edge, samples))
         if found is None:
             if len(self._plans) >= _PLANS:
@@ -48,9 +51,11 @@ class ForwardSettings:
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One forward: what was given, each worker's samples in it, and in how many micro-batches they are cut.
+    """One forward: arguments, samples of each worker, and micro-batches.
 
-    modules: of this worker's steps, by number; apart: steps that draw random numbers by themselves.
+    Attributes:
+        modules: the modules of this worker's steps, by number.
+        apart: steps that draw random numbers themselves.
     """
 
     number: int
@@ -64,16 +69,15 @@ class ForwardPass:
     apart: Set[int]
 
     def samples_of(self, micro: int) -> tuple[int, ...]:
-        """Each worker's samples of a micro-batch."""
+        """Return each worker's samples in a micro-batch."""
         return tuple(end - first for first, end in (even(count, self.micros)[micro] for count in self.samples))
 
 
 class MicroBatchState:
-    """State of one micro-batch: `values` that are still needed, tokens of its moves, and how far it is.
+    """State of one micro-batch: live values, tokens of its moves, and its position.
 
-    cold: an edge over which no gradient will come back; `root` is its value as this worker has made it.
-
-    Steps of one micro-batch run in the program's order, so that sums in the backward have one order.
+    Steps of a micro-batch run in the program's order, so that sums in the backward have a fixed order. `cold` is an
+    edge that no gradient returns over, and `root` is the value that this worker has made for it.
     """
 
     def __init__(self, route: ForwardSettings, trip: ForwardPass, micro: int, cold: int | None = None) -> None:
@@ -89,27 +93,27 @@ class MicroBatchState:
 
     @property
     def done(self) -> bool:
-        """Whether the end is reached."""
+        """Whether all stops have run."""
         return self.place == len(self.route.stops)
 
     @property
     def at_end(self) -> bool:
-        """Whether all steps are done, and only the last arrivals may be left."""
+        """Whether all steps have run. Only the last arrivals may be left."""
         return self.place >= len(self.route.stops) - 1
 
     @property
     def next(self) -> LocalStep:
-        """What would run now."""
+        """The next stop."""
         return self.route.stops[self.place]
 
     def missing(self) -> list[tuple[int, TensorKey]]:
-        """What the next step waits for."""
+        """Return the tensors for which the next stop has to wait."""
         if self._arrivals is None:
             self._arrivals = [self._move(edge) for edge in self.next.arrivals if not self._stays(edge)]
         return [wanted for move in self._arrivals for wanted in self.trip.post.missing(move)]
 
     def run(self) -> None:
-        """The next step, with its moves. What is missing is waited for."""
+        """Run the next stop with its moves, and wait for missing tensors."""
         stop = self.next
         for edge in stop.arrivals:
             self._arrive(edge)
@@ -123,7 +127,7 @@ class MicroBatchState:
         self.place, self._arrivals = self.place + 1, None
 
     def resolve(self, nested: Any, step: ProgramStep | None = None) -> Any:
-        """Arguments with values in the place of Ref and Size; without a step, the output's."""
+        """Replace references in arguments by values; without a step, in the output."""
         own = step is None or step.layout.where in OWN_SHARE
         samples = self.samples[self.route.me] if own else sum(self.samples)
 
@@ -191,7 +195,7 @@ class MicroBatchState:
         return self._share(step, value) if step.number in self.route.taken else value
 
     def _share(self, step: ProgramStep, value: Any) -> Any:
-        """This micro-batch's samples of an argument."""
+        """Return this micro-batch's samples of an argument."""
         shape, samples = step.shape, self.trip.samples[self.route.me]
         if self.trip.micros == 1 or shape is None or shape.batch < 0:
             return value
@@ -200,11 +204,11 @@ class MicroBatchState:
 
 
 def pipe(flights: Sequence[MicroBatchState], wait_any: Callable[[list[tuple[int, TensorKey]]], None]) -> None:
-    """Run all micro-batches to their ends: whatever can run does, the lowest first.
+    """Run all micro-batches to the end, the lowest that can run first.
 
-    None overtakes the one before it, so that modules with a memory (BatchNorm) see them in order. Their ends come when
-    all their steps are done: what arrives there then comes first in the backward, and whoever waits for its gradient
-    does not have to wait for other micro-batches' backwards.
+    - No micro-batch overtakes the one before it, so modules with state (BatchNorm) see them in order.
+    - The end stops run after all steps. Values that arrive there come first in the backward. So a worker that waits for
+      their gradient does not wait for backwards of other micro-batches.
     """
     _run(flights, lambda flight: flight.at_end, wait_any)
     _run(flights, lambda flight: flight.done, wait_any)
@@ -215,7 +219,7 @@ def _run(
     there: Callable[[MicroBatchState], bool],
     wait_any: Callable[[list[tuple[int, TensorKey]]], None],
 ) -> None:
-    """Until all are there."""
+    """Run until `there` holds for all micro-batches."""
     while left := [index for index, flight in enumerate(flights) if not there(flight)]:
         ran, wanted = one_step(flights, left)
         if not ran:
@@ -223,13 +227,17 @@ def _run(
 
 
 def one_step(flights: Sequence[MicroBatchState], candidates: Iterable[int]) -> tuple[bool, list[tuple[int, TensorKey]]]:
-    """Run the next step of the first candidate that can; whether there was one, and else what all of them wait for."""
+    """Run the next stop of the first candidate that can run.
+
+    Returns:
+        Whether a stop was run. If not, also the tensors for which the candidates wait.
+    """
     wanted = list[tuple[int, TensorKey]]()
     for index in candidates:
         flight = flights[index]
         if flight.done or (index > 0 and flights[index - 1].place <= flight.place):
             continue
-        missing = flight.missing()  # asked for once: a message that comes now is seen by wait_any
+        missing = flight.missing()  # checked only once: wait_any notices a message that arrives after this
         if not missing:
             flight.run()
             return True, []

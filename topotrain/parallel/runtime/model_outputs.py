@@ -1,4 +1,4 @@
-"""What the model returns, put together from its micro-batches, and tied to the moves of its forward."""
+"""Output of the model: joined from micro-batches, and tied to its moves."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,10 @@ from topotrain.parallel.runtime.transfers import TieTokens
 
 
 class OutputMerger:
-    """How the results of micro-batches become one: rows one after the other, means (numbers) weighted by samples."""
+    """Joins the results of micro-batches.
+
+    Rows are concatenated. Numbers are averaged, weighted by samples.
+    """
 
     def __init__(self, program: Program) -> None:
         edges, steps = edges_of(program), {step.number: step for step in program.steps}
@@ -27,7 +30,7 @@ class OutputMerger:
             self.layouts[ref] = (step.layout if edge is None else edge.target).where
 
     def joined(self, flights: Sequence[MicroBatchState], me: int) -> Any:
-        """The output of all micro-batches of this worker's share."""
+        """Return the output for all micro-batches of this worker's share."""
         share = sum(flight.samples[me] for flight in flights)
 
         def leaf(found: ResultRef | SizeArgument) -> Any:
@@ -48,7 +51,9 @@ class OutputMerger:
             return mean(values, counts)
         if isinstance(values[0], tuple | list) and all(isinstance(item, torch.Tensor) for item in values[0]):
             raise ConfigError(
-                "microbatches", None, "the model returns what one call made; return its tensors one by one"
+                "microbatches",
+                None,
+                "the model returns a tuple of tensors from one call; return its tensors one by one",
             )
         told = f"{type(values[0]).__name__} {list(getattr(values[0], 'shape', []))}"
         raise ConfigError(
@@ -59,14 +64,14 @@ class OutputMerger:
 
 
 def mean(values: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
-    """Of numbers, weighted by counts; those with a count of 0 do not enter."""
+    """Return the mean of numbers, weighted by counts, without those of count 0."""
     total = sum(counts)
     terms = [value * (count / total) for value, count in zip(values, counts, strict=True) if count]
     return torch.stack(terms).sum() if terms else values[0]
 
 
 def tied(output: Any, tokens: Sequence[torch.Tensor], begun: Callable[[], None], factor: float) -> Any:
-    """The same output; a backward from any tensor of it goes through all the tokens' moves."""
+    """Tie an output to tokens: a backward from any tensor of it runs all their moves."""
     found = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
     chosen = [tensor for tensor in found if tensor.requires_grad] or (found if tokens else [])
     if not chosen:
@@ -78,14 +83,14 @@ def tied(output: Any, tokens: Sequence[torch.Tensor], begun: Callable[[], None],
 
 
 def tensors(nested: Any) -> list[torch.Tensor]:
-    """All tensors of an output, in order."""
+    """Return all tensors of an output, in order."""
     found: list[torch.Tensor] = []
     mapped(nested, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
     return found
 
 
 def mapped(nested: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with every tensor changed."""
+    """Return the same nested data with `change` applied to every tensor."""
     if isinstance(nested, torch.Tensor):
         return change(nested)
     if isinstance(nested, dict):

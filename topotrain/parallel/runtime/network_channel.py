@@ -1,10 +1,13 @@
-"""The way from worker to worker of a group over the roads: `channel.ActivationChannel` where a job runs.
+"""The `ActivationChannel` of a job: tensors between workers over the transports.
 
-Rule: sending waits for nobody, so no two workers can stop each other. A tensor is copied into a slot (`slots`), where
-on one host its receiver sees it, and travels in parts of at most PART_BYTES; each is received into memory of its own,
-made when the part is there: what a peer says of a tensor's size is compared with what has come, and reaches no
-allocator. Every message also says how many have been read of those that came the other way, which frees their slots. A
-worker that has left is no failure until something is wanted of it: at the end, all leave one after another.
+- Sending never waits, so two workers cannot block each other.
+- A tensor is copied into a buffer (`send_buffers`), which a receiver on the same host can map. It is sent in parts of
+  at most PART_BYTES.
+- A part is received into memory allocated when the part arrives. The tensor size that a peer announces is compared with
+  the bytes received and never allocated.
+- Every message also carries the number of messages read from the other side, which frees their buffers.
+- A worker that has left is an error only when a tensor from it is needed. At the end of a job workers leave one after
+  another.
 """
 
 import math
@@ -28,13 +31,15 @@ PART_BYTES = 16 << 20
 
 
 class NetworkChannel:
-    """One worker's `ActivationChannel`. Messages come in through its exchange, on the roads' threads.
+    """One worker's `ActivationChannel`.
+
+    The exchange delivers messages on transport threads.
 
     Args:
-        exchange: the worker's.
-        send: send(to, message); never waits.
-        look: take in what has come, where nothing is read while nobody waits.
-        allocate: memory for what is sent, such as the road can show.
+        exchange: the worker's client.
+        send: send(to, message). It never waits.
+        look: reads messages that have arrived, for transports that read only on demand.
+        allocate: allocates memory for sending, which the transport may share with the receiver.
     """
 
     def __init__(
@@ -48,9 +53,8 @@ class NetworkChannel:
         self._exchange, self._send, self._look = exchange, send, look
         self._group = exchange.me.group
         self._store, self._slots = ArrivedTensors(), SendBuffers(allocate)
-        self._turn = (
-            threading.Lock()
-        )  # what is lent and what is said come in one order, whichever device's thread sends
+        # Buffers are lent and messages sent in the same order, whichever thread of autograd sends.
+        self._turn = threading.Lock()
         self._read: dict[int, int] = defaultdict(int)  # messages of each worker
         self._coming: dict[tuple[int, TensorKey], list[torch.Tensor]] = {}
         self._greeted: set[int] = set()
@@ -60,17 +64,25 @@ class NetworkChannel:
     # --- meeting -------------------------------------------------------------------------------------------------
 
     def greet(self, to: int) -> None:
-        """Say the first word to a worker to whom this one has opened the way."""
+        """Send the first message to a worker to which this worker has connected."""
         self._say(to, ActivationHello())
 
     def await_greetings(self, workers: Collection[int]) -> None:
-        """Return when these workers have opened their ways to this one. Raises JobError, PeerLost."""
+        """Wait until these workers have connected to this one.
+
+        Raises:
+            JobError, PeerLost: the job has failed, or a worker is lost.
+        """
         self._wait(lambda: self._greeted.issuperset(workers), workers)
 
-    # --- the passage ---------------------------------------------------------------------------------------------
+    # --- the channel ---------------------------------------------------------------------------------------------
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
-        """As `ActivationChannel.send`. Raises PeerLost."""
+        """Send a tensor, see `ActivationChannel.send`.
+
+        Raises:
+            PeerLost: the connection to the worker is lost.
+        """
         tensor = tensor.detach()
         if to == self.me:
             with self._exchange.waiter.update():
@@ -91,6 +103,7 @@ class NetworkChannel:
             dtype=str(tensor.dtype).removeprefix("torch."),
         )
         with self._turn:
+            # Negative edges are control messages and gathered pieces: small, or not sent at every step.
             flat = self._slots.lend(to, nbytes, parts, again=key.edge >= 0)
             if nbytes:
                 flat.view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -99,26 +112,26 @@ class NetworkChannel:
                 self._say(to, said(part=part, taken=self._read[to], body=body))
 
     def here(self, source: int, key: TensorKey) -> bool:
-        """As `ActivationChannel.here`."""
+        """Return whether `take` would not wait, see `ActivationChannel.here`."""
         if self._store.here(source, key):
             return True
         self._look()
         if self._exchange.failure is not None:
             raise self._exchange.failure
-        with self._exchange.waiter.update():  # what came before the end counts
+        with self._exchange.waiter.update():  # a tensor that arrived before the peer left still counts
             found = self._store.here(source, key)
             if not found:
                 self._check([source])
             return found
 
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """As `ActivationChannel.take`."""
+        """Return a tensor, see `ActivationChannel.take`."""
         self.wait_any([(source, key)])
         with self._exchange.waiter.update():
             return self._store.take(source, key)
 
     def wait_any(self, wanted: Collection[tuple[int, TensorKey]]) -> None:
-        """As `ActivationChannel.wait_any`."""
+        """Wait for one of several tensors, see `ActivationChannel.wait_any`."""
         if not self._any(wanted):
             with self._exchange.spans.span("wait for workers"):
                 self._wait(lambda: self._any(wanted), {source for source, _ in wanted})
@@ -146,21 +159,29 @@ class NetworkChannel:
     def _worker(self, index: int) -> Address:
         return Address(Role.WORKER, self._group, index)
 
-    # --- what the exchange hands over ----------------------------------------------------------------------------
+    # --- calls by the exchange -----------------------------------------------------------------------------------
 
     def place(self, sender: Address, message: Activation) -> torch.Tensor:
-        """Memory for one part. Raises ProtocolError."""
+        """Allocate memory for one part.
+
+        Raises:
+            ProtocolError: the part cannot belong to a tensor of the announced size.
+        """
         if message.nbytes <= 0 or message.parts != _parts(message.nbytes) or not 0 <= message.part < message.parts:
             raise ProtocolError(f"part {message.part} of {message.parts} of {message.nbytes} bytes")
         return torch.empty(min(PART_BYTES, message.nbytes - message.part * PART_BYTES), dtype=torch.uint8)
 
     def come(self, sender: Address, message: Activation | ActivationHello) -> None:
-        """A part is there, in its turn. Raises ProtocolError."""
+        """Handle a part or a hello that has arrived, in order.
+
+        Raises:
+            ProtocolError: the part is out of order, or its numbers are not possible.
+        """
         if isinstance(message, ActivationHello):
             self._greeted.add(sender.index)
             return
         if not self._slots.read(sender.index, message.taken):
-            raise ProtocolError(f"{sender} says that it has read {message.taken} messages")
+            raise ProtocolError(f"{sender} reports {message.taken} messages read, which is not possible")
         self._read[sender.index] += 1
         key = TensorKey(message.forward, message.micro, message.edge, message.backward)
         came = self._coming.setdefault((sender.index, key), [])
@@ -173,7 +194,7 @@ class NetworkChannel:
             self._store.put(sender.index, key, _whole(message, came), message.grad)
 
     def lost(self, peer: Address, reason: str) -> None:
-        """Nothing more will come from a worker."""
+        """Note that a worker will send nothing more."""
         self._left[peer.index] = reason
 
 
@@ -182,12 +203,16 @@ def _parts(nbytes: int) -> int:
 
 
 def _whole(message: Activation, came: list[torch.Tensor]) -> torch.Tensor:
-    """The tensor whose parts have come. Raises ProtocolError where they are not those of such a tensor."""
+    """Return the tensor from all its parts.
+
+    Raises:
+        ProtocolError: the parts do not make up the announced tensor.
+    """
     if message.dtype not in ITEM_BYTES or min(message.sizes, default=0) < 0:
         raise ProtocolError(f"an activation of {message.sizes} elements of {message.dtype}")
     expected = math.prod(message.sizes) * ITEM_BYTES[message.dtype]
     if sum(part.nbytes for part in came) != expected:
-        raise ProtocolError(f"an activation of {message.nbytes} bytes, {message.sizes} says {expected}")
+        raise ProtocolError(f"an activation of {message.nbytes} bytes, but {message.sizes} needs {expected}")
     if not came:
         return torch.empty(message.sizes, dtype=torch_dtype(message.dtype))
     flat = came[0] if len(came) == 1 else torch.cat(came)

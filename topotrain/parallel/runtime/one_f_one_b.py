@@ -1,13 +1,15 @@
-"""`schedule: k1F1B`: forward and backward of micro-batches take turns inside the model's call (PipeDream-flush of
-Narayanan et al., 2021; one forward, one backward).
+"""The schedule k1F1B: one forward, one backward, inside the model's call.
 
-A micro-batch goes back as soon as its loss is known and the first gradient that this worker needs is here, before
-another one sets out; so a worker keeps the activations of as many micro-batches as there are stages from it to the end,
-not of all. The model must return its loss, one number, for nobody else could say what to go back from. The gradients
-are kept, and added to the parameters when the script calls `loss.backward()`.
+It is PipeDream-flush of Narayanan et al., 2021. A micro-batch runs its backward as soon as its loss is known and the
+first gradient that this worker needs has arrived, before another micro-batch starts. So a worker keeps the activations
+of as many micro-batches as there are stages from its own to the last, and not of all.
 
-Why nobody waits for ever: all workers let micro-batches go back in one order, so that of those inside a backward the
-lowest micro-batch waits for nobody who is in another; and the lowest that has not gone back may always set out.
+The model must return its loss, one number, because a backward can only start from it. Gradients are kept, and added to
+the parameters when the script calls `loss.backward()`.
+
+There is no deadlock. All workers run the backwards of micro-batches in the same order, so of those inside a backward
+the lowest micro-batch waits for no worker that is in another one. And the lowest micro-batch without a backward may
+always start.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +28,21 @@ from topotrain.parallel.runtime.model_outputs import mean
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """The number that the model returns: value `ref`; `edge` takes it to all workers, None: each has its own."""
+    """The loss that the model returns.
+
+    `ref` is its value. `edge` sends it to all workers. None: each worker has a loss of its own.
+    """
 
     ref: ResultRef
     edge: int | None
 
 
 def loss_of(program: Program) -> LossOutput:
-    """Raises ConfigError if the model's output is not one loss."""
+    """Return the loss of a program.
+
+    Raises:
+        ConfigError: the output of the model is not one loss.
+    """
     ref = program.output
     if isinstance(ref, ResultRef):
         edge = next((edge for edge in program.edges if edge.number == ref.edge), None)
@@ -48,15 +57,16 @@ def loss_of(program: Program) -> LossOutput:
     raise ConfigError(
         "schedule",
         "k1F1B",
-        "needs a model whose forward returns the loss and nothing else, one number; take kGPipe for one that returns "
-        "its outputs",
+        "needs a forward that returns the loss and nothing else, one number; take kGPipe for a model that returns its "
+        "outputs",
     )
 
 
 def in_flight(program: Program, me: int) -> int:
-    """Micro-batches whose activations this worker may keep: the stages from its own to the last.
+    """Return the number of micro-batches with activations that this worker may keep.
 
-    A worker that computes on its share before the first stage begins must keep up with that stage.
+    It is the number of stages from its own to the last. A worker that computes on its share before the first stage must
+    keep up with the first stage.
     """
     order = list(dict.fromkeys(step.layout.worker for step in program.steps if step.layout.where is LocationKind.AT))
     first = next((step for step in program.steps if step.kind is not StepKind.INPUT and step.layout.on(me)), None)
@@ -66,7 +76,10 @@ def in_flight(program: Program, me: int) -> int:
 
 
 class DeferredBackward(Function):
-    """(begun, gradients, loss, anchor, parameters) -> loss; backward gives the parameters the gradients."""
+    """(begun, gradients, loss, anchor, parameters) -> loss, with known gradients.
+
+    The backward gives the gradients to the parameters.
+    """
 
     @staticmethod
     def forward(
@@ -76,13 +89,13 @@ class DeferredBackward(Function):
         loss: torch.Tensor,
         *_: torch.Tensor,
     ) -> Any:
-        """The loss is known, and so are its gradients."""
+        """Return the loss and store its gradients."""
         ctx.begun, ctx.gradients = begun, gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> Any:
-        """What the script does with the loss (a factor) counts."""
+        """Return the gradients, multiplied by the gradient of the loss."""
         ctx.begun()
         (factor,) = given
         return None, None, None, None, *(None if g is None else g * factor.to(g.device, g.dtype) for g in ctx.gradients)
@@ -92,7 +105,7 @@ class OneFOneBForward:
     """One forward under this schedule.
 
     Args:
-        factor: of the gradients of this worker's own loss.
+        factor: factor of the gradients of this worker's own loss.
     """
 
     def __init__(self, route: ForwardSettings, trip: ForwardPass, loss: LossOutput, factor: float) -> None:
@@ -110,7 +123,10 @@ class OneFOneBForward:
     def __call__(
         self, wait_any: Callable[[list[tuple[int, TensorKey]]], None], begun: Callable[[], None]
     ) -> torch.Tensor:
-        """All micro-batches forward and back; the loss, from which the script's backward adds the gradients."""
+        """Run all micro-batches forward and back, and return the loss.
+
+        The script's backward from the loss adds the gradients to the parameters.
+        """
         counts = [self._count(flight.samples) for flight in self.flights if flight is not None]
         while self.back < self.trip.micros:
             blocked = self._turn(counts)
@@ -121,7 +137,7 @@ class OneFOneBForward:
         return loss
 
     def _turn(self, counts: Sequence[int]) -> list[tuple[int, TensorKey]] | None:
-        """Do one thing; or give what all wait for."""
+        """Run one stop or one backward, or return the tensors for which all wait."""
         going = [flight for flight in self.flights if flight is not None]
         lowest, blocked = going[0], list[tuple[int, TensorKey]]()
         if lowest.done:
@@ -138,11 +154,11 @@ class OneFOneBForward:
 
     @staticmethod
     def _feeds(flight: MicroBatchState) -> bool:
-        """Inputs may go to the first stage at any time."""
+        """Return whether the next step reads an input. Inputs may be sent at any time."""
         return not flight.done and flight.next.step is not None and flight.next.step.kind is StepKind.INPUT
 
     def _awaited(self, flight: MicroBatchState) -> list[tuple[int, TensorKey]]:
-        """What the micro-batch's backward would have to wait for at once."""
+        """Return the gradients for which the micro-batch's backward would wait at once."""
         if self._root(flight) is not None or not flight.departed:
             return []
         post, move = self.trip.post, flight.departed[-1]
@@ -154,7 +170,7 @@ class OneFOneBForward:
         return root if isinstance(root, torch.Tensor) and root.requires_grad else None
 
     def _go_back(self, flight: MicroBatchState, part: float) -> None:
-        """Backward of one micro-batch, whose loss is `part` of the whole."""
+        """Run the backward of one micro-batch; its loss is `part` of the whole."""
         self.losses.append(flight.values[self.loss.ref].detach())
         ends, seeds = list(flight.tokens), [torch.zeros_like(token) for token in flight.tokens]
         root = self._root(flight)
@@ -173,7 +189,10 @@ class OneFOneBForward:
                 self._add(index, gradient)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
-        """The first sum makes memory of its own: what autograd gives may be another parameter's gradient, too."""
+        """Add a gradient to the sum of a parameter.
+
+        The first sum allocates new memory, because autograd may return the same tensor for two parameters.
+        """
         before = self.gradients[index]
         if before is None:
             self.gradients[index] = gradient
@@ -184,7 +203,7 @@ class OneFOneBForward:
             self._sums.add(index)
 
     def _seed(self) -> float:
-        """What would come back from all workers' loss.backward()."""
+        """Return the gradient of the loss that all workers' loss.backward() would give."""
         if self.loss.edge is None:
             return self.factor
         weights = self.trip.post.weights

@@ -1,8 +1,9 @@
-"""Runs a cut graph: this worker's steps, and the moves between them, in the place of the model's forward.
+"""Runs a program in place of the model's forward: steps and moves of one worker.
 
-A call begins with a meeting of all workers (`meeting`). Then each of the micro-batches goes through this worker's steps
-(`flight`), values leave for other workers as soon as they are made and arrive where they are first needed (`moves`),
-and autograd takes the same way back. GPipe (Huang et al., 2019) by default: all micro-batches forward, then all back.
+A call begins with an exchange of hellos between all workers (`worker_sync`). Then each micro-batch runs this worker's
+steps (`microbatch`). Values are sent to other workers as soon as they are made, and received where they are first
+needed (`transfers`). Autograd sends gradients back along the same edges. The default schedule is GPipe (Huang et al.,
+2019): all micro-batches forward, then all back.
 """
 
 import math
@@ -28,25 +29,26 @@ GPIPE, ONE_F_ONE_B = "kGPipe", "k1F1B"
 
 
 class Runner:
-    """In the place of `model.forward`: takes this worker's share of the batch, gives the output for it.
+    """Replaces `model.forward`: takes this worker's samples and returns their output.
+
+    A worker with weight 0 (it repeats samples) takes part. Its loss adds nothing to any gradient, but the gradients of
+    parameters that only it holds must count. Therefore servers use `counts`, not `weight`, as the weight of its
+    gradients.
 
     Args:
         program: the same on all workers of the group.
-        model: its modules and parameters that are used on this worker are here, others may be meta.
-        passage: to the group's other workers.
-        weight: what this worker's gradient counts in the present step (its samples).
-        microbatches: into how many parts each worker's share is cut, at most; fewer where a worker has fewer samples.
+        model: has the modules and parameters of this worker. Others may be on the meta device.
+        passage: the channel to the other workers of the group.
+        weight: returns the weight of this worker's gradient in the present step (its samples).
+        microbatches: the maximum number of parts into which each worker's share is cut. All shares have fewer parts if
+            a worker has fewer samples.
         schedule: kGPipe or k1F1B.
-        meeting: of this process, if it has several runners (one for training, one for evaluation).
-        generator: that draws masks of dropout.
-
-    A worker whose weight is 0 (it repeats samples) goes along: its loss adds nothing to any gradient, but parameters
-    that live on it alone have gradients that must count. Therefore servers take `counts`, not `weight`, as the weight
-    of its gradients.
+        meeting: the `WorkerSync` of this process, if it has several runners (one for training, one for evaluation).
+        generator: draws the masks of dropout.
 
     Raises (from a call):
-        ConfigError: the workers do not do the same, or an argument has another shape than the graph was made for.
-        JobError, PeerLost: another worker or a server is gone.
+        ConfigError: the workers' scripts differ, or an argument has another shape than the program.
+        JobError, PeerLost: another worker or a server is lost.
     """
 
     def __init__(
@@ -72,15 +74,16 @@ class Runner:
         self._digest = digest(program, microbatches, schedule)
         self._signature = signature(type(model).forward)
         self.counts = 0.0
-        """What this worker's gradients count since the last call."""
+        """Weight of this worker's gradients since the last call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model for this worker's samples, nested as the model returns it."""
+        """Return the model's output for this worker's samples, nested as the model does."""
         given = self._bind(args, kwargs)
         hellos = self.meeting.meet(self._hello(self._samples(given)))
         said = [hello.weight for hello in hellos]
         weights = tuple(weight if weight > 0 else 1.0 for weight in said)
         me = self.passage.me
+        # Weight 0 counts as 1 here, and `factor` takes the loss of such a worker out of the mean.
         self.counts = weights[me]
         factor = said[me] / weights[me] * (sum(weights) / (sum(said) or math.inf))
         trip = self._trip(given, tuple(hello.samples for hello in hellos), weights)
@@ -97,7 +100,11 @@ class Runner:
         return tied(output, [token for flight in flights for token in flight.tokens], self.meeting.begun, factor)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        """Arguments by name, as a call of the model's own forward would bind them; TypeError as there."""
+        """Return the arguments by name.
+
+        Raises:
+            TypeError: as a call of the model's own forward.
+        """
         bound = self._signature.bind(self.model, *args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -107,7 +114,7 @@ class Runner:
         return given
 
     def _samples(self, given: Mapping[str, Any]) -> int:
-        """This worker's samples, by the arguments; all must have as many."""
+        """Return the number of this worker's samples, which all arguments must have."""
         found: dict[int, str] = {}
         for step, value in given_of(self.program, given):
             shape = step.shape
@@ -156,14 +163,14 @@ class Runner:
         return ForwardPass(forward, post, given, samples, micros, drops, masks, modules, apart)
 
     def _device(self, given: Mapping[str, Any]) -> torch.device:
-        """Where this worker computes: where its parameters are, else its arguments."""
+        """Return the device of this worker: that of its parameters, else of its arguments."""
         tensors = [*self.model.parameters(), *self.model.buffers(), *given.values()]
         devices = (tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_meta)
         return next(devices, torch.device("cpu"))
 
 
 def hash_of(dtype: torch.dtype) -> int:
-    """A number for a dtype, the same in every process."""
+    """Return a number for a dtype that is the same in every process."""
     return int.from_bytes(str(dtype).encode()[-6:], "little")
 
 

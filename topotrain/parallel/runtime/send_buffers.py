@@ -1,11 +1,11 @@
-"""Memory for what a worker sends to the others of its group: used again as soon as its receiver has read it.
+"""Buffers for tensors that a worker sends to others of its group.
 
-Fresh memory costs several times the copy that it is for. And where the road shows memory, a value that lies here is
-copied once, by its receiver, while through a socket it would have to be read and written by two busy processes at the
-same time.
+A buffer is reused as soon as its receiver has read it, since fresh memory costs several times the copy into it. If the
+transport shares memory, a value in a buffer is copied once, by its receiver. Over a socket, two busy processes would
+have to read and write it at the same time.
 
-Rule: a slot is written only while no receiver may read it. Bodies go to a peer in order, and what it says of itself is
-how many of them it has read; so nothing that it does not say can free a slot.
+A buffer is written only while no receiver may read it. Messages reach a peer in order, and the peer reports how many it
+has read. Only such a report frees a buffer.
 """
 
 import threading
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 import torch
 
-SMALL = 4096  # bytes; less is cheaper to send than to point at
-_STEPS = 4  # sizes between a power of two and the next: at most a quarter of a slot is not used
+SMALL = 4096  # bytes; smaller tensors are cheaper to send inline than by reference
+_STEPS = 4  # sizes between a power of two and the next: at most a quarter of a buffer is unused
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
 def private(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that no road shows."""
+    """Allocate memory that no transport shares."""
     return torch.empty(numel, dtype=dtype)
 
 
 @dataclass(slots=True)
 class _Lent:
-    """Memory with a value in it, how many of the value's parts have not been read, and whether it is kept then."""
+    """A buffer in use: its unread parts, and whether it is kept afterwards."""
 
     memory: torch.Tensor
     parts: int
@@ -36,10 +36,10 @@ class _Lent:
 
 
 class SendBuffers:
-    """The slots of one worker. Any thread may call it.
+    """The send buffers of one worker. Any thread may call it.
 
     Args:
-        allocate: allocate(numel, dtype) gives 1-D memory, which is kept for good.
+        allocate: allocate(numel, dtype) returns 1-D memory, which is kept until the end.
     """
 
     def __init__(self, allocate: Allocate) -> None:
@@ -50,12 +50,12 @@ class SendBuffers:
         self._read: dict[int, int] = defaultdict(int)
 
     def lend(self, to: int, nbytes: int, parts: int, again: bool) -> torch.Tensor:
-        """Memory of so many bytes (1-D uint8) for a value that goes to a peer in so many messages.
+        """Return `nbytes` bytes (1-D uint8) for a value that goes to a peer.
 
-        Whoever calls sends them before anything else goes to that peer.
+        The value is sent in `parts` messages. The caller must send these before any other message to that peer.
 
         Args:
-            again: such values will be sent again and again; memory for others is not kept.
+            again: such values will be sent again. Memory for other values is not kept.
         """
         again = again and nbytes > SMALL
         with self._lock:
@@ -64,7 +64,10 @@ class SendBuffers:
         return memory[:nbytes]
 
     def read(self, by: int, count: int) -> bool:
-        """A peer has read `count` messages since the beginning; False: that cannot be."""
+        """Note that a peer has read `count` messages since the beginning.
+
+        Returns False if that is not possible.
+        """
         with self._lock:
             lent, new = self._lent[by], count - self._read[by]
             if new < 0 or new > sum(one.parts for one in lent):
@@ -88,6 +91,9 @@ class SendBuffers:
 
 
 def rounded(nbytes: int) -> int:
-    """The size of the slot for so many bytes: there are few sizes, so that values of any size share them."""
+    """Return the size of the buffer for `nbytes` bytes.
+
+    There are few sizes, so that values of different sizes can share buffers.
+    """
     step = max(1, (1 << max(0, nbytes - 1).bit_length()) // (2 * _STEPS))
     return -(-nbytes // step) * step

@@ -1,16 +1,16 @@
-"""The moves of a value between workers, as nodes of autograd: a gradient goes the way back that its value has come.
+"""Moves of values between workers as nodes of autograd, with gradients sent back.
 
-`SendActivation` sends a worker's part of a value, `ReceiveActivation` puts together what has come; each has the other's
-work as its backward. Every Leave and every Arrive gives a token, and `TieTokens` makes all tokens inputs of what the
-model returns: so every backward goes through all of them once, also where this worker's own loss depends on none.
+`SendActivation` sends a worker's part of a value, and `ReceiveActivation` assembles the parts that arrive. The backward
+of each does the work of the other. Every send and every receive returns a token. `TieTokens` makes all tokens inputs of
+the model's output, so every backward runs all moves once, even if this worker's own loss depends on none.
 
-Why no backward waits for ever: autograd goes through a graph in descending order of creation, and since tokens are tied
-to the output, a Leave is never kept back. Times of execution in the forward are one order over all workers, in which a
-part leaves before it arrives. Of all the nodes that are still to be gone through on any worker, the latest waits for
-nobody, for sending does not wait.
+No backward waits forever. Autograd runs a graph in descending order of creation, and since tokens are tied to the
+output, a SendActivation is never delayed. Times of execution in the forward are one order over all workers, in which a
+part is sent before it is received. Of all nodes that are still to run in the backward on any worker, the latest waits
+for no other, because sending does not wait.
 
-Scale: on worker k a gradient is (W / w_k) × that of the group's loss (w: the weights, W: their sum), so that one which
-has come from worker i is multiplied by w_i / w_k.
+On worker k, gradients are scaled by W / w_k relative to the group's loss (w: the weights, W: their sum). So a gradient
+that arrives from worker i is multiplied by w_i / w_k.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,17 @@ from topotrain.parallel.runtime.channel import ActivationChannel, ArrivedTensors
 
 @dataclass(slots=True)
 class ForwardMessages:
-    """A worker's messages of one forward and its backward; those to itself stay here."""
+    """A worker's messages of one forward and its backward.
+
+    Messages to the worker itself are not sent but kept in `own`.
+    """
 
     passage: ActivationChannel
     forward: int
     weights: tuple[float, ...]
     device: torch.device
     wait: Callable[[int, TensorKey], None]
-    """Returns when it is here."""
+    """Returns when the tensor has arrived."""
     own: ArrivedTensors = field(default_factory=ArrivedTensors)
 
     @property
@@ -45,14 +48,17 @@ class ForwardMessages:
         return self.passage.me
 
     def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool) -> None:
-        """As `ActivationChannel.send`, also to oneself."""
+        """Send a tensor to a worker, possibly this one, see `ActivationChannel.send`."""
         if to == self.me:
             self.own.put(to, key, _copy(tensor), grad)
         else:
             self.passage.send(to, key, tensor, grad)
 
     def take(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        """As `ActivationChannel.take`, also from oneself; on the model's device."""
+        """Return a tensor on the model's device, possibly from this worker itself.
+
+        See `ActivationChannel.take`.
+        """
         if source == self.me:
             return self.own.take(source, key)
         self.wait(source, key)
@@ -60,16 +66,16 @@ class ForwardMessages:
         return tensor.to(self.device), grad
 
     def missing(self, move: "EdgeTransfer") -> list[tuple[int, TensorKey]]:
-        """What has not come yet of what arrives by a move."""
+        """Return the incoming tensors of a move that have not arrived yet."""
         key = move.key(False)
         return [(t.source, key) for t in move.incoming if t.source != self.me and not self.passage.here(t.source, key)]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One edge and one worker, for given numbers of samples: `outgoing` it sends, `incoming` it gets.
+    """Transfers of one edge on one worker, for given numbers of samples.
 
-    have, want: its boxes of the whole tensor, before and after.
+    `have` and `want` are its boxes of the whole tensor before and after the move.
     """
 
     edge: LayoutEdge
@@ -80,7 +86,7 @@ class TransferPlan:
 
     @staticmethod
     def of(edge: LayoutEdge, me: int, samples: Sequence[int]) -> "TransferPlan":
-        """For each worker's number of samples."""
+        """Return the plan of worker `me` for each worker's number of samples."""
         found = transfers(edge, samples)
         return TransferPlan(
             edge,
@@ -92,7 +98,7 @@ class TransferPlan:
 
 
 class EdgeTransfer:
-    """A plan at work for one micro-batch."""
+    """Executes a plan for one micro-batch."""
 
     def __init__(self, plan: TransferPlan, micro: int, post: ForwardMessages) -> None:
         self.edge, self.micro, self.post = plan.edge, micro, post
@@ -101,11 +107,11 @@ class EdgeTransfer:
         self._answers: tuple[Transfer, ...] = ()
 
     def key(self, backward: bool) -> TensorKey:
-        """Under which the boxes travel."""
+        """Return the key of the boxes."""
         return TensorKey(self.post.forward, self.micro, self.edge.number, backward)
 
     def leave(self, part: torch.Tensor) -> torch.Tensor | None:
-        """Send this worker's part, and give the token, if there will be a gradient."""
+        """Send this worker's part. Returns the token if there will be a gradient."""
         if part.requires_grad and torch.is_grad_enabled():
             token: torch.Tensor = SendActivation.apply(part, self)  # type: ignore[no-untyped-call]
             return token
@@ -113,9 +119,9 @@ class EdgeTransfer:
         return None
 
     def arrive(self, anchor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The value in its target's layout, and the token, if somebody wants the gradient."""
+        """Return the value in the target layout, and the token if a gradient is wanted."""
         value, answers = self._assemble()
-        # a value of no samples comes from nobody, and the script's backward must not fail over it
+        # a value without samples has no sender, and the script's backward must still work
         wanted = bool(answers) or (not self.incoming and value.is_floating_point())
         if not wanted or not torch.is_grad_enabled():
             return value, None
@@ -124,14 +130,17 @@ class EdgeTransfer:
         return arrived, token
 
     def take_own(self, value: torch.Tensor) -> torch.Tensor:
-        """The target's part of a value that this worker has as a whole."""
+        """Return the target's part of a value that this worker has as a whole."""
         return value if self._want == self._have else value[within(_box(self._want), _box(self._have))]
 
     def send(self, part: torch.Tensor, grad: bool) -> None:
-        """Each one its box. It is copied at once, for a later step may write to the value."""
+        """Send each target its box.
+
+        Boxes are copied at once, because a later step may write to the value.
+        """
         have = _box(self._have)
         if part.shape != torch.Size(sizes_of(have)):
-            raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan says {sizes_of(have)}")
+            raise ValueError(f"this worker's part has shape {tuple(part.shape)}, the plan has {sizes_of(have)}")
         for transfer in self.outgoing:
             self.post.send(transfer.target, self.key(False), part[within(transfer.box, have)], grad)
 
@@ -152,7 +161,7 @@ class EdgeTransfer:
         return whole, tuple(answers)
 
     def answer(self, gradient: torch.Tensor | None) -> None:
-        """Send the gradient back, each one its box."""
+        """Send each source the gradient of its box."""
         want = _box(self._want)
         for transfer in self._answers:
             if gradient is None:
@@ -162,7 +171,11 @@ class EdgeTransfer:
                 self.post.send(transfer.source, self.key(True), gradient[within(transfer.box, want)], True)
 
     def collect(self) -> torch.Tensor | None:
-        """The gradient of this worker's part: what those say who got some of it, added in the order of workers."""
+        """Return the gradient of this worker's part.
+
+        Gradients from the workers that received a box are added in the order of workers. None: no worker has a
+        gradient.
+        """
         have, found = _box(self._have), list[tuple[Transfer, torch.Tensor]]()
         for transfer in self.outgoing:
             gradient, there = self.post.take(transfer.target, self.key(True))
@@ -171,7 +184,7 @@ class EdgeTransfer:
                 found.append((transfer, gradient if factor == 1.0 else gradient * factor))
         if not found:
             return None
-        if found[0][0].box == have:  # one worker has got all of it, or each has
+        if found[0][0].box == have:  # every receiver got the whole part
             return reduce(torch.add, [gradient for _, gradient in found])
         covered = sum(prod(sizes_of(transfer.box)) for transfer, _ in found) == prod(sizes_of(have))
         make = torch.empty if covered else torch.zeros
@@ -186,7 +199,7 @@ class SendActivation(Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, move: EdgeTransfer) -> torch.Tensor:
-        """Send."""
+        """Send the part."""
         ctx.set_materialize_grads(False)
         ctx.move = move
         move.send(part.detach(), True)
@@ -194,16 +207,19 @@ class SendActivation(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Collect."""
+        """Collect the gradient."""
         return ctx.move.collect(), None
 
 
 class ReceiveActivation(Function):
-    """(anchor, [value], move) -> value, token. The anchor is a leaf: without one there would be no way back."""
+    """(anchor, [value], move) -> value, token.
+
+    The anchor is a leaf that requires a gradient. Without one autograd would not run the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: list[torch.Tensor], move: EdgeTransfer) -> Any:
-        """The value in the list becomes a node's result."""
+        """Take the value out of the list and return it as a node's result."""
         ctx.set_materialize_grads(False)
         ctx.move = move
         arrived = value.pop()
@@ -211,27 +227,28 @@ class ReceiveActivation(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Answer."""
+        """Send the gradient back."""
         ctx.move.answer(gradients[0])
         return None, None, None
 
 
 class TieTokens(Function):
-    """(begun, factor, count, results and tokens) -> the first `count` of them, as they are.
+    """(begun, factor, count, results and tokens) -> the first `count`, unchanged.
 
-    Backward calls `begun`; gradients of results are multiplied by `factor` (0: zero, whatever they are).
+    The backward calls `begun` and multiplies gradients of results by `factor`. Factor 0 gives zeros, even for gradients
+    that are not finite.
     """
 
     @staticmethod
     def forward(ctx: Any, begun: Callable[[], None], factor: float, count: int, *tensors: torch.Tensor) -> Any:
-        """An alias each, not a view: the script may write to it."""
+        """Return an alias of each result. Not a view, because the script may write to it."""
         ctx.set_materialize_grads(False)
         ctx.begun, ctx.factor, ctx.rest = begun, factor, len(tensors) - count
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradients to the results."""
+        """Return the scaled gradients of the results."""
         ctx.begun()
         return None, None, None, *(_scaled(gradient, ctx.factor) for gradient in gradients), *[None] * ctx.rest
 

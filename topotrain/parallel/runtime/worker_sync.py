@@ -1,7 +1,8 @@
-"""At the beginning of a forward all workers of the group meet: who has how many samples, and do all do the same?
+"""Synchronization of a group's workers at the beginning of each forward.
 
-A worker that calls the model once more or once less than the others, or in another mode, would wait for ever for what
-nobody sends. What each says of itself (`ForwardHello`) tells such a script apart from a slow one.
+Workers exchange their numbers of samples and check that all scripts do the same. A worker that calls the model once
+more or once less than the others, or in another mode, would wait forever for a tensor that is never sent. With the
+fields of `ForwardHello`, such a script can be distinguished from a slow one.
 """
 
 import struct
@@ -14,18 +15,21 @@ from topotrain.config.field_checks import ConfigError
 from topotrain.parallel.runtime.channel import HELLO, STEPPED, ActivationChannel, TensorKey
 
 _DRAW = STEPPED - 4
-"""`TensorKey.edge` of the word that a worker goes on to other batches; -3 to -5 are used in other files."""
+"""`TensorKey.edge` of the notice that a worker goes on to other batches. Other files use -3 to -5."""
 _NOWHERE = (-1, -1)
 HINT = "all workers of a group must call the model, and go backward, the same number of times and in the same order"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardHello:
-    """What a worker says of itself as it begins a forward. All numbers are int64; `weight` is said bit by bit.
+    """State of a worker at the beginning of a forward. All fields are int64.
 
-    steps, backwards: optimizer steps and backwards that it has begun before.
-    modes: a digest of which modules train; chance: of torch's generator, 0 where no mask will be drawn.
-    program: of the cut graph, the number of micro-batches and the schedule.
+    Attributes:
+        steps, backwards: optimizer steps and backwards that it has begun before.
+        weight_bits: the bits of a float64, the weight of its gradients.
+        modes: a digest of the training modes of all modules.
+        program: a digest of the program, the number of micro-batches and the schedule.
+        chance: a digest of torch's generator, 0 if no mask will be drawn.
     """
 
     steps: int
@@ -41,19 +45,19 @@ class ForwardHello:
 
     @property
     def weight(self) -> float:
-        """What the worker's gradient counts."""
+        """The weight of the worker's gradients."""
         return float(struct.unpack("<d", struct.pack("<q", self.weight_bits))[0])
 
     @staticmethod
     def bits(weight: float) -> int:
-        """`weight_bits` of a weight."""
+        """Return `weight_bits` of a weight."""
         return int(struct.unpack("<q", struct.pack("<d", weight))[0])
 
 
 class WorkerSync:
-    """One worker's count of forwards, backwards and steps, and what it knows of the others'.
+    """Counts forwards, backwards and steps of one worker, and tracks the others'.
 
-    All runners of a process that share a passage share the meeting.
+    All runners of a process that share a channel share this object.
     """
 
     def __init__(self, passage: ActivationChannel) -> None:
@@ -61,27 +65,30 @@ class WorkerSync:
         self.forwards = self.backwards = self.steps = 0
         self._others = [worker for worker in range(passage.size) if worker != passage.me]
         self._heard: dict[tuple[int, TensorKey], ForwardHello] = {}
-        self._stepped = dict.fromkeys(self._others, 0)  # steps of each one whose word has been read
+        self._stepped = dict.fromkeys(self._others, 0)  # by worker: steps with a notice that was read
         self._drawn = _NOWHERE
         self._asked = 0
-        self._draws = dict.fromkeys(self._others, (0, _NOWHERE))  # words of each one that have been read, and the last
+        self._draws = dict.fromkeys(self._others, (0, _NOWHERE))  # by worker: notices read, and the last one
 
     def begun(self) -> None:
-        """A backward begins here."""
+        """Count a backward that begins here."""
         self.backwards += 1
 
     def stepped(self) -> None:
-        """The script calls optimizer.step(): tell the others, one of whom may wait for this worker in a forward."""
+        """Notify the others that the script calls optimizer.step().
+
+        Another worker may be waiting for this worker in a forward.
+        """
         word = torch.tensor([self.forwards, self.backwards])
         for other in self._others:
             self.passage.send(other, TensorKey(self.steps, 0, STEPPED, False), word)
         self.steps += 1
 
     def meet(self, mine: ForwardHello) -> tuple[ForwardHello, ...]:
-        """Say hello to all and hear all, by worker.
+        """Send the hello to all workers, and return the hellos of all, by worker.
 
         Raises:
-            ConfigError: the workers' scripts do not do the same.
+            ConfigError: the workers' scripts differ.
         """
         key = self._hello(self.forwards)
         self.forwards += 1
@@ -102,7 +109,7 @@ class WorkerSync:
         word = (worker, TensorKey(self.steps, 0, STEPPED, False))
         while (worker, key) not in self._heard and not self.passage.here(worker, key):
             stepped, draws = self.passage.here(*word), self._draws_on(worker)
-            if self.passage.here(worker, key):  # asked again: it was sent before what the worker does next
+            if self.passage.here(worker, key):  # checked again: a hello is sent before the notices that follow it
                 break
             if stepped:
                 called = self._word(word)[0]
@@ -119,10 +126,10 @@ class WorkerSync:
         return self._read(worker, key)
 
     def wait(self, source: int, key: TensorKey) -> None:
-        """Return when a tensor is here.
+        """Wait for a tensor.
 
         Raises:
-            ConfigError: it is a gradient, and its sender has gone on without backward.
+            ConfigError: the tensor is a gradient, and its sender has continued without a backward.
         """
         passage = self.passage
         if passage.here(source, key):
@@ -134,10 +141,10 @@ class WorkerSync:
             passage.wait_any([(source, key), *signs])
 
     def take(self, source: int, key: TensorKey, what: str) -> torch.Tensor:
-        """What a worker sends that is of no forward: all workers of the group are in `what`, or come to it.
+        """Return a tensor that belongs to no forward, sent by all workers during `what`.
 
         Raises:
-            ConfigError: it has gone on without.
+            ConfigError: the sender has continued without it.
         """
         signs = (source, self._hello(self.forwards)), (source, TensorKey(self.steps, 0, STEPPED, False))
         while True:
@@ -152,20 +159,20 @@ class WorkerSync:
             self.passage.wait_any([(source, key), *signs, self._draw_word(source)])
 
     def draw(self, epoch: int, chunk: int) -> None:
-        """This worker goes to this part of the order of the batches, which worker 0 makes; tell worker 0.
+        """Tell worker 0 that this worker needs a part of the order of batches.
 
-        A worker that is there would wait for ever for a worker 0 that waits for it in something else.
+        Worker 0 makes this order. Without the notice, this worker and worker 0 could wait for each other forever.
         """
         if self.passage.me == 0:
             self._drawn = epoch, chunk
             for other in self._others:
-                self._draws_on(other)  # so that no words pile up
+                self._draws_on(other)  # reads the notices, so that they do not pile up
         else:
             self.passage.send(0, TensorKey(self._asked, 0, _DRAW, False), torch.tensor([epoch, chunk]))
             self._asked += 1
 
     def _draws_on(self, other: int) -> bool:
-        """Whether it waits for a part of the order that is to be made here, and is not made yet."""
+        """Return whether a worker waits for a part of the order that is not made yet."""
         word = self._draw_word(other)
         while self.passage.here(*word):
             epoch, chunk = self.passage.take(*word)[0].tolist()
@@ -224,7 +231,11 @@ REMEDY = {
 
 
 def check(hellos: Collection[ForwardHello]) -> None:
-    """Raises ConfigError naming the first thing that one worker does otherwise than worker 0."""
+    """Compare all hellos with worker 0's.
+
+    Raises:
+        ConfigError: a worker differs. The error names the first difference.
+    """
     first = next(iter(hellos))
     for worker, hello in enumerate(hellos):
         for name, what in WHAT.items():
@@ -235,5 +246,5 @@ def check(hellos: Collection[ForwardHello]) -> None:
 
 
 def disagreement(text: str) -> ConfigError:
-    """The workers' scripts do not fit together."""
+    """Return the error for scripts that differ."""
     return ConfigError("split model", None, text)

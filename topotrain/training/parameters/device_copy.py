@@ -1,11 +1,11 @@
-"""Copies between a device and the host's memory: beside the device's work, and still in its order.
+"""Copies between a device and the host, concurrent with the device's work.
 
-A ferry has a stream of its own. A copy to the host starts when what the device was told so far is done; a copy to the
-device is done before what the device is told next. All copies of a ferry happen one after another, so a mark set after
-a copy covers every earlier one, in both directions.
+A copier has a stream of its own. A copy to the host starts when the device has done the work queued so far. A copy to
+the device is done before work that is queued later. All copies of a copier happen one after another, so an event
+recorded after a copy covers all earlier copies, in both directions.
 
-The device copies by itself only from and to memory whose pages cannot move (pinned memory). The flat buffers are
-pinned where they lie; small ones, and those that the driver refuses, get a pinned *bounce* buffer beside them.
+The device copies concurrently only from and to memory with pages that cannot move (pinned memory). The flat buffers are
+pinned in place. Small buffers, and those that the driver refuses to pin, get a pinned *bounce* buffer.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,37 +14,46 @@ from typing import Protocol
 
 import torch
 
-WORTH_PINNING = 1 << 20  # bytes; the driver pins whole pages, and smaller buffers share theirs with others
+WORTH_PINNING = 1 << 20  # bytes; the driver pins whole pages, and smaller buffers share pages with others
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of the process
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class CopyEvent(Protocol):
-    """A point in a ferry's work."""
+    """A point in a copier's work."""
 
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Return whether it has been reached."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Wait until it has been reached."""
         ...
 
 
 class DeviceCopier(Protocol):
-    """Copies of one device. `place` is always memory of the host that `reaches` allowed, or a `bounce`."""
+    """Copies of one device.
+
+    `place` is always host memory that `reaches` allowed, or a `bounce` buffer.
+    """
 
     def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy from the device; `place` has it when a mark set from now on is reached. `source` may be freed."""
+        """Copy from the device; `place` is filled when a later `mark` is reached.
+
+        `source` may be freed at once.
+        """
         ...
 
     def out(self, pairs: Iterable[Pair]) -> None:
-        """Copy each (target on the device, place); places must stay as they are until `settle`."""
+        """Copy each (target on the device, place).
+
+        The places must not change until `settle` returns.
+        """
         ...
 
     def mark(self) -> CopyEvent:
-        """The point at which everything asked for so far is done."""
+        """Return an event for the end of all copies so far."""
         ...
 
     def settle(self) -> None:
@@ -52,73 +61,73 @@ class DeviceCopier(Protocol):
         ...
 
     def reaches(self, view: torch.Tensor) -> bool:
-        """Whether copies from and to this memory go on beside other work."""
+        """Return whether copies from and to this memory run concurrently."""
         ...
 
     def bounce(self, view: torch.Tensor) -> torch.Tensor:
-        """Pinned memory with the shape and strides of `view`."""
+        """Return pinned memory with the shape and strides of `view`."""
         ...
 
     def close(self) -> None:
-        """No more copies."""
+        """Finish all copies and release resources."""
         ...
 
 
 class ImmediateEvent:
-    """The mark of a ferry that copies at once."""
+    """The event of a copier that copies at once."""
 
     def query(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class ImmediateCopier:
     """Copies at once: for parameters on the CPU beside others on a GPU."""
 
     def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy now."""
+        """Copy at once."""
         place.copy_(source)
 
     def out(self, pairs: Iterable[Pair]) -> None:
-        """Copy now."""
+        """Copy at once."""
         for target, place in pairs:
             target.copy_(place)
 
     def mark(self) -> CopyEvent:
-        """Everything is done."""
+        """Return an event that is reached."""
         return ImmediateEvent()
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def reaches(self, view: torch.Tensor) -> bool:
-        """All memory is alike."""
+        """Return True: all memory is alike."""
         return True
 
     def bounce(self, view: torch.Tensor) -> torch.Tensor:
-        """Ordinary memory."""
+        """Return ordinary memory."""
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class PinnedStorages:
-    """Which memory of the host is pinned. Whole storages are, once each; it is the process's, not one device's.
+    """Pinned host memory of the process. Whole storages are pinned, each once.
 
     Args:
-        register, unregister: by address and size; register says whether it worked.
+        register, unregister: functions of address and size. `register` returns whether it succeeded.
     """
 
     def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
-        self._known: dict[int, tuple[bool, torch.UntypedStorage]] = {}  # the storage: its address stays taken
+        self._known: dict[int, tuple[bool, torch.UntypedStorage]] = {}  # keeps the storage, so its address stays in use
 
     def pinned(self, view: torch.Tensor) -> bool:
-        """Whether the memory is pinned; tries it when first asked."""
+        """Return whether the memory is pinned. The first call tries to pin it."""
         storage = view.untyped_storage()
         address = storage.data_ptr()
         if address not in self._known:
@@ -143,19 +152,19 @@ class CudaCopier:
         self._read: torch.cuda.Event | None = None
 
     def home(self, source: torch.Tensor, place: torch.Tensor) -> None:
-        """Copy when the device's current stream has come so far."""
+        """Copy after the present work of the device's current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             matching = source
             if source.stride() != place.stride() or source.dtype != place.dtype:
-                # torch would copy through a second buffer and read that one before it is filled.
+                # torch would copy through a second buffer and read that buffer before it is filled.
                 matching = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=self._device)
                 matching.copy_(source)
             place.copy_(matching, non_blocking=True)
         source.record_stream(self._stream)
 
     def out(self, pairs: Iterable[Pair]) -> None:
-        """Copy before what the current stream is told from now on."""
+        """Copy before later work of the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -165,11 +174,12 @@ class CudaCopier:
         self._read = self._event()
 
     def mark(self) -> CopyEvent:
-        """Where the stream will be after what it was told."""
+        """Return an event for the end of the stream's present work."""
         return self._event()
 
     def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits leaves the processor to the servers
+        # blocking: a waiting thread leaves the processor to the servers
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
@@ -179,23 +189,23 @@ class CudaCopier:
             self._read.synchronize()
 
     def reaches(self, view: torch.Tensor) -> bool:
-        """Whether it is pinned."""
+        """Return whether the memory is pinned."""
         with torch.cuda.device(self._device):  # else the driver would set up the first GPU for it
             return self._pins.pinned(view)
 
     def bounce(self, view: torch.Tensor) -> torch.Tensor:
-        """Pinned memory that torch manages."""
+        """Return pinned memory that torch manages."""
         with torch.cuda.device(self._device):
             return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, pin_memory=True)
 
     def close(self) -> None:
-        """Wait for what is on the way, then unpin."""
+        """Wait for all copies, then unpin."""
         self._stream.synchronize()
         self._pins.close()
 
 
 def ferries(devices: Iterable[torch.device]) -> dict[torch.device, DeviceCopier]:
-    """A ferry for each device; CPU parameters are copied directly."""
+    """Return a copier for each device. CPU parameters are copied directly."""
     pins = PinnedStorages(_pin, _unpin)
     return {d: CudaCopier(d, pins) if d.type == "cuda" else ImmediateCopier() for d in dict.fromkeys(devices)}
 
@@ -204,7 +214,7 @@ def _pin(address: int, nbytes: int) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)) == 0:  # type: ignore[no-untyped-call]
         return True
     with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # the driver keeps the error, and the next kernel, whoever's, would report it
+        torch.zeros(1, device="cuda")  # clears the driver's error, which the next kernel would report otherwise
     return False
 
 

@@ -1,10 +1,12 @@
-"""Where the parameters live, and how they and their gradients meet the flat buffers of the host.
+"""Memory of the parameters, and copies between it and the host's flat buffers.
 
-The flat buffers are what servers read and write, and they are always the host's memory. `HostParameters`: the
-parameters live in them, nothing is copied. `DeviceParameters`: the parameters live on a device; new values are copied
-there when a step is applied, gradients are copied to the host while backward still runs.
+Servers read and write the flat buffers, which are always in host memory.
 
-Where a model is split, a tensor on the meta device is a parameter that another worker holds: nothing happens to it.
+- `HostParameters`: the parameters are views of the flat buffers, and nothing is copied.
+- `DeviceParameters`: the parameters are on a device. New values are copied there when a step is applied. Gradients are
+  copied to the host while the backward still runs.
+
+In a split model, a tensor on the meta device is a parameter of another worker. It is ignored here.
 """
 
 from collections import deque
@@ -17,156 +19,170 @@ from torch import nn
 
 from topotrain.training.parameters.device_copy import CopyEvent, DeviceCopier, ferries
 
-View = Callable[[str, int], torch.Tensor]  # (flat buffer, parameter) -> its place there, in its shape and strides
+View = Callable[[str, int], torch.Tensor]  # (flat buffer, parameter) -> its view there, in its shape and strides
 
 
 class ParameterHolder(Protocol):
-    """What a worker asks of the place where its parameters live. Parameters are named by their index."""
+    """Access of a worker to the memory of its parameters, which are named by index."""
 
     def move(self) -> None:
-        """The parameters take the values that stand in "params", for the first time."""
+        """Take the first values from "params"."""
         ...
 
     def address(self, index: int) -> int:
-        """Where a parameter's memory must be from then on."""
+        """Return the address that a parameter must have after `move`."""
         ...
 
     def renew(self) -> None:
-        """New values stand in "params"."""
+        """Take new values from "params"."""
         ...
 
     def settle(self) -> None:
-        """Return when "params" may be written."""
+        """Wait until "params" may be written."""
         ...
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient into "local"; it may arrive later, see `then`."""
+        """Copy a gradient into "local". It may arrive later, see `then`."""
         ...
 
     def keep(self, index: int) -> None:
-        """`.grad` has been sent: it may become "local" itself."""
+        """Note that `.grad` was sent, so it may become a view of "local"."""
         ...
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call when what was sent so far has arrived: at once, or during a later call of `then` or `drain`."""
+        """Call `call` when everything sent so far has arrived.
+
+        The call happens at once, or during a later call of `then` or `drain`.
+        """
         ...
 
     def drain(self) -> None:
-        """Wait until all that was sent has arrived and every call is made."""
+        """Wait until everything sent has arrived and all calls were made."""
         ...
 
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
-        """`.grad` of each named parameter becomes its earlier value (None: none) plus what stands in "grad"."""
+        """Set `.grad` of each named parameter to its earlier value plus "grad".
+
+        The earlier value is None if there was none.
+        """
         ...
 
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """The same gradients in the host's memory: themselves, or copies in the flat buffer of that name."""
+        """Return gradients in host memory.
+
+        They are the same tensors, or copies in the flat buffer of that name.
+        """
         ...
 
     def value(self, index: int) -> torch.Tensor:
-        """A parameter's value, to be changed without the parameter counting it as an edit."""
+        """Return a parameter's value, which may be changed without counting as an edit."""
         ...
 
     def room(self, name: str, index: int) -> torch.Tensor:
-        """Memory like the parameter, beside it: zeros when first asked for, then always the same."""
+        """Return memory like the parameter on its device, zeroed at the first call.
+
+        Later calls return the same memory.
+        """
         ...
 
     def close(self) -> None:
-        """The job is over; parameters stay readable."""
+        """Release resources at the end of the job. Parameters stay readable."""
         ...
 
 
 class HostParameters:
-    """The parameters live in the flat buffers.
+    """Parameters in the flat buffers.
 
     Args:
         tensors: the parameters.
-        view: their places in the flat buffers.
-        own: the same as tensors with a storage of their own: views of one big storage make torch.save and pickle write
-            the whole.
+        view: returns their views in the flat buffers.
+        own: returns the same as tensors with storages of their own. torch.save and pickle would write the whole storage
+            of a view.
     """
 
     def __init__(self, tensors: Sequence[nn.Parameter], view: View, own: View) -> None:
         self._tensors, self._view, self._own = tensors, view, own
 
     def move(self) -> None:
-        """Each parameter gets memory in "params"."""
+        """Give each parameter memory in "params"."""
         for index, tensor in enumerate(self._tensors):
             if not tensor.is_meta:
                 tensor.data = self._own("params", index)
 
     def address(self, index: int) -> int:
-        """In "params"."""
+        """Return the address in "params"."""
         return self._view("params", index).data_ptr()
 
     def renew(self) -> None:
-        """They are there."""
+        """Do nothing: the parameters are views of "params"."""
 
     def settle(self) -> None:
-        """Who may write when is agreed on elsewhere (`shared_windows`)."""
+        """Do nothing: `shared_windows` says which process may write when."""
 
     def send(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy, unless it is "local" already."""
+        """Copy the gradient, unless it is "local" already."""
         local = self._view("local", index)
         if gradient.data_ptr() != local.data_ptr():
             local.copy_(gradient)
 
     def keep(self, index: int) -> None:
-        """What autograd allocated is free for the next gradient, in cache.
+        """Make `.grad` a view of "local", which frees autograd's memory.
 
-        Not with a history (create_graph=True), which belongs to the script's own tensor.
+        The next gradient can then reuse memory that is in cache. This is not done for a gradient with a history
+        (create_graph=True), which belongs to the script's own tensor.
         """
         gradient = self._tensors[index].grad
         if gradient is not None and gradient.grad_fn is None:
             self._tensors[index].grad = self._own("local", index)
 
     def then(self, call: Callable[[], None]) -> None:
-        """At once."""
+        """Call at once."""
         call()
 
     def drain(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: copies are synchronous."""
 
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
-        """`.grad` is "grad" itself, or the script's own tensor with it added."""
+        """Set `.grad` to "grad" itself, or add "grad" to the script's own tensor."""
         for index, before in earlier.items():
             mean = self._view("grad", index)
             self._tensors[index].grad = mean if before is None else before.add_(mean)
 
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Themselves."""
+        """Return the gradients themselves."""
         return gradients
 
     def value(self, index: int) -> torch.Tensor:
-        """Its place in "params"."""
+        """Return the view in "params"."""
         return self._view("params", index)
 
     def room(self, name: str, index: int) -> torch.Tensor:
-        """A flat buffer of that name."""
+        """Return a flat buffer of that name."""
         return self._view(name, index)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
 class _Arrival:
-    """Copies on their way: reached when, what has to be moved on from a bounce buffer, and what comes after."""
+    """Copies in flight: events, bounce buffers to copy from, and a call afterwards."""
 
     marks: list[CopyEvent]
-    landing: list[tuple[torch.Tensor, torch.Tensor]]  # (place in a flat buffer, bounce buffer)
+    landing: list[tuple[torch.Tensor, torch.Tensor]]  # (view of a flat buffer, bounce buffer)
     call: Callable[[], None]
 
 
 class DeviceParameters:
-    """The parameters live on devices, each on its own, and keep the memory that they have there.
+    """Parameters on devices, each on its own. They keep their memory there.
 
-    Nothing here waits for a device but `drain`, `bring` and `settle`. It has no thread: what arrives while hooks still
-    run is noticed at the next one, the rest at the end of backward, where the script's thread has nothing else to do.
+    Only `drain`, `bring` and `settle` wait for a device. There is no thread of its own. A copy that arrives while hooks
+    still run is noticed at the next hook. The rest is noticed at the end of the backward, when the script's thread has
+    nothing else to do.
 
     Args:
         tensors, view: as for `HostParameters`.
-        ferries_for: makes a ferry for each device.
+        ferries_for: makes a copier for each device.
     """
 
     def __init__(
@@ -186,7 +202,10 @@ class DeviceParameters:
         self._arrivals: deque[_Arrival] = deque()
 
     def move(self) -> None:
-        """Copy; a parameter that does not fill its memory just once gets new memory."""
+        """Copy the values.
+
+        A parameter that does not fill its memory exactly once gets new memory.
+        """
         for index, tensor in self._here.items():
             if tensor.stride() != self._view("params", index).stride():
                 tensor.data = self._like("params", index)
@@ -194,15 +213,15 @@ class DeviceParameters:
         self.renew()
 
     def address(self, index: int) -> int:
-        """Where the script, or `move`, had put it."""
+        """Return the address of the script's memory, or of that made by `move`."""
         return self._addresses[index]
 
     def renew(self) -> None:
-        """Copy all values to the devices; their work from now on sees them."""
+        """Copy all values to the devices, before later work of theirs."""
         self._out("params", {index: tensor.data for index, tensor in self._here.items()})
 
     def settle(self) -> None:
-        """The devices have read what they were to read."""
+        """Wait until the devices have read their copies."""
         for ferry in self._ferries.values():
             ferry.settle()
 
@@ -211,17 +230,17 @@ class DeviceParameters:
         self._home("local", index, gradient)
 
     def keep(self, index: int) -> None:
-        """`.grad` stays on the device."""
+        """Do nothing: `.grad` stays on the device."""
 
     def then(self, call: Callable[[], None]) -> None:
-        """In order; those that are due now are called now."""
+        """Queue the call, and make all calls that are due, in order."""
         landing, self._landing = self._landing, []
         self._arrivals.append(_Arrival([ferry.mark() for ferry in self._ferries.values()], landing, call))
         while self._arrivals and all(mark.query() for mark in self._arrivals[0].marks):
             self._arrive()
 
     def drain(self) -> None:
-        """Wait for each in turn, so that the first is called while the last still travels."""
+        """Wait for each copy in turn, and make its call while later copies are in flight."""
         if self._landing:
             self.then(_nothing)
         while self._arrivals:
@@ -236,7 +255,7 @@ class DeviceParameters:
         arrival.call()
 
     def show(self, earlier: Mapping[int, torch.Tensor | None]) -> None:
-        """A new tensor on the device, or the script's own with it added."""
+        """Set `.grad` to a new tensor on the device, or add to the script's own tensor."""
         means = {index: self._like("grad", index) for index in earlier}
         self._out("grad", means)
         with torch.no_grad():
@@ -244,7 +263,7 @@ class DeviceParameters:
                 self._tensors[index].grad = means[index] if before is None else before.add_(means[index])
 
     def bring(self, name: str, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Copies, complete."""
+        """Return complete copies."""
         for index, gradient in gradients.items():
             self._home(name, index, gradient)
         self.then(_nothing)
@@ -252,30 +271,30 @@ class DeviceParameters:
         return {index: self._view(name, index) for index in gradients}
 
     def value(self, index: int) -> torch.Tensor:
-        """On the device."""
+        """Return the value on the device."""
         return self._tensors[index].data
 
     def room(self, name: str, index: int) -> torch.Tensor:
-        """On the device."""
+        """Return memory on the device."""
         room = self._rooms.get((name, index))
         if room is None:
             room = self._rooms[name, index] = self._like("params", index).zero_()
         return room
 
     def close(self) -> None:
-        """Wait for the devices' copies, let the memory go."""
+        """Wait for the copies and release memory."""
         self._arrivals.clear()
         self._landing.clear()
         for ferry in self._ferries.values():
             ferry.close()
 
     def _like(self, name: str, index: int) -> torch.Tensor:
-        """New memory on the parameter's device, in the shape and strides of its place."""
+        """Allocate memory on the parameter's device, like its view in a flat buffer."""
         view = self._view(name, index)
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=self._tensors[index].device)
 
     def _place(self, name: str, index: int) -> torch.Tensor:
-        """Where a ferry may copy to and from: the place in the flat buffer, or a bounce buffer for it."""
+        """Return host memory for copies: the view in the flat buffer, or a bounce buffer."""
         place = self._places.get((name, index))
         if place is None:
             view, ferry = self._view(name, index), self._ferry[index]
@@ -301,7 +320,10 @@ class DeviceParameters:
 
 
 def mirror_for(tensors: Sequence[nn.Parameter], view: View, own: View) -> ParameterHolder:
-    """How these parameters meet the flat buffers: copied if any is on a device, where they are if none is."""
+    """Return the holder of these parameters.
+
+    If any parameter is on a device, parameters are copied. Otherwise they are views of the flat buffers.
+    """
     if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         return DeviceParameters(tensors, view)
     return HostParameters(tensors, view, own)

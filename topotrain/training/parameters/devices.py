@@ -1,4 +1,4 @@
-"""Which device a worker computes on: the job's `gpu` field, or all GPUs in turn."""
+"""The device of a worker: from the job's `gpu` field, or all GPUs in turn."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,11 @@ from topotrain.training.context import Context
 
 
 def device_of(here: Context | None, count: int) -> torch.device:
-    """The device of this process, on a machine with `count` GPUs. Raises ConfigError for a GPU that it has not."""
+    """Return the device of this process, on a machine with `count` GPUs.
+
+    Raises:
+        ConfigError: the machine does not have the GPU that the job names.
+    """
     if here is None:
         return torch.device("cuda", 0) if count else torch.device("cpu")
     if not here.gpus:
@@ -20,14 +24,18 @@ def device_of(here: Context | None, count: int) -> torch.device:
 
 
 def chosen(gpu: Sequence[int], in_unit: int, in_job: int, count: int) -> torch.device:
-    """Worker `in_unit` of its unit, counted from 0, takes gpu[in_unit], from the front again where the list is shorter.
+    """Return the device of a worker.
 
-    Without a list, worker `in_job` of the job takes the GPUs of the machine in the same way; the CPU if it has none.
+    With a list `gpu`, worker number `in_unit` of its unit (from 0) takes gpu[in_unit], cyclically. Without a list,
+    worker number `in_job` of the job takes the GPUs of the machine cyclically, or the CPU if there is none.
+
+    Raises:
+        ConfigError: the machine does not have the GPU that the job names.
     """
     if not gpu:
         return torch.device("cuda", in_job % count) if count else torch.device("cpu")
     wanted = gpu[in_unit % len(gpu)]
     if wanted >= count:
-        has = f"0 to {count - 1}" if count else "left out, for it has none"
+        has = f"0 to {count - 1}" if count else "none, so leave the field out"
         raise ConfigError("gpu", wanted, f"must name a GPU that torch sees on this machine: {has}")
     return torch.device("cuda", wanted)

@@ -1,9 +1,10 @@
-"""The user's model as flat buffers: every parameter gets a storage of its own over one piece of memory.
+"""A model's parameters as views of flat buffers.
 
-A parameter keeps its identity (the script, the optimizer and tied modules hold the same object); only its memory moves.
-On a device it keeps its memory, too, and is a copy of what stands in the buffers (`device_parameters`).
-It survives `load_state_dict`, `deepcopy` and torch.compile there, but not `.to(dtype)`, `p.data = …` or
-`load_state_dict(assign=True)`: those cut the tie silently, so every step checks it.
+A parameter keeps its identity: the script, the optimizer and tied modules hold the same object. Only its memory moves.
+A parameter on a device keeps its memory there, which is a copy of the flat buffer (`device_parameters`).
+
+The parameters stay connected to the buffers after `load_state_dict`, `deepcopy` and torch.compile. After `.to(dtype)`,
+`p.data = …` or `load_state_dict(assign=True)` they are silently disconnected, so every step checks for that.
 """
 
 import mmap
@@ -24,17 +25,19 @@ from topotrain.training.parameters.device_parameters import HostParameters, mirr
 
 DEVICES = ("cpu", "cuda")
 HOME = "topotrain_home"
-"""An attribute of a parameter: the number of the server that is to be its home."""
-_COMPILED = "_orig_mod."  # torch.compile puts this before the names of what it wraps
+"""Attribute of a parameter: the number of the server that stores it."""
+_COMPILED = "_orig_mod."  # torch.compile adds this prefix to names
 
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """A model's unique parameters (tied weights once, in definition order) and its buffers, with their descriptions.
+    """A model's unique parameters and its buffers, with their descriptions.
 
-    Buffers that a state_dict leaves out are left out here, too. A tensor on the meta device is not here: another worker
-    holds it. `owners` are the places in the modules that hold the parameters: a module's own table, the name there, and
-    which parameter it is.
+    - Tied weights occur once, in definition order.
+    - Buffers that are not in the state_dict are left out.
+    - A tensor on the meta device belongs to another worker.
+    - `owners` are the positions of the parameters in the modules: a module's table, the name there, and the index of
+      the parameter.
     """
 
     tensors: tuple[nn.Parameter, ...]
@@ -45,10 +48,11 @@ class ModelParts:
 
 
 def describe_model(model: nn.Module, aside: Collection[nn.Parameter] = ()) -> ModelParts:
-    """Take a model apart; the parameters `aside` are left out.
+    """Take a model apart. Parameters in `aside` are left out.
 
     Raises:
-        ConfigError: a parameter that cannot be trained here (on an unknown device, lazy, sparse), or none at all.
+        ConfigError: a parameter cannot be trained (it is on an unknown device, lazy, or sparse), or there is no
+            parameter.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -90,13 +94,16 @@ def _describe(names: list[str], tensor: nn.Parameter) -> Parameter:
     stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in NAMES:
-        raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}: no file has it")
+        raise ConfigError(f"model parameter {names[0]}", dtype, f"must be one of {', '.join(NAMES)}, to fit into files")
     home = getattr(tensor, HOME, -1)
     return Parameter(names[0], tuple(tensor.shape), tuple(stride), dtype, tensor.requires_grad, tuple(names[1:]), home)
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory exactly once (channels_last does, an expanded or sliced tensor not)."""
+    """Return whether the elements fill their memory exactly once.
+
+    This is true for channels_last and false for expanded or sliced tensors.
+    """
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1:
@@ -107,12 +114,12 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 class ModelBuffers:
-    """The flat buffers of one worker and each parameter's views in them.
+    """The flat buffers of one worker, and the views of each parameter in them.
 
     Args:
         parts: the model, taken apart.
-        slice_map: the map.
-        flats: the worker's flat buffers; "params" becomes the memory of the parameters, or what they are copies of.
+        slice_map: the slice map of the model.
+        flats: the worker's flat buffers. "params" becomes the memory of the parameters, or the source of their copies.
     """
 
     def __init__(self, parts: ModelParts, slice_map: SliceMap, flats: FlatBuffers) -> None:
@@ -125,17 +132,17 @@ class ModelBuffers:
         self._versions: list[int] = []
         self._tables = [table for table, _, _ in parts.owners]
         self._names = [name for _, name, _ in parts.owners]
-        self._seen: tuple[list[int], list[int]] = ([], [])  # who was where at the last check, and at what address
+        self._seen: tuple[list[int], list[int]] = ([], [])  # ids and addresses of the parameters at the last check
 
     def view(self, name: str, index: int) -> torch.Tensor:
-        """A parameter's place in a flat buffer, with the parameter's shape and strides."""
+        """Return a parameter's view of a flat buffer, with its shape and strides."""
         view = self._views.get((name, index))
         if view is None:
             view = self._views[(name, index)] = self._make_view(name, index)
         return view
 
     def own(self, name: str, index: int) -> torch.Tensor:
-        """The same place as a tensor with a storage, and a count of its changes, of its own."""
+        """Return the same memory as a tensor with its own storage and version counter."""
         tensor = self._own.get((name, index))
         if tensor is None:
             tensor = self._own[(name, index)] = _own_storage(self.view(name, index))
@@ -148,46 +155,53 @@ class ModelBuffers:
         return flat[offset : offset + parameter.count].as_strided(parameter.shape, parameter.stride)
 
     def copy_from_model(self, name: str) -> None:
-        """Write the parameters' values into a flat buffer."""
+        """Copy the parameters' values into a flat buffer."""
         for index, tensor in enumerate(self._parts.tensors):
             if not tensor.is_meta:
                 self.view(name, index).copy_(tensor.detach())
 
     def live_in(self, name: str) -> None:
-        """The parameters' values stand in a flat buffer: their own memory is free, unless it is a device's."""
+        """Make the parameters views of a flat buffer and free their memory.
+
+        Parameters on a device keep their memory.
+        """
         if isinstance(self.mirror, HostParameters):
             for index, tensor in enumerate(self._parts.tensors):
                 if not tensor.is_meta:
                     tensor.data = self.own(name, index)
 
     def make(self, name: str) -> None:
-        """There is memory for what this worker holds, before anybody else asks for it."""
+        """Allocate this worker's part of a flat buffer, before other code uses it."""
         for index, tensor in enumerate(self._parts.tensors):
             if not tensor.is_meta:
                 self.view(name, index)
 
     def move_model(self) -> None:
-        """What stands in "params" becomes the parameters' value; there they live, or are copied from."""
+        """Give the parameters the values in "params", as views or copies."""
         self.mirror.move()
         self.remember()
 
     def remember(self) -> None:
-        """The parameters are as they should be: any change from here on was the script's."""
+        """Record the parameters as unchanged: later changes are the script's."""
         self._versions = self._count_edits()
 
     def _count_edits(self) -> list[int]:
         return [tensor._version for tensor in self._parts.tensors]
 
     def edited(self) -> Iterator[nn.Parameter]:
-        """The parameters that the script has changed since `remember`."""
+        """Yield the parameters that the script has changed since `remember`."""
         for tensor, version in zip(self._parts.tensors, self._versions, strict=True):
             if tensor._version != version:
                 yield tensor
 
     def check(self, names: Iterable[Parameter]) -> None:
-        """Raise RuntimeError if the script moved or exchanged a parameter, or changed one outside `step()`."""
-        # Every step asks, so the answer "all is as it was" takes three short passes.
-        # Whoever is compared by id is alive, in the model's parts, so that no other object can have its id.
+        """Check that the script has not moved, replaced or changed a parameter.
+
+        Raises:
+            RuntimeError: it has moved or replaced one, or changed one outside `step()`.
+        """
+        # Every step calls this, so the usual case takes three short passes.
+        # Objects compared by id are alive in the model's parts, so no other object can have the same id.
         owned = list(map(id, map(dict.get, self._tables, self._names)))
         places = list(map(torch.Tensor.data_ptr, self._parts.tensors))
         if (owned, places) != self._seen or self._count_edits() != self._versions:
@@ -195,7 +209,7 @@ class ModelBuffers:
             self._seen = owned, places
 
     def _look(self, names: Iterable[Parameter]) -> None:
-        """Find the parameter that is not as it was, and say what has happened to it."""
+        """Raise the error for the parameter that has changed."""
         for table, name, index in self._parts.owners:
             if table.get(name) is not self._parts.tensors[index] and table.get(name) is not None:
                 raise RuntimeError(
@@ -206,7 +220,7 @@ class ModelBuffers:
             tensor = self._parts.tensors[index]
             if not tensor.is_meta and tensor.data_ptr() != self.mirror.address(index) and parameter.count:
                 raise RuntimeError(
-                    f"parameter {parameter.name} no longer lives where topotrain put it: "
+                    f"parameter {parameter.name} is no longer in the memory where topotrain put it: "
                     f".to() and p.data = … must come before tt.prepare"
                 )
             if tensor._version != self._versions[index]:
@@ -217,10 +231,10 @@ class ModelBuffers:
 
 
 def in_file(folder: Path) -> Allocate:
-    """Memory over nameless files of a folder, zeroed.
+    """Return an allocator of zeroed memory over unlinked files in a folder.
 
-    The system can write it out, so it may be more than a process may have. What is returned raises ConfigError where
-    the disk has no room.
+    The system can write this memory to disk, so it may be larger than the memory of a process. The allocator raises
+    ConfigError if the disk is full.
     """
 
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -229,20 +243,21 @@ def in_file(folder: Path) -> Allocate:
             return torch.empty(0, dtype=dtype)
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # a page that found no room later would end the process
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full disk would kill the process later
                 memory = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
-            raise ConfigError("workspace", str(folder), f"has no room for {nbytes:,} bytes more: {error}") from None
+            raise ConfigError("workspace", str(folder), f"has no space for {nbytes:,} more bytes: {error}") from None
         return torch.frombuffer(memory, dtype=dtype, count=numel)
 
     return allocate
 
 
 def _own_storage(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage is just this view."""
+    """Return the same memory as a tensor with a storage of just this view."""
     count = view.numel()
     if count == 0:
         return view
     flat = view.as_strided((count,), (1,), view.storage_offset())
+    # torch.frombuffer makes a storage of exactly this memory. A view would share the storage of the whole buffer.
     storage = torch.frombuffer(flat.view(torch.uint8).numpy().data, dtype=view.dtype)
     return storage.as_strided(view.shape, view.stride())

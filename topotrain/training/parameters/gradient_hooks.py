@@ -1,18 +1,19 @@
-"""How gradients leave the user's model: hooks that see each one when autograd is done with it.
+"""Hooks that send gradients when autograd has computed them.
 
-Two ways, chosen by the job (see `gradient_staging`):
+There are several paths. The job chooses one (see `gradient_staging`).
 
-*Means* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
-group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and arms a callback
-for the end of backward; the hook after accumulation copies this backward's part into the flat buffer "local" and sends
-every bucket that is full; the callback waits for the means and puts `.grad` = aside + mean.
+- *MeanPath* (a synchronous group, `grads: kVisible`): each backward is reduced over the group, so that `p.grad` is the
+  group's mean when `backward()` returns. A hook before accumulation sets the earlier `.grad` aside and registers a
+  callback for the end of the backward. The hook after accumulation copies the gradient of this backward into the flat
+  buffer "local" and sends every bucket that is full. The callback waits for the means and sets `.grad` to the earlier
+  value plus the mean.
+- *PushPath* (a group of one, or `grads: kHidden`): autograd accumulates as usual. The accumulated gradient is sent
+  during the backward that is expected to be the last of the step. It is sent again at `step()` if that guess was wrong
+  or the script changed a gradient.
+- *ArrivalPath* (`apply: kOnArrival`): each bucket is applied as soon as all workers have pushed it.
 
-*Pushes* (a group of one, or `grads: kHidden`): autograd accumulates as always; the accumulated gradient is sent during
-the backward that is expected to be the step's last, and again at `step()` where that guess was wrong or the script
-changed a gradient.
-
-Where parameters are on a device, a gradient reaches "local" some time after its hook (`device_parameters`): a bucket
-then leaves at a later hook, or at the end of backward. On several devices, hooks run on several threads.
+If parameters are on a device, a gradient arrives in "local" some time after its hook (`device_parameters`). A bucket
+then leaves at a later hook, or at the end of the backward. With several devices, hooks run on several threads.
 """
 
 import threading
@@ -31,31 +32,37 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 class GradientPath(Protocol):
-    """What a worker's step asks of the way gradients leave."""
+    """The part of a gradient path that a worker's step uses."""
 
     backwards: int
     private: bool
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
-        """This worker's own gradients as the last backward left them, by parameter; None: it holds another's."""
+        """This worker's own gradients after the last backward, by parameter.
+
+        None: another worker holds the parameter.
+        """
         ...
 
     def at_step(self, step: int) -> tuple[tuple[int, ...], int, int]:
-        """Everything has left; returns (revisions, edited bitmap, dropped bitmap) for the commit."""
+        """Send all remaining gradients.
+
+        Returns (revisions, edited bitmap, dropped bitmap) for the commit.
+        """
         ...
 
     def after_step(self) -> None:
-        """The step is applied."""
+        """Prepare for the next step, after this one was applied."""
         ...
 
     def go_to(self, step: int) -> None:
-        """The group is in this step already: those before it were made without this worker."""
+        """Continue at this step. The group made the steps before it without this worker."""
         ...
 
 
 class _Hooks:
-    """What both ways share: which pieces a parameter has, and when a bucket is full."""
+    """Common code of all paths: pieces of parameters, and full buckets."""
 
     def __init__(
         self,
@@ -84,7 +91,7 @@ class _Hooks:
         self._expected = [self._trainable_pieces(bucket) for bucket in slice_map.buckets]
         self._owners = [[slice_map.segments[p.segment].parameter for p in b.pieces] for b in slice_map.buckets]
         self._arrived = [0] * len(slice_map.buckets)
-        self._pushed = 0  # bit per bucket that left in this backward
+        self._pushed = 0  # bit per bucket that was sent in this backward
         self._hooked: set[int] = set()
         self._turn = threading.Lock()
         for index, tensor in enumerate(parts.tensors):
@@ -94,7 +101,10 @@ class _Hooks:
 
     @property
     def sent(self) -> list[torch.Tensor | None]:
-        """This worker's own gradients as the last backward left them, by parameter; None: it holds another's."""
+        """This worker's own gradients after the last backward, by parameter.
+
+        None: another worker holds the parameter.
+        """
         return [self._buffers.view("local", i) if i in self._hooked else None for i in range(len(self._tensors))]
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
@@ -111,7 +121,7 @@ class _Hooks:
         raise NotImplementedError
 
     def _trainable_pieces(self, bucket: Bucket) -> int:
-        """Bitmap of the bucket's pieces whose parameter may get a gradient."""
+        """Return a bitmap of the bucket's pieces with parameters that may get a gradient."""
         bits = 0
         for i, piece in enumerate(bucket.pieces):
             if self._tensors[self._map.segments[piece.segment].parameter].requires_grad:
@@ -119,11 +129,14 @@ class _Hooks:
         return bits
 
     def _arm(self) -> bool:
-        """At the first gradient of a backward: ask for a call at its end. True if this is the first."""
+        """Register a call for the end of a backward, at its first gradient.
+
+        Returns True if this is the first gradient.
+        """
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
-        self._exchange.settle()  # what the last step sent may still be read; it is about to be written over
+        self._exchange.settle()  # buffers of the last step may still be read, and are about to be overwritten
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_backward(task))
         return True
@@ -134,10 +147,10 @@ class _Hooks:
         self._end()
 
     def _check_task(self, task: int) -> None:
-        """The backward that ends should be the one that began last."""
+        """Check that the backward that ends is the one that began last."""
 
     def _copy_local(self, index: int, gradient: torch.Tensor) -> list[Bucket]:
-        """Copy a gradient into "local"; returns the buckets that are full now."""
+        """Copy a gradient into "local" and return the buckets that are full now."""
         if gradient.is_sparse:
             name = self._parameters[index].name
             raise RuntimeError(f"parameter {name} has a sparse gradient: this version sends dense ones (sparse=False)")
@@ -157,19 +170,22 @@ class _Hooks:
         return full
 
     def _send(self, number: int, bucket: Bucket, present: int, **how: bool) -> None:
-        """Let a bucket of "local" leave, as soon as all of it is there."""
+        """Send a bucket of "local" as soon as all its gradients have arrived there."""
         step, weight, body = self._step, self._weight(), self._flats.view("local", bucket)
         self._mirror.then(lambda: self._exchange.push(step, number, bucket, weight, present, body, **how))
 
     def _zero_absent(self, bucket: Bucket) -> None:
-        """The pieces without a gradient count as zero."""
+        """Zero the pieces without a gradient."""
         local = self._flats.view("local", bucket)
         for i, piece in enumerate(bucket.pieces):
             if not self._arrived[bucket.id] >> i & 1:
                 local[piece.lo - bucket.lo : piece.hi - bucket.lo] = 0
 
     def _rest(self) -> Iterator[Bucket]:
-        """At the end of a backward: the buckets that only some of their gradients have reached, ready to leave."""
+        """Yield, at the end of a backward, the buckets that are only partly filled.
+
+        Their other pieces are zeroed.
+        """
         for bucket in self._map.buckets:
             if self._arrived[bucket.id] and not self._pushed >> bucket.id & 1:
                 self._zero_absent(bucket)
@@ -180,17 +196,17 @@ class _Hooks:
         return torch.equal(a.view(kind), b.view(kind))
 
     def after_step(self) -> None:
-        """The step is applied."""
+        """Prepare for the next step, after this one was applied."""
         self._step += 1
         self.backwards = 0
 
     def go_to(self, step: int) -> None:
-        """The group is in this step already: those before it were made without this worker."""
+        """Continue at this step. The group made the steps before it without this worker."""
         self._step = step
 
 
 class MeanPath(_Hooks):
-    """Every backward ends with the group's mean in `p.grad`."""
+    """Reduces every backward, so that `p.grad` is the group's mean."""
 
     def __init__(
         self,
@@ -204,7 +220,7 @@ class MeanPath(_Hooks):
         self._union = [0] * len(slice_map.buckets)
         self._sums: dict[int, torch.Tensor] = {}
         self._own_sums = False
-        self._open = False  # a backward has begun and not ended
+        self._open = False  # a backward has begun and has not ended
         super().__init__(parts, buffers, exchange, slice_map, weight)
 
     def _hook(self, index: int, tensor: nn.Parameter) -> None:
@@ -222,7 +238,7 @@ class MeanPath(_Hooks):
             self._begin()
         if tensor.grad is not None:
             local = self._buffers.view("local", index)
-            alias = tensor.grad.data_ptr() == local.data_ptr()  # of a backward that raised; about to be overwritten
+            alias = tensor.grad.data_ptr() == local.data_ptr()  # left by a backward that raised; soon overwritten
             self._aside[index] = tensor.grad.clone() if alias else tensor.grad
             tensor.grad = None
 
@@ -233,9 +249,9 @@ class MeanPath(_Hooks):
             self._keep_sums()
 
     def _give_up(self) -> None:
-        """A backward that raised never came to its end, but part of it has left: for the servers it counts.
+        """End a backward that raised. Part of it was sent, so it counts for the servers.
 
-        Its means go into the sums that the servers have, and not into `.grad`, which then counts as edited.
+        Its means are added to the sums that the servers have, and not to `.grad`, which then counts as edited.
         """
         if not self._open:
             return
@@ -262,7 +278,7 @@ class MeanPath(_Hooks):
             )
 
     def _keep_sums(self) -> None:
-        """Before new means overwrite the first ones: the running sums move to a buffer of their own."""
+        """Copy the running sums to a separate buffer, before new means overwrite them."""
         for number, mean in self._sums.items():
             kept = self._flats.view("expected", self._map.buckets[number])
             kept.copy_(mean)
@@ -283,7 +299,10 @@ class MeanPath(_Hooks):
         self._send(self.backwards, bucket, self._arrived[bucket.id], fresh=fresh)
 
     def _is_fresh(self, bucket: Bucket) -> bool:
-        """No parameter of the bucket has a `.grad` from before this backward."""
+        """Return whether no parameter of the bucket has an earlier `.grad`.
+
+        Earlier means from before this backward.
+        """
         for i, index in enumerate(self._owners[bucket.id]):
             arrived = self._arrived[bucket.id] >> i & 1
             if index in self._aside or not (arrived or self._tensors[index].grad is None):
@@ -309,7 +328,7 @@ class MeanPath(_Hooks):
         self._close()
 
     def _note_written(self, written: int) -> set[int]:
-        """The pieces that the servers wrote into "grad" have a gradient; returns whose they are."""
+        """Record pieces that the servers wrote into "grad" and return their parameters."""
         found: set[int] = set()
         first = 0
         for bucket in self._map.buckets if written else ():
@@ -320,7 +339,10 @@ class MeanPath(_Hooks):
         return found
 
     def _add(self, means: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor | None]:
-        """Put the means into "grad"; returns whose they are, with the earlier `.grad` that has to be added."""
+        """Put means into "grad".
+
+        Returns their parameters, with the earlier `.grad` that must be added.
+        """
         fresh: dict[int, list[tuple[Bucket, int, torch.Tensor]]] = {}
         for number, (present, mean) in means.items():
             bucket = self._map.buckets[number]
@@ -333,7 +355,7 @@ class MeanPath(_Hooks):
         return {index: self._add_to(index, rows) for index, rows in fresh.items()}
 
     def _sum(self, bucket: Bucket, present: int, mean: torch.Tensor) -> None:
-        if self._exchange.windowed or self._exchange.gives:  # what is in "grad" counts: nothing has to be compared
+        if self._exchange.windowed or self._exchange.gives:  # "grad" itself counts, so nothing has to be compared
             self._union[bucket.id] |= present
             return
         if not self._union[bucket.id]:
@@ -397,7 +419,10 @@ class MeanPath(_Hooks):
         return bits
 
     def _edited(self, index: int) -> int:
-        """The pieces of a parameter whose gradient is no longer, bit for bit, the sum of the means."""
+        """Return the pieces of a parameter that differ from the sum of the means.
+
+        The comparison is bit for bit.
+        """
         bits = 0
         for bucket, i in self._pieces[index]:
             piece = bucket.pieces[i]
@@ -407,7 +432,10 @@ class MeanPath(_Hooks):
         return bits
 
     def _send_edits(self, step: int, edited: int) -> None:
-        """One worker of the group sends each changed bucket; all say which they are."""
+        """Send changed buckets, each from one worker of the group.
+
+        All workers report in their commit which buckets were changed.
+        """
         workers, mine = self._exchange.group_size, self._exchange.me.index
         for bucket in self._map.buckets if edited else ():
             changed = any(edited & self._exchange.piece_bit(bucket, i) for i in range(len(bucket.pieces)))
@@ -423,11 +451,14 @@ class MeanPath(_Hooks):
 
 
 class PushPath(_Hooks):
-    """Autograd accumulates; the sum leaves during the backward that is expected to be the last of the step.
+    """Lets autograd accumulate, and sends the sum during the step's last backward.
+
+    The last backward is guessed from the step before.
 
     Args:
-        compare: find the script's edits by comparing bits (a group of one: what the script left is what counts).
-            Otherwise an edit is an error: the other workers cannot know of it.
+        compare: find the script's edits by comparing bits (a group of one, where the script's gradient counts).
+            Otherwise an edit is an error, because the other workers cannot know of it.
+        eager: send during the backward, and not only at `step()`.
     """
 
     def __init__(
@@ -441,20 +472,20 @@ class PushPath(_Hooks):
         eager: bool = True,
     ) -> None:
         self._compare = compare
-        # Where the servers read this memory itself, at step(), edits need not be found; where an edit is an error, its
-        # version tells. Else `.grad` must stay apart from what has been sent, to be compared with it.
+        # If the servers read this memory itself at step(), edits need not be found. If an edit is an error, the version
+        # of the tensor shows it. Otherwise `.grad` must stay apart from the sent gradient, to be compared with it.
         self._sees = eager and (exchange.windowed or not compare)
         self._guess = 1 if eager else 0
         self._eager = eager
         self._revision = [NO_REVISION] * len(slice_map.buckets)
         self._sent = [0] * len(slice_map.buckets)
         self._unsent = [False] * len(slice_map.buckets)  # "local" is newer than what was pushed
-        self._pushes = [0] * len(slice_map.buckets)  # in this step, which is what numbers the revisions
+        self._pushes = [0] * len(slice_map.buckets)  # in this step; numbers the revisions
         self._versions: dict[int, tuple[int, int]] = {}
         super().__init__(parts, buffers, exchange, slice_map, weight)
 
     def begin(self) -> None:
-        """A backward has begun, and it may end without a gradient for any parameter that is here (a split model)."""
+        """Begin a backward that may reach no parameter of this worker (a split model)."""
         with self._turn:
             if not self.private and self._arm():
                 self._arrived = [0] * len(self._arrived)
@@ -475,6 +506,7 @@ class PushPath(_Hooks):
                 self._push(bucket, self._arrived[bucket.id])
 
     def _push(self, bucket: Bucket, present: int) -> None:
+        # A revision is one byte of the commit, and NO_REVISION is reserved.
         self._pushes[bucket.id] = number = min(self._pushes[bucket.id] + 1, NO_REVISION - 1)
         self._revision[bucket.id] = number
         self._sent[bucket.id] = present
@@ -509,14 +541,14 @@ class PushPath(_Hooks):
         known = self._versions.get(index)
         if not self._compare and known is not None and known != (id(gradient), gradient._version):
             raise RuntimeError(
-                f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it has left "
-                f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the conf"
+                f"the gradient of {self._parameters[index].name} was changed, but with grads: kHidden it was sent "
+                f"already; use grads: kVisible, tt.clip_grad_norm_, or updater {{ clip_norm: … }} in the job file"
             )
 
     def _collect(self, index: int, left: torch.Tensor | None, wanted: list[int]) -> None:
-        """Bring "local" up to date with what the script left, and note which buckets have to be sent (again).
+        """Update "local" with the script's gradient, and note the buckets to send (again).
 
-        left: None for what backward left, of which "local" is a copy.
+        `left` is None for a gradient that the script has not changed. "local" is a copy of it already.
         """
         changed = index not in self._versions
         if left is not None:
@@ -548,12 +580,13 @@ class PushPath(_Hooks):
 
 
 class ArrivalPath(_Hooks):
-    """Each bucket is applied when all workers have pushed it, while backward still runs (`apply: kOnArrival`).
+    """Sends buckets that servers apply during the backward (`apply: kOnArrival`).
 
-    So a step has one backward, and nothing can be taken back: whatever would have to is an error here.
+    A bucket is applied when all workers have pushed it. So a step has one backward, and an applied gradient cannot be
+    taken back. Anything that would need that is an error here.
 
     Args:
-        rates: the optimizer's hyper-parameters as they are now.
+        rates: returns the optimizer's present hyper-parameters.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""`pull: kLazy`: step() returns at once, and the next forward waits for the values layer by layer.
+"""Lazy pulls (`pull: kLazy`): step() returns at once, and layers wait for values.
 
-The servers update the parameters in the order of their definition, which mostly is the order in which a forward needs
-them: the first layers compute while the last ones are still on their way (priority by order of use, as in P3:
-Jayarajan et al., 2019).
+The servers update the parameters in definition order, which is mostly the order in which a forward needs them. So the
+first layers compute while the last values are still in flight (priority by order of use, as in P3: Jayarajan et al.,
+2019).
 
-Rule: what waits is a module's own forward, for the module's own parameters. Whoever reads a parameter elsewhere (code
-that uses another module's weight without calling that module, or looks at `p` between step() and forward) may see half
-of an update; `state_dict()` waits for everything.
+A module's own forward waits for the module's own parameters. Code that reads a parameter elsewhere may see half of an
+update: code that uses another module's weight without calling that module, or reads `p` between step() and forward.
+`state_dict()` waits for all parameters.
 """
 
 from torch import nn
@@ -15,7 +15,7 @@ from topotrain.training.worker import Worker
 
 
 def wait_by_layer(model: nn.Module, worker: Worker) -> None:
-    """Let each module's forward wait for its own parameters, and `state_dict()` for all."""
+    """Let each module's forward wait for its parameters, and `state_dict()` for all."""
     number = {id(tensor): index for index, tensor in enumerate(worker.parts.tensors)}
     for module in model.modules():
         indices = [number[id(p)] for p in module._parameters.values() if p is not None and id(p) in number]

@@ -1,1 +1,1 @@
-"""The Trainer: a loop that follows the job file."""
+"""The Trainer: a training loop driven by the job file."""

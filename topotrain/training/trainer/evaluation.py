@@ -1,9 +1,11 @@
-"""How good a model is on data that it does not learn from, measured now, or beside the training that goes on.
+"""Evaluation of a model on held-out data, at once or concurrent with training.
 
-Rule: an evaluation leaves no trace. The model computes in eval mode and is set back, the data is drawn with dice of its
-own, and what `tt.weight` and `tt.local` would tell the job is not told. Beside the training it has a copy of the model,
-which gets the values that the worker has just pulled. A split model has no copy: all workers of its group stop, the
-first gives it the whole batches, and the others one sample of each, so that they compute their parts of it.
+An evaluation leaves no trace. The model runs in eval mode and is set back. Data is drawn with a separate random
+generator. Calls of `tt.weight` and `tt.local` are not reported to the job.
+
+A concurrent evaluation uses a copy of the model with the values that the worker has just pulled. A split model has no
+copy. All workers of its group stop: the first worker passes the whole batches, and the others one sample of each, so
+that they compute their parts.
 """
 
 import contextlib
@@ -28,20 +30,22 @@ Values = dict[str, float]
 Loss = nn.Module | Callable[[nn.Module, Any], torch.Tensor]
 Measure = Callable[[Any, Any], Any]
 
-_SEED = 0  # a shuffled loader then gives the same batches at every evaluation, so that results compare
-_NICE = 19  # the least: a group that waits costs more than a test that comes late
+_SEED = 0  # a shuffled loader gives the same batches at every evaluation, so that results can be compared
+_NICE = 19  # lowest priority: a waiting group costs more than a late test
 
 
 class Objective:
-    """What is made small, and what else is measured.
+    """The loss that is minimized, and further metrics.
 
     Args:
-        loss: a loss module, called with (model(input), target) for batches (input, target); or any function of
-            (model, batch) that gives a tensor with one element, the mean over the batch.
-        metrics: by name, called as `loss` is: with (model(input), target), or with (model, batch). Means.
+        loss: a loss module, called with (model(input), target) for batches (input, target). Or any function of (model,
+            batch) that returns a tensor with one element, the mean over the batch.
+        metrics: functions by name, called as `loss` is: with (model(input), target), or with (model, batch). They
+            return means.
 
     Raises:
-        ConfigError: `loss` is neither, or has parameters that nobody would train; a metric is called "loss".
+        ConfigError: `loss` is something else, or has parameters, which would not be trained. Or a metric is called
+            "loss".
     """
 
     def __init__(self, loss: Loss, metrics: Mapping[str, Measure]) -> None:
@@ -56,15 +60,15 @@ class Objective:
         self.names = ("loss", *self._metrics)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         return torch.as_tensor(self._all(model, batch, {"loss": self._loss})["loss"])
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The loss and all metrics of a batch."""
+        """Return the loss and all metrics of a batch."""
         return self._all(model, batch, {"loss": self._loss, **self._metrics})
 
     def follow(self, model: nn.Module, batch: Any) -> None:
-        """Call the model as often as `measure` does, for another worker who measures."""
+        """Call the model as often as `measure` does, while another worker measures."""
         if isinstance(self._loss, nn.Module):
             self._all(model, batch, {})
         else:
@@ -74,22 +78,22 @@ class Objective:
         if not isinstance(self._loss, nn.Module):
             return {name: of(model, batch) for name, of in wanted.items()}
         if not isinstance(batch, list | tuple) or len(batch) != 2:
-            accepted = "gives batches that are no (input, target): make the loss a function of (model, batch)"
+            accepted = "needs batches (input, target); for other batches make the loss a function of (model, batch)"
             raise ConfigError("tt.Trainer loss", type(self._loss).__name__, accepted)
         here = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
-        device = next(here, torch.device("cpu"))  # of a split model nothing may be here
+        device = next(here, torch.device("cpu"))  # this worker may hold nothing of a split model
         given, target = (part.to(device) if isinstance(part, torch.Tensor) else part for part in batch)
         output = model(given)
         return {name: of(output, target) for name, of in wanted.items()}
 
 
 class EvaluationLoader:
-    """A loader of data to measure on, drawn with dice of its own.
+    """A loader of evaluation data with a separate random generator.
 
     Args:
         kind: "test" or "validate".
-        loader: the script's; it is copied.
-        batches: how many count, from the first; -1: all.
+        loader: the script's loader, which is copied.
+        batches: the number of batches from the first; -1: all.
     """
 
     def __init__(self, kind: str, loader: DataLoader[Any], batches: int) -> None:
@@ -102,10 +106,10 @@ class EvaluationLoader:
             own["batch_sampler"] = copy.copy(loader.batch_sampler)
             own["batch_sampler"].sampler = self._with_dice(loader.batch_sampler.sampler)
         for name, value in own.items():
-            object.__setattr__(self._loader, name, value)  # DataLoader refuses the usual way
+            object.__setattr__(self._loader, name, value)  # DataLoader refuses ordinary assignment
 
     def _with_dice(self, sampler: Any) -> Any:
-        if getattr(sampler, "generator", self) is not None:  # it has its own, or knows of none
+        if getattr(sampler, "generator", self) is not None:  # it has its own, or does not use one
             return sampler
         twin = copy.copy(sampler)
         twin.generator = self._dice
@@ -119,9 +123,10 @@ class EvaluationLoader:
 def evaluate(
     model: nn.Module, objective: Objective, data: EvaluationLoader, stopped: Callable[[], bool] = lambda: False
 ) -> Values:
-    """The means over all samples of `data`. What there is so far, once `stopped()`.
+    """Return the means over all samples of `data`, or over those before `stopped()`.
 
-    Raises ConfigError if the loader gives no batch.
+    Raises:
+        ConfigError: the loader gives no batch.
     """
     sums: Values = {}
     samples = 0
@@ -139,7 +144,7 @@ def evaluate(
 
 
 def follow(model: nn.Module, objective: Objective, data: EvaluationLoader) -> None:
-    """Compute this worker's part of what another worker of its group evaluates, of a split model."""
+    """Compute this worker's part of a split model that another worker evaluates."""
     with _looking(model):
         for batch in data:
             one = batch if leading(batch) is None else share_of_loaded(batch, lambda _: (0, 1), 1)[0]
@@ -160,7 +165,7 @@ def _looking(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What the values of step `step` gave."""
+    """The values measured with the parameters of step `step`."""
 
     kind: str
     step: int
@@ -168,13 +173,13 @@ class EvaluationResult:
 
 
 class BackgroundEvaluator:
-    """Evaluates in a thread of its own, on a copy of the model.
+    """Evaluates a copy of the model in a separate thread.
 
-    A thread is enough, and it stays in the job's process: torch's kernels run without Python's lock, and the copy is
-    plain memory. It yields to the training where both want the same core.
+    A thread of the job's process is enough: torch's kernels run without Python's lock, and the copy is ordinary memory.
+    The thread has low priority, so training goes first on a shared core.
 
     Args:
-        model: what will be trained, before it is; it is copied.
+        model: the model before training, which is copied.
         measure: evaluates (model, data, stopped).
 
     Raises:
@@ -197,7 +202,10 @@ class BackgroundEvaluator:
         self._stream: torch.cuda.Stream | None = None
 
     def offer(self, step: int, data: list[EvaluationLoader]) -> bool:
-        """Evaluate the model as it is now; False: the last evaluation still runs, and nothing is done."""
+        """Start to evaluate the present model.
+
+        Returns False, without doing anything, if the last evaluation still runs.
+        """
         if self._running is not None:
             return False
         with torch.no_grad():
@@ -208,7 +216,7 @@ class BackgroundEvaluator:
         return True
 
     def results(self, wait: bool) -> list[EvaluationResult]:
-        """Those of an evaluation that is over; what it raised is raised here."""
+        """Return the results of an evaluation that has ended, or raise its error."""
         running = self._running
         if running is None or not (wait or running.done()):
             return []
@@ -217,7 +225,7 @@ class BackgroundEvaluator:
         return found
 
     def close(self) -> None:
-        """Leave an evaluation that still runs after its current batch."""
+        """Stop a running evaluation after its current batch."""
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -228,7 +236,7 @@ class BackgroundEvaluator:
             return [EvaluationResult(one.kind, step, self._measure(self._copy, one, self._stop.is_set)) for one in data]
 
     def _on_own_stream(self, copied: torch.cuda.Event | None) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU the training's stream is not to wait for the evaluation's kernels."""
+        """Use a separate GPU stream, so that training does not wait for the evaluation."""
         if copied is None:
             return contextlib.nullcontext()
         if self._stream is None:
@@ -257,7 +265,10 @@ def _yield_to_others() -> None:
 
 @contextlib.contextmanager
 def same_dice(model: nn.Module) -> Iterator[None]:
-    """What is drawn inside, by a model that draws even in eval mode, is not missing outside."""
+    """Restore the random state after the block.
+
+    Some models draw random numbers even in eval mode.
+    """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices, key=str)):
         yield

@@ -1,6 +1,6 @@
-"""Parameters as they are at a step, in files: `step-N.safetensors` written, and files like it read.
+"""Files of parameters at a step: written as `step-N.safetensors`, and read.
 
-A checkpoint is what `final.safetensors` is (`final`), at an earlier step; state of the optimizer is not in it.
+A checkpoint has the contents of `final.safetensors` at an earlier step. Optimizer state is not included.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from topotrain.training.final_parameters import load_tensors, save_tensors
 Taken = tuple[dict[str, torch.Tensor], dict[str, str]]
 
 _FIELD = "checkpoint_path"
-_SHOWN = 4  # names of a list that an error shows
+_SHOWN = 4  # names that an error lists
 
 
 class ParameterFiles:
-    """Writes parameters and buffers in a thread: the training waits only for them to be copied.
+    """Writes parameters and buffers in a thread. Training waits only for the copy.
 
-    Every one is written. If the last is still being written when the next is due, the training waits for it.
+    Every file is written. If the last file is still being written when the next is due, training waits for it.
 
     Args:
-        folder: where; it is made if it is not there.
-        take: copies what the model holds now: tensors by name, and a file's metadata.
+        folder: the folder of the files, which is made if it is missing.
+        take: copies the present tensors of the model, by name, and a file's metadata.
     """
 
     def __init__(self, folder: Path, take: Callable[[], Taken]) -> None:
@@ -39,33 +39,41 @@ class ParameterFiles:
         make_folder(folder)
 
     def write(self, step: int) -> None:
-        """Copy what the model holds now, and begin to write it. Raises what went wrong with the last one."""
+        """Copy the present values of the model and start to write them.
+
+        Raises the error of the last file, if there was one.
+        """
         self.wait()
         tensors, metadata = self._take()
         path = self._folder / f"step-{step}.safetensors"
         self._writing = self._pool.submit(save_tensors, tensors, path, {**metadata, "step": str(step)})
 
     def wait(self) -> None:
-        """Return when all are on disk. Raises OSError."""
+        """Wait until all files are on disk.
+
+        Raises:
+            OSError: a file could not be written.
+        """
         if self._writing is not None:
             self._writing.result()
             self._writing = None
 
     def close(self) -> None:
-        """Let the last one be written to its end, whatever became of the training."""
+        """Finish the last file, even if training has failed."""
         self._pool.shutdown(wait=True)
 
 
 def load_checkpoints(model: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Copy into the model what files hold under names that it has, one file after the other, as SINGA does.
+    """Copy tensors from files into the model by name, one file after another.
 
-    A parameter that is in no file keeps its value, and what the model has no name for is left out.
+    This is what SINGA does. A parameter that is in no file keeps its value. Names that the model does not have are
+    ignored.
 
     Returns:
-        What was found, a sentence for each file.
+        A sentence for each file about what was found.
 
     Raises:
-        ConfigError: a file is not there or no safetensors file, a shape is another one, or no name fits.
+        ConfigError: a file is missing or not a safetensors file, a shape differs, or no name fits.
     """
     places = {
         name.replace("_orig_mod.", ""): tensor
@@ -77,18 +85,20 @@ def load_checkpoints(model: nn.Module, paths: Sequence[str]) -> list[str]:
 
 def _load(places: dict[str, torch.Tensor], path: str) -> str:
     if not Path(path).is_file():
-        raise ConfigError(_FIELD, path, "must be a file: there is none")
+        raise ConfigError(_FIELD, path, "must be an existing file")
     try:
         held = load_tensors(Path(path))
     except ConfigError as error:
         raise ConfigError(_FIELD, path, error.accepted) from None
     known = {name: tensor for name, tensor in held.items() if name in places}
     if not known:
-        raise ConfigError(_FIELD, path, f"has no name of the model: it has {_names(held)}; the model {_names(places)}")
+        raise ConfigError(
+            _FIELD, path, f"has no tensor of the model: it has {_names(held)}; the model {_names(places)}"
+        )
     for name, tensor in known.items():
         if tensor.shape != places[name].shape:
             wanted, found = tuple(places[name].shape), tuple(tensor.shape)
-            raise ConfigError(_FIELD, path, f"{name} must have the model's shape {wanted}, and has {found}")
+            raise ConfigError(_FIELD, path, f"{name} must have the model's shape {wanted}, but has {found}")
     for name in known:
         if places[name].is_meta and not _elsewhere(places[name]):
             raise ConfigError(_FIELD, path, f"needs a model with values: {name} is on the meta device")
@@ -104,7 +114,10 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
 
 
 def _elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether the script has given it to another worker, who takes it."""
+    """Return whether the script has assigned a tensor to another worker.
+
+    That worker loads it.
+    """
     here, task = process.current(), device_scopes.parse(getattr(tensor, device_scopes.PLACE, "")).task
     return here is not None and task is not None and task != here.me.index
 

@@ -1,7 +1,7 @@
-"""`tt.Trainer`: a training loop that the job file alone drives, with SINGA's fields in SINGA's meaning.
+"""`tt.Trainer`: a training loop driven by the job file, with SINGA's fields.
 
-Rule: "at step N" means that N steps are done. The loop is the one that a script would have, so a synchronous job ends
-with the bits of that script; the rest (lines, tests, files) only looks at it.
+"At step N" means that N steps are done, as in SINGA. The loop is the loop of an ordinary script, so a synchronous job
+ends with the bits of that script. Output lines, tests and files only read the model.
 """
 
 import sys
@@ -35,7 +35,7 @@ from topotrain.training.trainer.evaluation import (
 from topotrain.training.trainer.parameter_files import load_checkpoints
 from topotrain.training.trainer.trainer_callbacks import KINDS, TrainerCallbacks
 
-_EMPTY_PASSES = 1000  # a group that is slow may find so many epochs read by others; more means that there is no data
+_EMPTY_PASSES = 1000  # a slow group may find this many epochs read by others; more means that there is no data
 
 
 class Trainer:
@@ -44,15 +44,15 @@ class Trainer:
     Args:
         model: a torch.nn.Module.
         loss: a loss module, for batches (input, target), or a function of (model, batch).
-        train: a DataLoader, read again and again until `train_steps` steps are done.
-        test, validate: DataLoaders for `test_freq` and `validate_freq`, and for the result.
-        job: for scripts that are started as plain `python script.py`: a tt.Job, or the path of its file. A process of a
-            job has its own.
-        optimizer: None builds the one of the job's `updater` block.
-        metrics: by name, what tests measure besides the loss; called as the loss is.
+        train: a DataLoader, read repeatedly until `train_steps` steps are done.
+        test, validate: DataLoaders for `test_freq` and `validate_freq`, and for the final result.
+        job: a tt.Job or the path of its file, for scripts started as plain `python script.py`. A process of a job has
+            its own.
+        optimizer: None builds the optimizer of the job's `updater` block.
+        metrics: further measures of tests by name, called as the loss is.
 
     Raises:
-        ConfigError: one of these is something else.
+        ConfigError: an argument has another type.
     """
 
     def __init__(
@@ -79,13 +79,14 @@ class Trainer:
         self._train, self._given = train, job
         self._loaders = {"test": test, "validate": validate}
         self.results: list[EvaluationResult] = []
-        """What tests found, on the main worker; the last ones, of the final parameters, come when the job ends."""
+        """Results of tests, on the main worker. Those of the final parameters are added when the job ends."""
 
     def fit(self) -> None:
-        """Train, once.
+        """Train the model. Call this once.
 
         Raises:
-            ConfigError: the job asks for what is not there (its field is named), or cannot be trained this way.
+            ConfigError: the job needs something that is missing (the error names the field), or cannot be trained with
+                a Trainer.
         """
         if process.planning():
             api.prepare(self.model, self.optimizer, self._train)
@@ -130,7 +131,9 @@ class Trainer:
             return self.optimizer, loader
         if self.optimizer is None:
             if job.updater is None:
-                raise ConfigError("updater", None, "tt.Trainer got no optimizer, so the conf needs an updater block")
+                raise ConfigError(
+                    "updater", None, "tt.Trainer got no optimizer, so the job file needs an updater block"
+                )
             self.optimizer = build(job.updater, self.model.named_parameters())
             _follow_updater(self.optimizer, job.updater)
         return api.prepare(self.model, self.optimizer, self._train)[1:]
@@ -156,7 +159,7 @@ class Trainer:
             watch.end()
 
     def _report(self, job: Job, data: EvaluationLoader, watch: TrainerCallbacks | None) -> None:
-        """The result: measured once, with the final parameters in the model."""
+        """Report the result, measured once with the final parameters."""
         found: Values = {}
 
         def value(name: str) -> float:
@@ -174,7 +177,7 @@ class Trainer:
 
 def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Context | None) -> None:
     if job.train_steps == 0:
-        raise ConfigError("train_steps", 0, "must be given, at least 1: a Trainer does so many steps")
+        raise ConfigError("train_steps", 0, "must be at least 1: it is the number of steps of a Trainer")
     if job.resume and here is None:
         accepted = "needs a job (topotrain run): an ordinary process leaves no snapshots; see checkpoint_path"
         raise ConfigError("resume", True, accepted)
@@ -190,7 +193,10 @@ def _check(job: Job, loaders: Mapping[str, DataLoader[Any] | None], here: Contex
 
 
 def _batches(loader: Any, steps: int, groups: int, done: int) -> Iterator[Any]:
-    """The batches of the steps up to number `steps`, epoch after epoch; the epoch of step `done` may be over."""
+    """Yield the batches of steps `done` + 1 to `steps`, epoch after epoch.
+
+    The epoch of step `done` may be over.
+    """
     empty = -1 if done else 0
     while done < steps:
         before = done
@@ -205,7 +211,10 @@ def _batches(loader: Any, steps: int, groups: int, done: int) -> Iterator[Any]:
 
 
 def _follow_updater(optimizer: Optimizer, updater: Updater) -> None:
-    """In an ordinary process: what the workers and servers of a job do with the updater block's rate and bounds."""
+    """Apply the updater block's rate and bounds in an ordinary process.
+
+    In a job, workers and servers do this.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.register_step_pre_hook(lambda *_: clip(updater, parameters))
     optimizer.register_step_post_hook(follow_schedule(optimizer, updater))
@@ -213,5 +222,5 @@ def _follow_updater(optimizer: Optimizer, updater: Updater) -> None:
 
 def _how_to_start(given: Job | str | Path | None) -> str:
     conf = "JOB.conf" if isinstance(given, Job) else str(given)
-    written = " (JOB.conf: what topotrain.config.job_file.dumps(job) gives)" if isinstance(given, Job) else ""
+    written = " (JOB.conf: the text of topotrain.config.job_file.dumps(job))" if isinstance(given, Job) else ""
     return f"topotrain: one ordinary process; as a job: topotrain run {conf} {sys.argv[0] or 'script.py'}{written}"

@@ -1,10 +1,11 @@
-"""What the main worker of a `tt.Trainer` does besides training: lines, tests, checkpoints, each when the job says so.
+"""Side tasks of a `tt.Trainer`: output lines, tests and checkpoints.
 
-Rule: nothing here makes the group wait but copying the values, and a checkpoint that is not written when the next is
-due. Whoever looks, looks at what the worker has just pulled, which nobody changes before its next `step()`.
+The job says when. The main worker does them. The group waits only while values are copied, and for a checkpoint that is
+not written when the next is due. Side tasks read the values that the worker has just pulled, which do not change before
+its next `step()`.
 
-A split model is the exception: it is in parts on the workers of the group, so each of them computes its part of a test
-and sends its part of a checkpoint. They all go by the same job and the same steps, and nobody has to call them.
+A split model is in parts on the workers of the group. So each worker computes its part of a test and sends its part of
+a checkpoint. All of them use the same job and count the same steps, so no message is needed to start this.
 """
 
 import time
@@ -40,17 +41,17 @@ _CHECKPOINT = "a checkpoint (checkpoint_freq)"
 
 
 class TrainerCallbacks:
-    """What the main worker does besides training, and what its group does with it where the model is split.
+    """Side tasks of the main worker, and of its group if the model is split.
 
     Args:
-        model: before it is trained.
-        objective, job, here: what is measured; the job; this process's place, None in an ordinary process.
-        held: the data by kind.
-        stack: closes what is opened.
+        model: the model before training.
+        objective, job, here: the measures, the job, and the context of this process (None in an ordinary process).
+        held: the evaluation data by kind.
+        stack: closes resources.
         split: the model will be split over the group.
 
     Raises:
-        ConfigError: the job asks for tests or checkpoints, and the model allows none.
+        ConfigError: the job needs tests or checkpoints, which this model does not allow.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class TrainerCallbacks:
             stack.callback(self._beside.close)
 
     def begin(self) -> None:
-        """The job's initial values are in the model."""
+        """Start, with the job's initial values in the model."""
         if self._rhythms["checkpoint"].freq and self._main:
             folder = Path(self._job.workspace) if self._here is None else self._here.workspace
             self._checkpoints = ParameterFiles(folder, self._values())
@@ -93,9 +94,9 @@ class TrainerCallbacks:
         self._since = time.monotonic()
 
     def stepped(self, step: int, loss: torch.Tensor, samples: int) -> None:
-        """`step` steps are done, the last one with this loss on so many samples."""
+        """Handle the end of step `step`, with its loss and its number of samples."""
         told = loss.detach()
-        self._loss += float(told) if told.device.type == "cpu" else told.double()  # a GPU is not waited for here
+        self._loss += float(told) if told.device.type == "cpu" else told.double()  # do not wait for a GPU here
         self._steps += 1
         self._samples += samples
         if self._main and self._rhythms["disp"].due(step):
@@ -103,17 +104,17 @@ class TrainerCallbacks:
         self._look(step)
 
     def end(self) -> None:
-        """The last step is done: everything that was begun is finished."""
+        """Finish all side tasks after the last step."""
         for result in [] if self._beside is None else self._beside.results(wait=True):
             self._found(result)
         if self._checkpoints is not None:
             self._checkpoints.wait()
         if self._skipped and self._here is not None:
-            words = f"{self._skipped} evaluations were left out, since the one before still ran"
+            words = f"{self._skipped} evaluations were left out, because the previous evaluation was still running"
             self._here.emit(Notice(str(self._here.me), words))
 
     def keep(self, result: EvaluationResult) -> None:
-        """Take a result, and send it to the report."""
+        """Keep a result and send it to the report."""
         self.results.append(result)
         if self._here is not None:
             who = str(self._here.me)
@@ -159,7 +160,7 @@ class TrainerCallbacks:
         return cut
 
     def _values(self) -> Callable[[], Taken]:
-        """Where the main worker's checkpoints have their values from."""
+        """Return the source of the main worker's checkpoints."""
         if self._here is not None and self._here.split is not None:
             return lambda: (self._split().gather(_CHECKPOINT) or {}, self._split().metadata)
         worker = None if self._here is None else self._here.worker
@@ -172,7 +173,10 @@ class TrainerCallbacks:
 
 
 def _refuse_tables(job: Job, model: nn.Module) -> None:
-    """Rows of tables come over the worker's own connections, one question at a time, and stand in no checkpoint."""
+    """Refuse tests and checkpoints of models with tables.
+
+    Rows are pulled over the worker's own connections, one request at a time, and are in no checkpoint.
+    """
     kinds = (nn.Embedding, nn.EmbeddingBag)
     if any(isinstance(m, Embedding) or (isinstance(m, kinds) and m.sparse) for m in model.modules()):
         for what in ("checkpoint", *KINDS):

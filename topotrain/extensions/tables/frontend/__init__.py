@@ -1,1 +1,1 @@
-"""Tables as a script sees them: Embedding, sparse nn.Embedding, export."""
+"""Tables for scripts: Embedding, sparse nn.Embedding, export."""

@@ -1,8 +1,8 @@
-"""`tt.Embedding`: a table that lives on the servers only, made row by row when somebody first asks for one.
+"""`tt.Embedding`: a table only on the servers, with rows made at their first use.
 
-Rule: a worker holds the rows of its current batch and no others. `forward` asks the servers for them, `step()`
-sends their gradient, and the servers update them with the table's own optimizer when the step is applied: the mean over
-the worker group, as for any parameter. In an ordinary process the table lives in this one.
+A worker holds the rows of its current batch and no others. `forward` pulls them, and `step()` pushes their gradients.
+The servers update them with the table's own optimizer when the step is applied, with the mean over the worker group, as
+for any parameter. In an ordinary process the table is in that process.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,21 +25,22 @@ from topotrain.training import context as process
 class Embedding(nn.Module):
     """A lookup table without a parameter: ids in, rows out, as `torch.nn.Embedding`.
 
-    All workers make the same ones in the same order, and `tt.prepare` ties them to the job with the rest of the model.
+    All workers make the same tables in the same order. `tt.prepare` connects them to the job with the rest of the
+    model.
 
     Args:
-        num_embeddings: how many ids there are, from 0; None: any number >= 0 is one.
+        num_embeddings: the number of ids, from 0. None: any number >= 0 is an id.
         embedding_dim: elements of a row.
-        init: what a row is when it is first touched: "zeros", "uniform LOW HIGH" or "normal MEAN DEVIATION"; it
-            depends on the table's seed and name and on the id alone.
-        optimizer: `tt.kvstore.SGD(lr=…)`, `Adagrad` or `SparseAdam`, or such a torch.optim object; its numbers are
+        init: the value of a row at its first use: "zeros", "uniform LOW HIGH" or "normal MEAN DEVIATION". It depends
+            only on the table's seed and name and on the id.
+        optimizer: `tt.kvstore.SGD(lr=…)`, `Adagrad` or `SparseAdam`, or such a torch.optim object. Its settings are
             read at every step.
         dtype: float32 or float64.
-        seed: of `init`.
-        name: of the table, in reports and files too; by default embedding0, embedding1, …
+        seed: the seed of `init`.
+        name: the name of the table, also in reports and files. By default embedding0, embedding1, …
 
     Raises:
-        ConfigError: one of these is nothing of the above.
+        ConfigError: an argument has another type or value.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError("tt.Embedding optimizer", type(optimizer).__name__, "must be tt.kvstore.SGD(lr=0.1), say")
+            raise ConfigError("tt.Embedding optimizer", type(optimizer).__name__, "must be like tt.kvstore.SGD(lr=0.1)")
         if num_embeddings is not None and (type(num_embeddings) is not int or num_embeddings < 1):
             raise ConfigError("tt.Embedding num_embeddings", num_embeddings, "must be a whole number >= 1, or None")
         if not isinstance(name, str):
@@ -66,7 +67,7 @@ class Embedding(nn.Module):
         self._kept: TableBackend | None = None if process.planning() else keeping(process.current())
         self.name = name or f"embedding{0 if self._kept is None else self._kept.next_number()}"
         if "/" in self.name or self.name.startswith("."):
-            raise ConfigError("tt.Embedding name", name, "must do as the name of a folder")
+            raise ConfigError("tt.Embedding name", name, "must be a valid name of a folder")
         self._rule = TableOptimizer(partial(rule_text, optimizer, cls=type(optimizer)))
         self.spec = TableSpec(
             self.name,
@@ -89,11 +90,14 @@ class Embedding(nn.Module):
             here.kept[f"table {self.name}"] = _Settings(optimizer)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of these ids: [..., embedding_dim] for int64 or int32 ids of any shape.
+        """Return the rows of ids of any shape: [..., embedding_dim].
+
+        Args:
+            ids: int64 or int32.
 
         Raises:
-            ValueError: an id that is negative, or too large.
-            TypeError: ids that are no whole numbers.
+            ValueError: an id is negative or too large.
+            TypeError: the ids are not int64 or int32.
         """
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
             kind = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
@@ -116,11 +120,14 @@ class Embedding(nn.Module):
         return self._kept
 
     def forget(self) -> None:
-        """Drop the gradients that have gathered: what `optimizer.zero_grad()` does."""
+        """Drop the accumulated gradients, as `optimizer.zero_grad()` does."""
         self._pulled.clear()
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient since the last step: ids (sorted, 1-D int64) and rows ([n, embedding_dim])."""
+        """Return the gradient since the last step.
+
+        It has ids (sorted, 1-D int64) and rows ([n, embedding_dim]).
+        """
         parts = [(ids, rows.grad) for ids, rows in self._pulled if rows.grad is not None]
         if not parts:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, self.embedding_dim, dtype=self.dtype)
@@ -131,24 +138,26 @@ class Embedding(nn.Module):
         return ids, rows.index_add_(0, places, torch.cat([grad for _, grad in parts]))
 
     def push(self, step: int) -> None:
-        """Send the gradient, as this worker's part of a step."""
+        """Push the gradient as this worker's part of a step."""
         self._rule.tell(self._keeping, [self.name])
         self._keeping.push_step(self.name, *self.gradient(), step)
         self.forget()
 
     def stats(self) -> list[dict[str, Any]]:
-        """Per server: `server` (its name), `rows` that are there, and `bytes` of rows and optimizer state."""
+        """Return per server `server` (its name), `rows`, and `bytes` of rows and state."""
         return self._keeping.stats(self.name)
 
     def touched(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All rows that are there, some at a time: ids, and their rows."""
+        """Yield all existing rows in batches: ids, and their rows."""
         return self._keeping.touched(self.name)
 
     def load(self, folder: str | Path) -> None:
-        """Take the rows of a folder that a job has written; worker 0 sends them, and all workers call this.
+        """Load rows from a folder that a job has written.
+
+        All workers must call this. Worker 0 sends the rows.
 
         Raises:
-            ConfigError: no such folder, or rows of another width, or that this table cannot have.
+            ConfigError: the folder does not exist, or has rows of another width or ids that this table does not have.
         """
         if not isinstance(folder, str | Path):
             raise ConfigError("tt.Embedding.load folder", folder, "must be a path, such as workspace/tables/NAME")
@@ -165,21 +174,21 @@ class Embedding(nn.Module):
             raise ConfigError("tt.Embedding.load folder", str(folder), f"has row {wrong}, rows must be >= 0{most}")
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return the text that `print(model)` shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Embedding":
-        raise RuntimeError(f"{self.name} lives on the servers: a copy of it would be another table; make one")
+        raise RuntimeError(f"{self.name} is on the servers: a copy would be another table; make a new tt.Embedding")
 
 
 class _Settings:
-    """What a script has set of a table's own optimizer, a rate for instance; kept as `tt.keep` does."""
+    """Settings of a table's own optimizer, such as a rate, kept as `tt.keep` does."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._group = optimizer.param_groups[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings by name."""
+        """Return the settings by name."""
         return {name: value for name, value in self._group.items() if name not in ("params", "param_names")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,7 +197,10 @@ class _Settings:
 
 
 def follow(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
-    """In an ordinary process: `optimizer.step()` moves the rows, too, and `zero_grad()` forgets their gradients."""
+    """Connect tables to an optimizer in an ordinary process.
+
+    `optimizer.step()` also updates the rows, and `zero_grad()` drops their gradients.
+    """
     if not tables:
         return
     forget_with(optimizer, tables)
@@ -201,7 +213,7 @@ def follow(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
 
 
 def forget_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
-    """`optimizer.zero_grad()` forgets the rows' gradients, too."""
+    """Make `optimizer.zero_grad()` also drop the gradients of rows."""
     clear: Callable[..., None] = optimizer.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -213,6 +225,6 @@ def forget_with(optimizer: Optimizer, tables: Sequence[Embedding]) -> None:
 
 
 def ordered(ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids ascending, and their rows."""
+    """Return ids in ascending order, and their rows."""
     order = torch.argsort(ids)
     return ids[order], rows[order]

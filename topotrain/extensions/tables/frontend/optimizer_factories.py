@@ -1,4 +1,7 @@
-"""Optimizers for `KVStore.set_optimizer` and `tt.Embedding`: torch's classes and numbers, without parameters."""
+"""Optimizers for `KVStore.set_optimizer` and `tt.Embedding`, without parameters.
+
+They are torch's classes with torch's arguments.
+"""
 
 from typing import Any
 
@@ -9,22 +12,25 @@ from topotrain.config.job import ConfigError
 
 
 def SGD(lr: float, momentum: float = 0.0, **more: Any) -> Optimizer:
-    """torch.optim.SGD for `set_optimizer`, with torch's numbers; no parameters are needed here."""
+    """Return torch.optim.SGD without parameters."""
     return _without_parameters(torch.optim.SGD, lr=lr, momentum=momentum, **more)
 
 
 def Adam(lr: float = 1e-3, **more: Any) -> Optimizer:
-    """torch.optim.Adam, as above."""
+    """Return torch.optim.Adam without parameters."""
     return _without_parameters(torch.optim.Adam, lr=lr, **more)
 
 
 def SparseAdam(lr: float = 1e-3, **more: Any) -> Optimizer:
-    """torch.optim.SparseAdam: moments move only for rows that have a gradient."""
+    """Return torch.optim.SparseAdam without parameters.
+
+    Its moments change only for rows with a gradient.
+    """
     return _without_parameters(torch.optim.SparseAdam, lr=lr, **more)
 
 
 def Adagrad(lr: float = 1e-2, **more: Any) -> Optimizer:
-    """torch.optim.Adagrad, as above."""
+    """Return torch.optim.Adagrad without parameters."""
     return _without_parameters(torch.optim.Adagrad, lr=lr, **more)
 
 

@@ -1,8 +1,8 @@
-"""`nn.Embedding(sparse=True)` in a prepared model: only the rows that a batch reads, and their gradients, travel.
+"""`nn.Embedding(sparse=True)` in a prepared model: only touched rows are sent.
 
-Rule: the weight stays in the model, at full size, but in a job only those of its rows are new that the last forward has
-read: a hook before each forward fetches them. The servers hold the table; at the end all of it comes home. Whoever
-reads the weight elsewhere calls `state_dict()`, which fetches everything.
+The weight stays in the model at full size. In a job only rows that the last forward has read are up to date: a hook
+before each forward pulls them. The servers hold the table, and at the end all rows are pulled. Code that reads the
+weight elsewhere must call `state_dict()`, which pulls all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,10 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class SparseWeight:
-    """One weight whose gradients are sparse; `names` are its names in the model, `group` its group in the optimizer."""
+    """A weight with sparse gradients.
+
+    `names` are its names in the model, and `group` is its group in the optimizer.
+    """
 
     weight: nn.Parameter
     names: list[str] = field(default_factory=list)
@@ -42,7 +45,7 @@ class SparseWeight:
         return self.names[0]
 
     def spec(self, optimizer: Optimizer) -> TableSpec:
-        """The table on the servers."""
+        """Return the description of the table for the servers."""
         rows, width = self.weight.shape
         kind = str(self.weight.dtype).removeprefix("torch.")
         spec = TableSpec(self.table, rows, width, kind, "step", rule_text(optimizer, self.group), "given", dense=False)
@@ -51,10 +54,12 @@ class SparseWeight:
 
 
 def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
-    """The weights of the model's `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)` that are trained.
+    """Return the trained weights of the model's sparse embeddings.
+
+    These are `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`.
 
     Raises:
-        ConfigError: such a weight is used by another kind of module, too, or its own one changes it (max_norm).
+        ConfigError: another kind of module uses such a weight, too, or its own module changes it (max_norm).
     """
     found: dict[int, SparseWeight] = {}
     for name, module in model.named_modules():
@@ -72,21 +77,23 @@ def find_sparse(model: nn.Module, optimizer: Optimizer) -> list[SparseWeight]:
                 raise ConfigError(
                     f"{name}.{own}",
                     entry_of.names[0],
-                    "must not be the weight of an Embedding(sparse=True), whose rows come one by one: use sparse=False",
+                    "must not be the weight of an Embedding(sparse=True), which is pulled by rows: use sparse=False",
                 )
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for key, entry in found.items():
         if key not in groups:
-            raise ConfigError("optimizer", entry.table, "must have it in a group, or requires_grad=False")
+            raise ConfigError("optimizer", entry.table, "must be in a parameter group, or have requires_grad=False")
         entry.group = groups[key]
     return list(found.values())
 
 
 class RowPaths:
-    """How rows leave a worker: those of its sparse weights, and those of its `tt.Embedding`s.
+    """Pushes and pulls rows of one worker.
+
+    They are rows of its sparse weights and of its `tt.Embedding`s.
 
     Raises:
-        ConfigError: a layout in which rows cannot travel, or a table that is in no model.
+        ConfigError: the job's layout does not support tables, or a table is not part of the model.
     """
 
     def __init__(self, here: Context, model: nn.Module, weights: Sequence[SparseWeight], optimizer: Optimizer) -> None:
@@ -103,7 +110,7 @@ class RowPaths:
         for name in ("n_push", "n_fetch"):
             if getattr(here.place.job.cluster, name) > 1:
                 raise ConfigError(
-                    f"cluster.{name}", getattr(here.place.job.cluster, name), "must be 1 where rows travel"
+                    f"cluster.{name}", getattr(here.place.job.cluster, name), "must be 1 with tables or sparse weights"
                 )
         self._kept = kept = keeping(here)
         here.tables.rows = self
@@ -111,7 +118,7 @@ class RowPaths:
             spec = entry.spec(optimizer)
             self._rules[entry.table] = TableOptimizer(partial(rule_text, optimizer, entry.group, type(optimizer)))
             kept.open(spec)
-            optimizer.state.pop(entry.weight, None)  # the servers keep it, row by row
+            optimizer.state.pop(entry.weight, None)  # the servers keep the state by rows
             if kept.rank == 0:
                 for lo, hi in _chunks(entry.weight):
                     kept.give(entry.table, torch.arange(lo, hi), entry.weight.detach()[lo:hi].cpu())
@@ -126,7 +133,7 @@ class RowPaths:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = args[0] if args else kwargs["input"]
             unique = torch.unique(ids.detach().cpu().long())
-            known = unique[(unique >= 0) & (unique < len(entry.weight))]  # for another id torch has the better words
+            known = unique[(unique >= 0) & (unique < len(entry.weight))]  # torch itself reports other ids
             if len(known):
                 rows = self._kept.pull(entry.table, known)
                 entry.weight.data.index_copy_(0, known.to(entry.weight.device), rows.to(entry.weight.device))
@@ -134,18 +141,18 @@ class RowPaths:
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def release(self) -> None:
-        """The job is over: from now on the weights are ordinary ones, with the rows that they have."""
+        """Detach from the model at the end of the job. The weights become ordinary ones."""
         for hook in self._hooks:
             hook.remove()
 
     def follow(self, worker: Worker) -> None:
-        """The worker's steps take the rows along."""
+        """Push rows with the steps of the worker."""
         if self._weights or self._tables:
             worker.before_commit.append(self.push)
             forget_with(worker.optimizer, self._tables)
 
     def push(self, step: int, end: StepEnd) -> None:
-        """Send the gradients of rows, as this worker's part of a step."""
+        """Push the gradients of rows, as this worker's part of a step."""
         if end.check_finite and self._tables:
             raise RuntimeError(f"a GradScaler does not see the rows of a tt.Embedding ({self._tables[0].name})")
         for table in self._tables:
@@ -155,7 +162,7 @@ class RowPaths:
             self._kept.push_step(entry.table, *_rows(entry), step)
 
     def fetch(self) -> None:
-        """Write all rows into the weights."""
+        """Pull all rows into the weights."""
         for entry in self._weights:
             for lo, hi in _chunks(entry.weight):
                 entry.weight.data[lo:hi] = self._kept.pull(entry.table, torch.arange(lo, hi)).to(entry.weight.device)
@@ -165,7 +172,7 @@ def _check_in_model(here: Context, tables: Sequence[Embedding]) -> None:
     named = {table.name for table in tables}
     for spec in here.tables.specs:
         if spec.mode == "step" and spec.name not in named:
-            raise ConfigError("tt.prepare", spec.name, "a tt.Embedding must be part of the model that is prepared")
+            raise ConfigError("tt.prepare", spec.name, "must be part of the model, as every tt.Embedding")
 
 
 def _rows(entry: SparseWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +181,7 @@ def _rows(entry: SparseWeight) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, entry.weight.shape[1], dtype=entry.weight.dtype)
     if not gradient.is_sparse:
         raise RuntimeError(
-            f"parameter {entry.table} of an Embedding(sparse=True) has a dense gradient: something else uses it, too"
+            f"parameter {entry.table} of an Embedding(sparse=True) has a dense gradient: other code uses it, too"
         )
     gradient = gradient.coalesce().cpu()
     return gradient.indices()[0].clone(), gradient.values().clone()

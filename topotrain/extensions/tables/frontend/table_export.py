@@ -1,7 +1,8 @@
-"""The rows of a table as files: a folder with `index.json` and `part-00000.safetensors`, `part-00001.safetensors`, …
+"""The rows of a table as a folder of files.
 
-Each part holds `ids` (int64, [n]) and `values` ([n, width]), n rows that were touched, in no order, of about 16 MB:
-neither who writes nor who reads ever holds the whole table.
+It has `index.json` and `part-00000.safetensors`, `part-00001.safetensors`, …. Each part has `ids` (int64, [n]) and
+`values` ([n, width]), n touched rows in no order, of about 16 MB. So neither a writer nor a reader holds the whole
+table.
 """
 
 import json
@@ -21,9 +22,12 @@ PART_BYTES = 16 << 20
 
 
 def write_parts(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], described: dict[str, Any]) -> int:
-    """Write what comes, in parts; the folder appears when all are there. Returns the number of rows.
+    """Write rows in parts and return their number.
 
-    Raises NotSaved where the disk does not take them.
+    The folder appears when all parts are written.
+
+    Raises:
+        NotSaved: the disk refuses them.
     """
     try:
         return _write(folder, rows, described)
@@ -49,7 +53,7 @@ def _write(folder: Path, rows: Iterable[tuple[torch.Tensor, torch.Tensor]], desc
 
 
 def _gathered(rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What comes in small pieces, in large ones."""
+    """Join small pieces into large ones."""
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     size = 0
     for ids, values in rows:
@@ -72,7 +76,11 @@ def _fit(ids: torch.Tensor, values: torch.Tensor, width: int) -> bool:
 
 
 def read_parts(folder: Path, width: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, values) of each part of a folder. Raises ConfigError if it is none, or has rows of another width."""
+    """Yield (ids, values) of each part of a folder.
+
+    Raises:
+        ConfigError: the folder is not such a folder, or has rows of another width.
+    """
     try:
         index = json.loads(read_text(folder / "index.json"))
         names = [str(name) for name in index["parts"]]

@@ -1,6 +1,6 @@
-"""How tables end: nobody pushes any more, and what a model looks up in comes home to worker (0,0).
+"""The end of tables in a job: the last pushes, and the rows for worker (0,0).
 
-Rule: rows come home some at a time; worker (0,0) never holds a table that was made for the servers only.
+Worker (0,0) pulls rows in batches. It never holds a whole table that is only on the servers.
 """
 
 from dataclasses import asdict
@@ -16,15 +16,18 @@ from topotrain.training.context import Context
 
 
 def say_goodbye(here: Context) -> None:
-    """This worker pushes nothing more; before its own goodbye, so that nobody waits for it in vain."""
+    """Announce that this worker pushes nothing more.
+
+    It does so before it finishes, so that no worker waits for it in vain.
+    """
     if here.tables is not None:
         here.tables.door.close()
 
 
 def bring_home(here: Context) -> dict[str, torch.Tensor]:
-    """Once every worker is through with tables: worker (0,0) writes what is on the servers only, beside the model.
+    """Write the tables of the servers to files on worker (0,0), after all workers.
 
-    Returns the weights whose rows travelled, complete, by name.
+    Returns the complete weights with sparse gradients, by name.
     """
     tables: JobTables | None = here.tables
     if tables is None:

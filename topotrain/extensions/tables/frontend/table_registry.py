@@ -1,4 +1,4 @@
-"""Where the tables of a script are: on the servers of its job, or in this process where there is no job."""
+"""The tables of a script: on the servers of its job, or in an ordinary process."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -18,65 +18,68 @@ from topotrain.training.context import Context
 
 
 class TableBackend(Protocol):
-    """Tables by name. Ids are 1-D int64 tensors that ascend, rows are [number of ids, width]."""
+    """Tables by name.
+
+    Ids are ascending 1-D int64 tensors. Rows are [number of ids, width].
+    """
 
     @property
     def rank(self) -> int:
-        """This worker's number among all."""
+        """This worker's number among all workers."""
         ...
 
     @property
     def workers(self) -> int:
-        """How many workers the job has."""
+        """The number of workers of the job."""
         ...
 
     @property
     def import_module(self) -> str:
-        """The job's `import`: where optimizers of the user's own are."""
+        """The job's `import`: the module with the user's own optimizers."""
         ...
 
     def next_number(self) -> int:
-        """0, 1, 2, …: the same on all workers, if they do the same."""
+        """Return 0, 1, 2, …. The same on all workers that make the same calls."""
         ...
 
     def open(self, spec: TableSpec) -> None:
-        """Say what the table is."""
+        """Create a table."""
         ...
 
     def rule(self, name: str, text: str) -> None:
-        """From the next push on, this optimizer counts."""
+        """Set the optimizer from the next push on."""
         ...
 
     def give(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """These rows are so from now on."""
+        """Set rows to these values."""
         ...
 
     def push(self, name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """A push of a table that knows no step; the tensors are read before this returns."""
+        """Push rows of a table without steps; the tensors are read before this returns."""
         ...
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """The same for a table in mode "step"."""
+        """Push rows of a table in mode "step"."""
         ...
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """The rows, as this worker's pushes have left them."""
+        """Return rows, with this worker's pushes applied."""
         ...
 
     def pull_all(self, wanted: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Several pulls at once."""
+        """Pull from several tables at once."""
         ...
 
     def touched(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All rows that are there, some at a time, in no order."""
+        """Yield all existing rows in batches, in no order."""
         ...
 
     def stats(self, name: str) -> list[dict[str, Any]]:
-        """Per server: "server", "rows", and the "bytes" of values, optimizer state and index."""
+        """Return per server "server", "rows", and "bytes" of values, state and index."""
         ...
 
     def barrier(self) -> None:
-        """Return when all workers are here."""
+        """Wait for all workers."""
         ...
 
 
@@ -84,9 +87,7 @@ class LocalTables:
     """Tables in this process, for one worker."""
 
     rank, workers, import_module = 0, 1, ""
-    _numbers = (
-        count()
-    )  # of the process: each table has an `LocalTables` to itself, and they are as different as in a job
+    _numbers = count()  # of the process, since each table has a `LocalTables` of its own
 
     def __init__(self) -> None:
         self._tables: dict[str, tuple[RowStorage, RowOptimizer | None]] = {}
@@ -149,14 +150,14 @@ class LocalTables:
         return [{"server": "here", "rows": held.count, "bytes": held.value_bytes + state + held.index_bytes}]
 
     def barrier(self) -> None:
-        """See `TableBackend`: nobody else is to be waited for."""
+        """See `TableBackend`. There is no other worker."""
 
 
 class JobTables:
-    """Tables on the servers of a job, for one worker of it.
+    """Tables on the servers of a job, for one worker.
 
     Raises:
-        ConfigError: the job's layout has several server groups, or none.
+        ConfigError: the job has backup workers, or a layout without tables.
     """
 
     def __init__(self, here: Context) -> None:
@@ -192,9 +193,13 @@ class JobTables:
         return self._numbers - 1
 
     def open(self, spec: TableSpec) -> None:
-        """See `TableBackend`. Raises ConfigError for a name that is there already."""
+        """See `TableBackend`.
+
+        Raises:
+            ConfigError: the name is in use.
+        """
         if any(known.name == spec.name for known in self.specs):
-            raise ConfigError("table.name", spec.name, "is there already; every table of a job has a name of its own")
+            raise ConfigError("table.name", spec.name, "is in use already; every table of a job needs its own name")
         self.door.open(spec)
         self.specs.append(spec)
 
@@ -211,7 +216,7 @@ class JobTables:
         self.door.push(name, ids, rows)
 
     def push_step(self, name: str, ids: torch.Tensor, rows: torch.Tensor, step: int) -> None:
-        """See `TableBackend`: the door knows which step the worker commits next."""
+        """See `TableBackend`. The client knows the worker's next step."""
         self.door.push(name, ids, rows)
 
     def pull(self, name: str, ids: torch.Tensor) -> torch.Tensor:
@@ -244,7 +249,7 @@ class TableOptimizer:
     """The optimizer of tables as the servers know it.
 
     Args:
-        read: the optimizer's text as it is now (`tablerules.rule_text`).
+        read: returns the optimizer's present text (`row_optimizers.rule_text`).
     """
 
     def __init__(self, read: Callable[[], str]) -> None:
@@ -252,7 +257,7 @@ class TableOptimizer:
         self.text = read()
 
     def tell(self, kept: TableBackend, tables: Iterable[str]) -> None:
-        """Before a push: if the optimizer's numbers have changed, they are told for these tables."""
+        """Send changed settings of the optimizer to these tables before a push."""
         text = self._read()
         if text != self.text:
             self.text = text
@@ -261,7 +266,7 @@ class TableOptimizer:
 
 
 def roads_of(here: Context) -> WorkerConnections:
-    """A worker's roads to its servers, opened by whoever needs them first."""
+    """Return a worker's connections to its servers; the first call opens them."""
     if here.roads is None:
         roads = here.roads_of(here.place, here.me)
         roads.exchange.spans = here.spans
@@ -270,7 +275,7 @@ def roads_of(here: Context) -> WorkerConnections:
 
 
 def keeping(here: Context | None) -> TableBackend:
-    """Where the tables of this process are."""
+    """Return the tables of this process."""
     if here is None:
         return LocalTables()
     if here.tables is None:

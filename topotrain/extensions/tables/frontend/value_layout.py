@@ -1,8 +1,8 @@
-"""How a value of any shape lies in a table's rows.
+"""Layout of a value of any shape in the rows of a table.
 
-Rule: the rows of a value of two or more dimensions are its slices along the first one, so that single rows can travel;
-anything else is one long row. A long row is cut into several of the table's, all of one width: a bias, a convolution
-and a matrix with a million columns are the same to the servers.
+The rows of a value with two or more dimensions are its slices along the first one, so that single rows can be sent. Any
+other value is one long row. A long row is cut into several rows of the table, all of one width. So a bias, a
+convolution and a matrix with a million columns are alike for the servers.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import torch
 
 WIDEST = 4096
-"""Elements of a table's row, at most: a row is what a message holds whole."""
+"""Maximum elements of a table's row. A message must hold a whole row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """A value of shape `shape`: `rows` rows of `width` elements, `each` of them for each slice of `size` elements."""
+    """The layout of a value of shape `shape`.
+
+    The table has `rows` rows of `width` elements: `each` rows for each slice of `size` elements.
+    """
 
     shape: tuple[int, ...]
     rows: int
@@ -25,7 +28,7 @@ class ValueLayout:
 
     @staticmethod
     def of(shape: tuple[int, ...]) -> "ValueLayout":
-        """The layout of a value of this shape."""
+        """Return the layout of a value of this shape."""
         slices = shape[0] if len(shape) > 1 else 1
         size = 1
         for length in shape[1:] if len(shape) > 1 else shape:
@@ -34,13 +37,13 @@ class ValueLayout:
         return ValueLayout(shape, slices * each, max(1, -(-size // each)), each, size)
 
     def expand(self, slices: torch.Tensor) -> torch.Tensor:
-        """Numbers of the table's rows that hold these slices (1-D int64), in order."""
+        """Return the numbers of the rows of these slices (1-D int64), in order."""
         if self.each == 1:
             return slices.long()
         return (slices.long()[:, None] * self.each + torch.arange(self.each)).reshape(-1)
 
     def split(self, values: torch.Tensor) -> torch.Tensor:
-        """Slices, one after the other, as rows: a tensor of its own."""
+        """Return slices as rows, in a new tensor."""
         flat = values.reshape(-1, self.size) if self.size else values.new_zeros(self.rows, 1)
         padded = self.each * self.width
         if padded != flat.shape[1]:
@@ -50,5 +53,5 @@ class ValueLayout:
         return flat.reshape(-1, self.width)
 
     def join(self, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse: one line of `size` elements per slice."""
+        """Return rows as slices of `size` elements: the inverse of `split`."""
         return rows.reshape(-1, self.each * self.width)[:, : self.size]
