@@ -34,9 +34,7 @@ UPWARD = """
     core.protocol>extensions.elastic.membership_messages
     core.protocol>extensions.tables.table_messages
     core.protocol>training.data.data_messages
-    core.server.nonfinite>extensions.compression.codecs
     core.server.parameter_shard>extensions.collectives.precomputed_gradients
-    core.server.parameter_shard>extensions.compression.codecs
     core.server.parameter_shard>extensions.compression.message_filter
     core.server.pull_replies>extensions.backup_workers.quorum
     core.server.server>extensions.backup_workers.quorum
@@ -48,7 +46,6 @@ UPWARD = """
     core.server.server>extensions.resume.worker_state_store
     core.server.server>extensions.tables.table_server
     core.server.server>training.data.lease_queue
-    extensions.elastic.resize_requests>launch.runtime.process_host
     extensions.tables.frontend.table_registry>launch.runtime.process_host
     training.api>extensions.resume.script_resume
     training.api>extensions.tables.frontend.embedding
@@ -61,7 +58,6 @@ UPWARD = """
     training.context>launch.runtime.process_host
     training.data.data_client>extensions.resume.worker_state_store
     training.data.distributed_loader>extensions.backup_workers.replay_batches
-    training.data.map_dataset>extensions.checkpointing.data_position
     training.finish_job>extensions.checkpointing.checkpoint_reader
     training.finish_job>extensions.tables.frontend.table_finish
     training.finish_job>parallel.api.prepare_split
@@ -70,9 +66,7 @@ UPWARD = """
     training.trainer.trainer>parallel.api.prepare_split
     training.trainer.trainer_callbacks>extensions.tables.frontend.embedding
     training.trainer.trainer_callbacks>parallel.api.prepare_split
-    training.worker>extensions.compression.codecs
     training.worker_limits>parallel.api.prepare_split
-    training.worker_profile>launch.agent.workspace
 """
 """What still imports a later package, as importing>imported."""
 

@@ -4,17 +4,18 @@ The length of the bytes follows from the number of elements alone, so a receiver
 nothing from one call to the next; what is done about its error is `compression`'s business.
 """
 
-from math import ceil, isfinite, sqrt
+from math import ceil, sqrt
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from topotrain.core.model.finite import all_finite
+
 BLOCK = 512  # elements that share a scale in kInt8: the scales add 0.8 % to the bytes
 
 _SINGLE = torch.finfo(torch.float32)
 _TOP_SCALE = _SINGLE.max / 127 * (1 - 2**-22)  # 127 times the largest scale must not round to infinity
-_SQUARED = frozenset([torch.float32, torch.float64])  # the sum of squares of others soon is too large for them
 _SAMPLES = 4096  # elements looked at for a first guess of top-k's threshold
 
 
@@ -280,26 +281,6 @@ def _checked(codec: Codec, data: torch.Tensor, values: torch.Tensor) -> torch.Te
             f"not {expected} bytes"
         )
     return data
-
-
-def reals(x: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor: of complex elements both parts, in one row."""
-    return torch.view_as_real(x.resolve_conj()).reshape(-1) if x.is_complex() else x
-
-
-def all_finite(x: torch.Tensor) -> bool:
-    """Whether all elements are finite: a sum is many times cheaper than to ask each one.
-
-    One of squares reads memory as fast as it can be read; it is too large for its dtype long before an element is.
-    """
-    x = reals(x)
-    if x.dim() == 1 and x.dtype in _SQUARED and isfinite(torch.dot(x, x).item()):
-        return True
-    if isfinite(x.sum().item()):
-        return True
-    if x.dtype is torch.float16 and bool(torch.isfinite(x.sum(dtype=torch.float32))):
-        return True  # the sum was too large for the elements' dtype
-    return bool(torch.isfinite(x).all())
 
 
 def _saturate(values: torch.Tensor, short: torch.Tensor) -> None:

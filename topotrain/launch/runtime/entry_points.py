@@ -40,15 +40,15 @@ from topotrain.extensions.checkpointing.checkpoint_reader import Manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotWriter, writer_for
 from topotrain.extensions.elastic.eligibility import refusal
 from topotrain.extensions.elastic.leave import GroupLeaving, leave
-from topotrain.extensions.elastic.resize_requests import ResizeRequests
+from topotrain.extensions.elastic.resize_requests import ResizeRequests, ServerProcess
 from topotrain.extensions.replication.replica_host import ReplicaSlot
 from topotrain.extensions.replication.replica_placement import ReplicaSet, standings
 from topotrain.extensions.tables.frontend.table_registry import roads_of
-from topotrain.launch.agent.workspace import TOKEN_FILE
+from topotrain.launch.agent.workspace import SPANS, TOKEN_FILE, profiled_step
 from topotrain.launch.runtime.child_channel import ChildChannel, exit_code
 from topotrain.launch.runtime.final_snapshot import FinalSnapshot
 from topotrain.launch.runtime.process_exit import ProcessExitHook
-from topotrain.launch.runtime.process_host import ServerProcess, WorkerConnections, serve
+from topotrain.launch.runtime.process_host import WorkerConnections, serve
 from topotrain.launch.runtime.sigterm import SigtermHandler
 from topotrain.training import api  # noqa: F401  # loaded before the fork: every worker needs it
 from topotrain.training.context import Context, enter
@@ -74,7 +74,7 @@ def run_servers(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int]
 
     control = ChildChannel(channel, hear)
     orders.emit = farewell.emit = control.emit
-    profile = ProfileRecorders(Path(spec["run_dir"]), addresses[0])
+    profile = _recorders(spec, addresses[0])
     serving, trouble = _voices(control, addresses[0])
     # A launcher that started all processes sees who ends; of units elsewhere nothing is seen but lost connections.
     place = _place(spec)
@@ -209,6 +209,11 @@ def _place(spec: dict[str, Any]) -> RouterConfig:
     return replace(place, resumed=Manifest.open(spec["resume"])) if spec.get("resume") else place
 
 
+def _recorders(spec: dict[str, Any], who: Address) -> ProfileRecorders:
+    run_dir = Path(spec["run_dir"])
+    return ProfileRecorders(profiled_step(run_dir), run_dir / SPANS, who)
+
+
 def _writer(place: RouterConfig, servers: Sequence[Address], control: ChildChannel) -> SnapshotWriter | None:
     """Who writes snapshots of these servers, if anybody; the unit is told of them, and may ask for a last one."""
     resumed = None if place.resumed is None else place.resumed.path
@@ -231,7 +236,7 @@ def run_worker(spec: dict[str, Any], channel: socket.socket, fds: Sequence[int])
     termination.take_over(place.job)
     me = Address(Role.WORKER, group, index)
     shared = fds[0] if spec["shared_memfd"] else None
-    profile = ProfileRecorders(Path(spec["run_dir"]), me)
+    profile = _recorders(spec, me)
     here = Context(place, me, Path(place.job.workspace).absolute(), control.emit, shared, spans=profile.worker())
     here.resumed = place.resumed
     serving, trouble = _voices(control, Address(Role.SERVER, 0, me.index))

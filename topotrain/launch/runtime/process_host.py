@@ -33,6 +33,7 @@ from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
+from topotrain.extensions.elastic.resize_requests import LocalServer, ServerProcess
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.extensions.replication.replica_host import ReplicaSlot, ReplicatedServers
 from topotrain.parallel.runtime.network_channel import NetworkChannel
@@ -66,29 +67,6 @@ class ConnectionObserver(Protocol):
 
     def lost(self, server: Server, peer: Address, reason: str) -> None:
         """The connection ended of a server, or of a worker that had said something."""
-        ...
-
-
-class LocalServer(Protocol):
-    """A server, as its launcher speaks to it."""
-
-    @property
-    def server(self) -> Server: ...
-
-    def told(self, message: Message) -> None:
-        """The launcher has something to say to it, which comes in its own name."""
-        ...
-
-    def may_change(self, group: int, wish: str) -> str:
-        """See `Server.may_change`."""
-        ...
-
-
-class ServerProcess(Protocol):
-    """The servers of a process."""
-
-    def coordinator(self, group: int) -> LocalServer | None:
-        """The one that decides for a worker group; None: it is not here (yet)."""
         ...
 
 
