@@ -205,6 +205,7 @@ class Life:
             kept=script.kept(),
             loader=None,
             resumed=self.past,
+            loop_ended=None,
             emit=lambda event: self.notices.append(event.text),
         )
         main = (who.group, who.index) == (0, 0)

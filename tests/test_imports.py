@@ -46,27 +46,7 @@ UPWARD = """
     core.server.server>extensions.resume.worker_state_store
     core.server.server>extensions.tables.table_server
     core.server.server>training.data.lease_queue
-    extensions.tables.frontend.table_registry>launch.runtime.process_host
-    training.api>extensions.resume.script_resume
-    training.api>extensions.tables.frontend.embedding
-    training.api>extensions.tables.frontend.sparse_embedding
-    training.api>extensions.tables.frontend.table_registry
-    training.api>launch.runtime.process_host
-    training.api>parallel.api.device_placement
-    training.api>parallel.api.prepare_split
-    training.api>parallel.capture.device_scopes
-    training.context>launch.runtime.process_host
     training.data.data_client>extensions.resume.worker_state_store
-    training.data.distributed_loader>extensions.backup_workers.replay_batches
-    training.finish_job>extensions.checkpointing.checkpoint_reader
-    training.finish_job>extensions.tables.frontend.table_finish
-    training.finish_job>parallel.api.prepare_split
-    training.model_state>parallel.api.prepare_split
-    training.trainer.parameter_files>parallel.capture.device_scopes
-    training.trainer.trainer>parallel.api.prepare_split
-    training.trainer.trainer_callbacks>extensions.tables.frontend.embedding
-    training.trainer.trainer_callbacks>parallel.api.prepare_split
-    training.worker_limits>parallel.api.prepare_split
 """
 """What still imports a later package, as importing>imported."""
 

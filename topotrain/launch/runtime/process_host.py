@@ -340,7 +340,7 @@ class LongWait(Protocol):
     def __call__(self, seconds: float) -> None: ...
 
 
-def _untold(seconds: float) -> None:
+def untold(seconds: float) -> None:
     """Nobody wants to hear of it."""
 
 
@@ -360,7 +360,7 @@ class _Patience:
 class ConditionWaiter:
     """How a live worker waits: on a condition variable that the roads' readers notify."""
 
-    def __init__(self, poll_s: float, long_wait: LongWait = _untold) -> None:
+    def __init__(self, poll_s: float, long_wait: LongWait = untold) -> None:
         self._condition = threading.Condition()
         self._poll_s = poll_s
         self._long_wait = long_wait
@@ -393,7 +393,7 @@ class ConditionWaiter:
 class InlineWaiter(ConditionWaiter):
     """How a worker waits that is home to a server: by doing the server's work, and reading for both."""
 
-    def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = _untold) -> None:
+    def __init__(self, poll_s: float, roads: Router, pump: InlineReader, long_wait: LongWait = untold) -> None:
         super().__init__(poll_s, long_wait)
         self._roads, self._pump = roads, pump
 
@@ -435,7 +435,7 @@ class WorkerConnections:
         trouble: Callable[[], None] = lambda: None,
         recorder: Recorders = lambda *_: SILENT,
         writer: SnapshotWriter | None = None,
-        long_wait: LongWait = _untold,
+        long_wait: LongWait = untold,
     ) -> None:
         self.me = me
         self.memory = ProcessMemory()

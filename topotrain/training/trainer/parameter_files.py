@@ -12,7 +12,6 @@ from torch import nn
 
 from topotrain.config.job import ConfigError
 from topotrain.config.private_files import make_folder
-from topotrain.parallel.capture import device_scopes
 from topotrain.training import context as process
 from topotrain.training.final_parameters import load_tensors, save_tensors
 
@@ -105,8 +104,8 @@ def _load(places: dict[str, torch.Tensor], path: str) -> str:
 
 def _elsewhere(tensor: torch.Tensor) -> bool:
     """Whether the script has given it to another worker, who takes it."""
-    here, task = process.current(), device_scopes.parse(getattr(tensor, device_scopes.PLACE, "")).task
-    return here is not None and task is not None and task != here.me.index
+    here = process.current()
+    return here is not None and any(extension.holds_elsewhere(here, tensor) for extension in here.extensions)
 
 
 def _names(names: Sequence[str] | dict[str, torch.Tensor]) -> str:
