@@ -60,6 +60,10 @@ class Past:
     def first_epoch(self) -> int | None:
         return None
 
+    @property
+    def closed(self) -> int:
+        return 0
+
     def runs(self, epoch: int) -> batch_ranges.Runs:
         return self.done.get(epoch, ())
 
