@@ -24,7 +24,6 @@ ROOF = ("__init__.py", "__main__.py")  # above every package: they may import al
 LARGEST_FOLDER = 15
 
 UPWARD = """
-    comm.router>extensions.checkpointing.checkpoint_reader
     core.client.client>comm.transport
     core.client.client>extensions.backup_workers.quorum
     core.client.client>extensions.compression.message_filter

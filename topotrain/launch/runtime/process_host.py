@@ -30,6 +30,7 @@ from topotrain.core.profiling.message_spans import sending
 from topotrain.core.profiling.spans import SILENT, Recorder
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.server import Server
+from topotrain.extensions.checkpointing.checkpoint_reader import as_manifest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotPort, SnapshotWriter
 from topotrain.extensions.collectives.collective_server import make_server
 from topotrain.extensions.collectives.torch_client import TorchCollectiveClient
@@ -311,7 +312,7 @@ def serve(
 
 
 def _server(me: Address, place: RouterConfig, allocate: Allocate, answer: Callable[[Address, Message], None]) -> Server:
-    return make_server(me, place.job, place.topology, allocate, place.shared, answer, place.resumed)
+    return make_server(me, place.job, place.topology, allocate, place.shared, answer, as_manifest(place.resumed))
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
