@@ -165,7 +165,7 @@ class JobTables:
             raise ConfigError("cluster.backup", place.job.cluster.backup, accepted)
         self.door = TableClient(here.connect().exchange, place.topology, place.job)
         self.specs: list[TableSpec] = []
-        self.rows: Any = None  # sparse.RowPaths, once a model is prepared that has tables
+        self.rows: Any = None  # sparse_embedding.RowPaths, once a model is prepared that has tables
         self._here = here
         self._numbers = 0
 
